@@ -1,0 +1,523 @@
+"""The CPU backend: every pass is a series of matrix products on blocks of bounded size.
+
+A block's positions are ordered by row, image and column, so that a shift by rows is a shift in
+memory; of each group it has ``i`` input channels and ``o`` output channels. The forward pass
+
+1. *stages* a block of the input: ``(rows, images, columns, groups, i)``, zeros for the padding;
+2. *lowers* it: ``(rows, images, output columns, groups, tap columns, i)``, where each output
+   column has all that the kernel's columns read. That is the left matrix of every kernel row,
+   which only begins at another row of it, so the input grows by the kernel's width and not by its
+   area (Cho and Brand, "MEC", ICML 2017). Where sharing rows does not pay, they are lowered too;
+3. *multiplies* it, ``(positions, taps * i) @ (taps * i, o)``, and sums over the kernel's rows.
+
+The weight gradient multiplies the same lowered matrix, ``(o, positions) @ (positions, taps * i)``.
+The input gradient *gathers* the output's gradient that each kernel row brings to rows of the
+input, multiplies it, ``(positions, tap rows * o) @ (tap rows * o, tap columns * i)``, and adds
+each tap column to the input columns that it reads.
+
+Sums are kept in a block, in a wider type where the tensors' own is narrow, and rounded once.
+Channels may come first or last in memory; a block follows the tensor it is copied from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import gcd, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastconv.problem import Problem
+
+SCRATCH_BYTES = 48 << 20
+"""Bound on the extra memory of a pass: a third for a rearranged weight, the rest for a block."""
+
+# The type sums are kept in, where it is not the tensors' own.
+_SUM_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+
+# A product at least this deep is efficient; shallower ones take all kernel rows at once.
+_EFFICIENT_DEPTH = 128
+
+# Smaller images share a block; larger ones are read in place, one by one.
+_EFFICIENT_POSITIONS = 2048
+
+# A group of one input channel and at most so many output channels is multiplied tap by tap:
+# its matrices would be too thin.
+_THIN = 4
+
+
+def forward(
+    problem: Problem, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """Fill ``out`` with the convolution of ``input``."""
+    scratch = _Scratch(out.dtype, channels_last=input.stride(1) == 1)
+    groups, (row_axis, column_axis) = problem.groups, _axes(problem)
+    source, target = _by_position(input, groups), _by_position(out, groups)
+    kernel, copies = scratch.packed(_by_group(weight, 0, groups).permute(0, 3, 4, 2, 1), last=3)
+    tiling = _lowered_tiling(problem, scratch, copies)
+    for g, o, n, r, c in tiling.spans("groups", "channels", "images", "rows", "columns"):
+        piece = target[r, n, c, g, o]
+        total = scratch.take("total", *piece.shape)
+        if bias is None:
+            total.zero_()
+        else:
+            total.copy_(_by_group(bias, 0, groups)[g, o])
+        for i, p, q in tiling.spans("depth", "tap_rows", "tap_columns"):
+            rows, columns = row_axis.part(r, p), column_axis.part(c, q)
+            stage = _staged(source[:, n, :, g, i], rows, columns, scratch)
+            taps = scratch.plain(kernel[g, p, q, i, o])
+            _add_outputs(total, stage, taps, rows, columns, scratch)
+        piece.copy_(total)
+
+
+def weight_grad(
+    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, bias_out: Tensor | None
+) -> None:
+    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
+    if bias_out is not None:
+        _sum_positions(grad_output, bias_out)
+    groups, (row_axis, column_axis) = problem.groups, _axes(problem)
+    # Lowered with channels last, the right matrix needs no transposition, which BLAS likes best.
+    channels_last = problem.in_channels > groups or input.stride(1) == 1
+    scratch = _Scratch(out.dtype, channels_last)
+    source, grad = _by_position(input, groups), _by_position(grad_output, groups)
+    target = _by_group(out, 0, groups).permute(0, 1, 3, 4, 2)
+    tiling = _lowered_tiling(problem, scratch, kernel_copies=1)
+    for g, o, i, p, q in tiling.spans("groups", "channels", "depth", "tap_rows", "tap_columns"):
+        piece = target[g, o, p, q, i]
+        total = torch.zeros(piece.shape, dtype=scratch.dtype)
+        for n, r, c in tiling.spans("images", "rows", "columns"):
+            rows, columns = row_axis.part(r, p), column_axis.part(c, q)
+            stage = _staged(source[:, n, :, g, i], rows, columns, scratch)
+            held = scratch.held(grad[r, n, c, g, o])
+            _add_weights(total, stage, held, rows, columns, scratch)
+        piece.copy_(total)
+
+
+def input_grad(problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Fill ``out`` with the gradient of the input."""
+    scratch = _Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
+    groups, columns = problem.groups, _axes(problem)[1]
+    grad = _by_position(grad_output, groups)
+    taps = _by_group(weight, 0, groups).permute(0, 3, 1, 4, 2)
+    for phase in _row_phases(problem):
+        target = _by_position(out[:, :, phase.positions], groups)
+        kernel, copies = scratch.packed(taps[:, phase.taps], last=4)
+        tiling = _spread_tiling(problem, phase.axis, scratch, copies)
+        for g, i, n, r, c in tiling.spans("groups", "depth", "images", "rows", "columns"):
+            piece = target[r, n, c, g, i]
+            total = scratch.take("total", *piece.shape).zero_()
+            for o, p, q in tiling.spans("channels", "tap_rows", "tap_columns"):
+                right = scratch.plain(kernel[g, p, o, q, i])
+                read = grad[:, n, columns.readers(c, q), g, o]
+                shape = (*total.shape[:2], *read.shape[2:4], *right.shape[3:])
+                spread = scratch.take("spread", *shape).zero_()
+                for some, rows, left in _gathered(read, phase.axis.part(r, p), scratch):
+                    matrix = right[:, some].flatten(3).flatten(1, 2)
+                    _matrices(spread[rows].flatten(4)).baddbmm_(_matrices(left), matrix)
+                _add_columns(total, spread, columns, c, q)
+            piece.copy_(total)
+
+
+def _add_outputs(
+    total: Tensor, stage: Tensor, taps: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
+) -> None:
+    """Add the products of a stage and ``taps``: ``(groups, tap rows, tap columns, i, o)``."""
+    if stage.shape[-1] == 1 and total.shape[-1] <= _THIN:
+        for row, column, read in _tap_reads(stage, rows, columns):
+            total.addcmul_(read, taps[:, row, column, 0])
+    else:
+        for some, lowered in _lowered(stage, rows, columns, scratch):
+            _matrices(total).baddbmm_(lowered, taps[:, some].flatten(1, 3))
+
+
+def _add_weights(
+    total: Tensor, stage: Tensor, grad: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
+) -> None:
+    """Add the products of a stage and ``grad``, to ``(groups, o, tap rows, tap columns, i)``."""
+    if stage.shape[-1] == 1 and grad.shape[-1] <= _THIN:
+        products = scratch.take("products", *grad.shape)
+        for row, column, read in _tap_reads(stage, rows, columns):
+            torch.mul(read, grad, out=products)
+            total[:, :, row, column, 0] += products.sum((0, 1, 2), dtype=total.dtype)
+    else:
+        left = _matrices(grad).transpose(1, 2)
+        for some, lowered in _lowered(stage, rows, columns, scratch):
+            total[:, :, some].flatten(2).baddbmm_(left, lowered)
+
+
+def _staged(source: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch) -> Tensor:
+    """All of ``source`` from the first element read to the last, zeros where it has none."""
+    read_rows, held_rows = rows.overlap()
+    read_columns, held_columns = columns.overlap()
+    read = source[read_rows, :, read_columns]
+    shape = (rows.span, source.shape[1], columns.span, *source.shape[3:])
+    inside = read.shape == shape
+    pointwise = rows.span == rows.outputs and columns.span == columns.outputs
+    if inside and scratch.is_plain(read) and (pointwise or scratch.has_layout_of(read)):
+        return read
+    stage = scratch.take("stage", *shape)
+    if not inside:
+        stage.zero_()
+    stage[held_rows, :, held_columns].copy_(read)
+    return stage
+
+
+def _tap_reads(stage: Tensor, rows: _Axis, columns: _Axis) -> Iterator[tuple[int, int, Tensor]]:
+    """What each tap, by row and column, reads of a stage."""
+    for row, column in product(range(rows.taps), range(columns.taps)):
+        read = stage[row * rows.reach :: rows.step, :, column * columns.reach :: columns.step]
+        yield row, column, read[: rows.outputs, :, : columns.outputs]
+
+
+def _lowered(
+    stage: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
+) -> Iterator[tuple[slice, Tensor]]:
+    """The matrices ``(groups, positions, taps * i)``, each with its kernel rows."""
+    _, images, _, groups, depth = stage.shape
+    row, image, column, group, channel = stage.stride()
+    shape, stride = (images, columns.outputs, groups), (image, columns.step * column, group)
+    tail_shape, tail_stride = (columns.taps, depth), (columns.reach * column, channel)
+    if _shares_rows(rows, columns, depth):
+        lowered = stage.as_strided((rows.span, *shape, *tail_shape), (row, *stride, *tail_stride))
+        if columns.span > columns.outputs:
+            lowered = scratch.take("lowered", *lowered.shape).copy_(lowered)
+        for tap in range(rows.taps):
+            first = tap * rows.reach
+            yield slice(tap, tap + 1), _matrices(lowered[first : first + rows.outputs].flatten(4))
+    else:
+        lowered = stage.as_strided(
+            (rows.outputs, *shape, rows.taps, *tail_shape),
+            (rows.step * row, *stride, rows.reach * row, *tail_stride),
+        )
+        lowered = scratch.take("lowered", *lowered.shape).copy_(lowered)
+        yield slice(None), _matrices(lowered.flatten(4))
+
+
+def _shares_rows(rows: _Axis, columns: _Axis, depth: int) -> bool:
+    """Whether kernel rows read one lowered matrix, or have the input lowered for each."""
+    if rows.step > 1:
+        return False
+    deep = columns.taps * depth >= _EFFICIENT_DEPTH
+    return rows.taps == 1 or (deep and rows.span < rows.outputs * rows.taps)
+
+
+def _gathered(
+    grad: Tensor, rows: _Axis, scratch: _Scratch
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Kernel rows, rows that they read, and the gradient there: ``(..., groups, tap rows * o)``."""
+    _, images, columns, groups, channels = grad.shape
+    overlaps = [
+        rows.part(slice(0, rows.outputs), slice(tap, tap + 1)).overlap() for tap in range(rows.taps)
+    ]
+    if rows.taps == 1 or channels >= _EFFICIENT_DEPTH:
+        for tap, (read, held) in enumerate(overlaps):
+            yield slice(tap, tap + 1), held, scratch.held(grad[read])
+    else:
+        gathered = scratch.take("held", rows.outputs, images, columns, groups, rows.taps, channels)
+        for tap, (read, held) in enumerate(overlaps):
+            gathered[: held.start, ..., tap, :].zero_()
+            gathered[held, ..., tap, :].copy_(grad[read])
+            gathered[held.stop :, ..., tap, :].zero_()
+        yield slice(None), slice(None), gathered.flatten(4)
+
+
+def _add_columns(
+    total: Tensor, spread: Tensor, columns: _Axis, elements: slice, taps: slice
+) -> None:
+    """Add what the tap columns bring, ``(..., tap columns, i)``, to the columns they read."""
+    first = columns.readers(elements, taps).start
+    for tap in range(taps.start, taps.stop):
+        readers = columns.readers(elements, slice(tap, tap + 1))
+        if readers.start < readers.stop:
+            start = readers.start * columns.step + tap * columns.reach - columns.before
+            read = total[:, :, start - elements.start :: columns.step]
+            brought = spread[:, :, readers.start - first : readers.stop - first]
+            read[:, :, : brought.shape[2]] += brought[..., tap - taps.start, :]
+
+
+def _sum_positions(grad_output: Tensor, out: Tensor) -> None:
+    """Fill ``out`` with the sums over images, rows and columns."""
+    if out.dtype in _SUM_DTYPES:
+        total = out.new_zeros(out.shape, dtype=_SUM_DTYPES[out.dtype])
+        _add_positions(grad_output, total)
+        out.copy_(total)
+    else:
+        torch.sum(grad_output, (0, 2, 3), dtype=out.dtype, out=out)
+
+
+def _add_positions(grad_output: Tensor, total: Tensor) -> None:
+    """Add the sums to ``total``, of a wider type: PyTorch converts all it is given to sum."""
+    if grad_output.numel() * total.element_size() <= _block_bytes():
+        total += grad_output.sum((0, 2, 3), dtype=total.dtype)
+        return
+    longest = grad_output.shape.index(max(grad_output.shape))
+    totals = total.chunk(2) if longest == 1 else (total, total)
+    for half, half_total in zip(grad_output.chunk(2, longest), totals, strict=True):
+        _add_positions(half, half_total)
+
+
+def _by_group(tensor: Tensor, dim: int, groups: int) -> Tensor:
+    """The channels in ``dim`` as two dimensions: groups and channels of a group."""
+    shape = tensor.shape
+    return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+
+
+def _by_position(tensor: Tensor, groups: int) -> Tensor:
+    """``(N, C, H, W)`` as ``(rows, images, columns, groups, channels of a group)``."""
+    return _by_group(tensor, 1, groups).permute(3, 0, 4, 1, 2)
+
+
+def _matrices(block: Tensor) -> Tensor:
+    """``(rows, images, columns, groups, channels)`` as ``(groups, positions, channels)``."""
+    return block.flatten(0, 2).transpose(0, 1)
+
+
+class _Axis(NamedTuple):
+    """Rows or columns: output ``o`` and tap ``t`` read element ``o * step + t * reach - before``.
+
+    Elements outside ``range(size)`` are zeros.
+    """
+
+    size: int
+    outputs: int
+    taps: int
+    step: int
+    reach: int
+    before: int
+
+    @property
+    def span(self) -> int:
+        """Elements from the first one read to the last."""
+        return (self.outputs - 1) * self.step + (self.taps - 1) * self.reach + 1
+
+    def part(self, outputs: slice, taps: slice) -> _Axis:
+        """These outputs and taps only."""
+        return self._replace(
+            outputs=outputs.stop - outputs.start,
+            taps=taps.stop - taps.start,
+            before=self.before - outputs.start * self.step - taps.start * self.reach,
+        )
+
+    def overlap(self) -> tuple[slice, slice]:
+        """The elements read that exist, by their place among all and by that in the span."""
+        start = min(max(0, -self.before), self.size)
+        stop = max(start, min(self.size, self.span - self.before))
+        held_start = min(max(0, self.before), self.span)
+        return slice(start, stop), slice(held_start, held_start + stop - start)
+
+    def readers(self, elements: slice, taps: slice) -> slice:
+        """The outputs from the first to the last that read these elements with these taps."""
+        least = elements.start + self.before - (taps.stop - 1) * self.reach
+        most = elements.stop - 1 + self.before - taps.start * self.reach
+        start = min(max(0, -(-least // self.step)), self.outputs)
+        return slice(start, max(start, min(self.outputs, most // self.step + 1)))
+
+
+def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
+    """The axes along which the forward pass reads its input."""
+    before = (problem.padding.top, problem.padding.left)
+    rows, columns = zip(
+        problem.input_size,
+        problem.output_size,
+        problem.kernel_size,
+        problem.stride,
+        problem.dilation,
+        before,
+        strict=True,
+    )
+    return _Axis(*rows), _Axis(*columns)
+
+
+class _Phase(NamedTuple):
+    """Every stride-th row of the input, the kernel rows that read it, and for which outputs."""
+
+    positions: slice
+    taps: slice
+    axis: _Axis
+
+
+def _row_phases(problem: Problem) -> Iterator[_Phase]:
+    """How the input's rows gather from the output's.
+
+    Kernel row ``k`` reads row ``i`` for output ``(i + before - k * dilation) / stride``, if that
+    is a whole number: the same kernel rows for every stride-th row.
+    """
+    size, outputs, kernel, stride, dilation, before = _axes(problem)[0]
+    common = gcd(stride, dilation)
+    for first in range(min(stride, size)):
+        taps = [tap for tap in range(kernel) if (first + before - tap * dilation) % stride == 0]
+        start = taps[0] if taps else kernel
+        axis = _Axis(
+            size=outputs,
+            outputs=len(range(first, size, stride)),
+            taps=len(taps),
+            step=1,
+            reach=-(dilation // common),
+            before=(start * dilation - first - before) // stride,
+        )
+        yield _Phase(slice(first, None, stride), slice(start, None, stride // common), axis)
+
+
+class _Extent(NamedTuple):
+    """How much of each dimension; channels are output channels and depth input channels."""
+
+    images: int
+    rows: int
+    columns: int
+    groups: int
+    channels: int
+    depth: int
+    tap_rows: int
+    tap_columns: int
+
+    @property
+    def weights(self) -> int:
+        return self.groups * self.channels * self.depth * self.tap_rows * self.tap_columns
+
+
+# The order in which a block is cut, each dimension down to the given size: at first what leaves
+# the products efficient, then whatever is needed.
+_CUTS = (
+    ("images", 1),
+    ("rows", 8),
+    ("groups", 1),
+    ("columns", 512),
+    ("channels", 128),
+    ("depth", 64),
+    ("rows", 1),
+    ("tap_rows", 1),
+    ("columns", 64),
+    ("tap_columns", 1),
+    ("depth", 1),
+    ("channels", 1),
+    ("columns", 1),
+)
+
+
+class _Tiling(NamedTuple):
+    """How a convolution is cut in blocks."""
+
+    whole: _Extent
+    block: _Extent
+
+    @classmethod
+    def fitting(cls, whole: _Extent, elements: Callable[[_Extent], int], limit: int) -> _Tiling:
+        """The largest blocks of at most ``limit`` elements."""
+        together = _EFFICIENT_POSITIONS // max(1, whole.rows * whole.columns)
+        block = whole._replace(images=min(whole.images, max(1, together)))
+        for name, least in _CUTS:
+            while getattr(block, name) > least and elements(block) > limit:
+                block = block._replace(**{name: (getattr(block, name) + 1) // 2})
+        return cls(whole, block)
+
+    def spans(self, *names: str) -> Iterator[tuple[slice, ...]]:
+        """The parts along these dimensions, in all combinations."""
+        return product(*(_spans(getattr(self.whole, n), getattr(self.block, n)) for n in names))
+
+
+def _spans(size: int, length: int) -> list[slice]:
+    return [slice(start, min(start + length, size)) for start in range(0, size, max(1, length))]
+
+
+def _lowered_tiling(problem: Problem, scratch: _Scratch, kernel_copies: int) -> _Tiling:
+    """The blocks of the forward pass and of the weight gradient."""
+    axes = _axes(problem)
+
+    def elements(block: _Extent) -> int:
+        rows = axes[0]._replace(outputs=block.rows, taps=block.tap_rows)
+        columns = axes[1]._replace(outputs=block.columns, taps=block.tap_columns)
+        shared = _shares_rows(rows, columns, block.depth)
+        lowered_rows = rows.span if shared else rows.outputs * rows.taps
+        inputs = rows.span * columns.span + lowered_rows * columns.outputs * columns.taps
+        outputs = 2 * rows.outputs * columns.outputs
+        positions = inputs * block.depth + outputs * block.channels
+        return block.images * block.groups * positions + kernel_copies * block.weights
+
+    whole = _whole(problem, problem.output_size, problem.kernel_size)
+    return _Tiling.fitting(whole, elements, scratch.limit)
+
+
+def _spread_tiling(problem: Problem, rows: _Axis, scratch: _Scratch, kernel_copies: int) -> _Tiling:
+    """The blocks of the input gradient, for one phase of its rows."""
+    columns = _axes(problem)[1]
+
+    def elements(block: _Extent) -> int:
+        span = block.columns + columns.reach * (block.tap_columns - 1)
+        readers = min(columns.outputs, span // columns.step + 1)
+        spread = block.columns + readers * block.tap_columns
+        gathered = 2 * readers * block.tap_rows
+        positions = block.rows * (spread * block.depth + gathered * block.channels)
+        return block.images * block.groups * positions + kernel_copies * block.weights
+
+    whole = _whole(problem, (rows.outputs, columns.size), (rows.taps, columns.taps))
+    return _Tiling.fitting(whole, elements, scratch.limit)
+
+
+def _whole(problem: Problem, size: tuple[int, int], taps: tuple[int, int]) -> _Extent:
+    groups = problem.groups
+    channels, depth = problem.out_channels // groups, problem.in_channels // groups
+    return _Extent(problem.batch, *size, groups, channels, depth, *taps)
+
+
+def _block_bytes() -> int:
+    return SCRATCH_BYTES // 3 * 2
+
+
+class _Scratch:
+    """Buffers that are allocated once in a pass, of the type that sums are kept in.
+
+    Their first three dimensions are positions and the others channels, which come first or last
+    in memory.
+    """
+
+    def __init__(self, dtype: torch.dtype, channels_last: bool) -> None:
+        self.dtype = _SUM_DTYPES.get(dtype, dtype)
+        self.limit = _block_bytes() // self.dtype.itemsize
+        self._channels_last = channels_last
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The buffer of this name, uninitialised."""
+        size = prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=self.dtype)
+        buffer = self._buffers[name][:size]
+        if self._channels_last:
+            return buffer.view(shape)
+        return buffer.view(*shape[3:], *shape[:3]).permute(-3, -2, -1, *range(len(shape) - 3))
+
+    def held(self, block: Tensor) -> Tensor:
+        """``block``, or a copy where its positions cannot be read in place."""
+        if self.is_plain(block) and block.shape[1] == 1:
+            return block
+        return self.take("held", *block.shape).copy_(block)
+
+    def packed(self, kernel: Tensor, last: int) -> tuple[Tensor, int]:
+        """``kernel`` with dimensions 1 to ``last`` in their order in memory, if that fits.
+
+        Also how many copies of a part are made when it is used.
+        """
+        copies = 1 if self.is_plain(kernel) else 2
+        if copies * kernel.numel() * self.dtype.itemsize > SCRATCH_BYTES - _block_bytes():
+            return kernel, 2
+        joined = self.plain(kernel).flatten(1, last)
+        return joined.view(kernel.shape), 0
+
+    def has_layout_of(self, block: Tensor) -> bool:
+        """Whether channels, or else columns, lie side by side in ``block`` as in the buffers."""
+        return block.stride(-1 if self._channels_last else 2) == 1
+
+    def is_plain(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` holds its values, in the type of the buffers."""
+        return tensor.dtype == self.dtype and not tensor.is_conj() and not tensor.is_neg()
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or a plain copy."""
+        return tensor.to(self.dtype).resolve_conj().resolve_neg()

@@ -1,0 +1,190 @@
+"""The CUDA backend: plan, compile, launch.
+
+Whatever can be decided from shapes is decided once and kept; a call looks it up, allocates its
+workspace and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastconv.jit import launch
+from fastconv.kernels import direct
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.problem import Problem
+
+_SCALARS = {
+    torch.float16: ("fastconv::float16", 2),
+    torch.bfloat16: ("fastconv::bfloat16", 2),
+    torch.float32: ("float", 4),
+    torch.float64: ("double", 8),
+}
+
+Planner = Callable[[Problem, Operands, Gpu], Plan]
+
+
+def forward(
+    problem: Problem, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """Fill ``out`` with the convolution of ``input``."""
+    if problem.in_channels == 0:
+        out.zero_()
+        if bias is not None:
+            out.add_(bias[:, None, None])
+    elif out.is_complex():
+        real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
+        planes = None if bias is None else torch.view_as_real(bias).flatten()
+        forward(_real(problem), _planes(input), _real_weight(weight), planes, real)
+        _set_planes(out, real)
+    else:
+        input, weight = _dense(input), _dense(weight)
+        ready = _ready(direct.forward, problem, _operands(input, out, weight), out.device.index)
+        ready.run(input, weight, None if bias is None else bias.contiguous(), out)
+
+
+def input_grad(problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Fill ``out`` with the gradient of the input."""
+    if out.is_complex():
+        real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
+        # The real weight's transpose conjugates; the operator itself does not.
+        input_grad(_real(problem), _planes(grad_output), _real_weight(weight.conj()), real)
+        _set_planes(out, real)
+        return
+    grad_output, weight = _dense(grad_output), _dense(weight)
+    operands = _operands(grad_output, out, weight)
+    ready = _ready(direct.input_grad, problem, operands, out.device.index)
+    ready.run(grad_output, weight, None, out)
+
+
+def weight_grad(
+    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, bias_out: Tensor | None
+) -> None:
+    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
+    if bias_out is not None:
+        torch.sum(grad_output, (0, 2, 3), out=bias_out)
+    if problem.batch == 0 or out.numel() == 0:
+        out.zero_()
+    elif out.is_complex():
+        _complex_weight_grad(problem, grad_output, input, out)
+    else:
+        grad_output, input = _dense(grad_output), _dense(input)
+        operands = _operands(input, grad_output, out)
+        ready = _ready(direct.weight_grad, problem, operands, out.device.index)
+        ready.run(grad_output, input, out)
+
+
+# The names that launches know a pass's tensors by, in the order of _Ready.run.
+_TENSORS: dict[Planner, tuple[str, ...]] = {
+    direct.forward: ("input", "weight", "bias", "output", "scratch"),
+    direct.input_grad: ("input", "weight", "bias", "output", "scratch"),
+    direct.weight_grad: ("grad_output", "input", "output", "scratch"),
+}
+
+
+class _Ready(NamedTuple):
+    """A plan whose kernels are on the device."""
+
+    launches: launch.Prepared
+    scratch_bytes: int
+
+    def run(self, *tensors: Tensor | None) -> None:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if self.scratch_bytes == 0:
+            self.launches.run(*addresses, 0)
+            return
+        device = tensors[0].device  # type: ignore[union-attr]  # the first is never absent
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        self.launches.run(*addresses, scratch.data_ptr())
+
+
+@lru_cache(maxsize=4096)
+def _ready(planner: Planner, problem: Problem, operands: Operands, index: int) -> _Ready:
+    plan = planner(problem, operands, gpu(index))
+    device = torch.device("cuda", index)
+    return _Ready(launch.prepare(plan.launches, device, _TENSORS[planner]), plan.scratch_bytes)
+
+
+@cache
+def gpu(index: int) -> Gpu:
+    """What planning needs to know of this device."""
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        launch.architecture(torch.device("cuda", index)),
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        properties.shared_memory_per_multiprocessor,
+    )
+
+
+def _operands(input: Tensor, output: Tensor, weight: Tensor) -> Operands:
+    scalar = _SCALARS.get(input.dtype)
+    if scalar is None:
+        raise NotImplementedError(
+            f"fastconv is not implemented for {input.dtype} on a GPU; "
+            "it takes float16, bfloat16, float32, float64 and the complex types"
+        )
+    return Operands(
+        *scalar,
+        not input.is_contiguous(),
+        not output.is_contiguous(),
+        weight.stride(),  # type: ignore[arg-type]  # four of them
+        (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
+    )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is dense in one of the two memory formats, or a copy."""
+    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor
+    return tensor.contiguous()
+
+
+# --- Complex tensors: twice the channels, real and imaginary planes side by side ------------------
+
+
+def _real(problem: Problem) -> Problem:
+    batch, channels, *size = problem.input_shape
+    out_channels, group_in, *kernel = problem.weight_shape
+    return Problem.of(
+        (batch, 2 * channels, *size),
+        (2 * out_channels, 2 * group_in, *kernel),
+        problem.stride,
+        problem.padding,
+        problem.dilation,
+        problem.groups,
+    )
+
+
+def _planes(tensor: Tensor) -> Tensor:
+    """(N, C, H, W) complex as (N, C * 2, H, W) real."""
+    return torch.view_as_real(tensor.resolve_conj()).permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+
+def _set_planes(tensor: Tensor, planes: Tensor) -> None:
+    """Undoes :func:`_planes`."""
+    torch.view_as_real(tensor).copy_(planes.unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2))
+
+
+def _real_weight(weight: Tensor) -> Tensor:
+    """The real weight that does to planes what a complex one does: [[re, -im], [im, re]]."""
+    real, imaginary = torch.view_as_real(weight.resolve_conj()).unbind(-1)
+    rows = [torch.stack((real, -imaginary), 2), torch.stack((imaginary, real), 2)]
+    return torch.stack(rows, 1).flatten(2, 3).flatten(0, 1)
+
+
+def _complex_weight_grad(problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor) -> None:
+    real = _real(problem)
+    blocks = torch.empty(real.weight_shape, dtype=out.real.dtype, device=out.device)
+    weight_grad(real, _planes(grad_output), _planes(input), blocks, None)
+    blocks = blocks.unflatten(1, (-1, 2)).unflatten(0, (-1, 2))
+    (real_real, real_imaginary), (imaginary_real, imaginary_imaginary) = (
+        row.unbind(2) for row in blocks.unbind(1)
+    )
+    parts = torch.view_as_real(out)
+    parts[..., 0] = real_real - imaginary_imaginary
+    parts[..., 1] = real_imaginary + imaginary_real

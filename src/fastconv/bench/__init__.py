@@ -1,0 +1,1 @@
+"""Fair comparisons with PyTorch: workloads, checks, timings, tables."""

@@ -1,0 +1,151 @@
+"""``conv2d``: what the user says, turned into the operator's plain arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastconv import _precision
+from fastconv._precision import Precision
+from fastconv.ops import autograd
+from fastconv.problem import Padding
+
+IntOrPair = int | Sequence[int]
+PaddingLike = int | str | Sequence[int] | Sequence[Sequence[int]]
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrPair = 1,
+    padding: PaddingLike = 0,
+    dilation: IntOrPair = 1,
+    groups: int = 1,
+    *,
+    precision: Precision | None = None,
+) -> Tensor:
+    r"""Applies a 2-D convolution, as :func:`torch.nn.functional.conv2d` does.
+
+    Args:
+        input: ``(batch, in_channels, height, width)``, or without ``batch``.
+        weight: ``(out_channels, in_channels / groups, kernel height, kernel width)``.
+        bias: ``(out_channels)``, or None.
+        stride: one number, or ``(vertical, horizontal)``.
+        padding: zeros around the input: one number, ``(vertical, horizontal)``, ``'valid'`` (none),
+            ``'same'`` (output as large as the input; stride 1 only), or, beyond PyTorch, one number
+            a side: ``((top, bottom), (left, right))``. The input is never copied to pad it.
+        dilation: one number, or ``(vertical, horizontal)``.
+        groups: number of groups the channels are split into.
+        precision: ``"ieee"`` or ``"tf32"`` for float32 on a GPU; None takes
+            :class:`fastconv.precision`'s choice and, outside of it, PyTorch's setting.
+
+    Returns:
+        ``(batch, out_channels, out_height, out_width)``, or without ``batch``, in the memory format
+        PyTorch would choose, where with all four sides of padding
+
+        .. math::
+            out\_height = \left\lfloor\frac{height + top + bottom - dilation \times
+                          (kernel\ height - 1) - 1}{stride} + 1\right\rfloor
+    """
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            conv2d, tensors, input, weight, bias, stride, padding, dilation, groups,
+            precision=precision,
+        )  # fmt: skip
+    for name, tensor in zip(("input", "weight", "bias"), tensors, strict=False):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"conv2d(): {name} must be a Tensor, not {type(tensor).__name__}")
+    if input.dim() not in (3, 4):
+        raise RuntimeError(
+            "Expected 3D (unbatched) or 4D (batched) input to conv2d, "
+            f"but got input of size: {list(input.shape)}"
+        )
+    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
+    sides = _sides(padding, weight, stride, dilation)
+    batched = input.dim() == 4
+    output: Tensor = autograd.forward_here(
+        input if batched else input.unsqueeze(0),
+        weight, bias, stride, sides, dilation, _int("groups", groups),
+        _precision.override() if precision is None else _precision.checked(precision),
+    )  # fmt: skip
+    return output if batched else output.squeeze(0)
+
+
+def _int(name: str, value: int) -> int:
+    """``value`` as an int; symbolic ones as they are, bool and everything else refused."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"conv2d(): {name} must be made of ints, but got {name}={value!r}")
+
+
+def _pair(name: str, value: IntOrPair) -> tuple[int, int]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        both = _int(name, value)
+        return both, both
+    if len(value) == 1:
+        both = _int(name, value[0])
+        return both, both
+    if len(value) != 2:
+        raise RuntimeError(
+            f"expected {name} to be a single integer value or a list of 2 values to match the "
+            f"convolution dimensions, but got {name}={list(value)}"
+        )
+    return _int(name, value[0]), _int(name, value[1])
+
+
+def _sides(
+    padding: PaddingLike, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int]
+) -> Padding:
+    """Any form of ``padding`` as the zeros on each of the four sides."""
+    if isinstance(padding, str):
+        return _named_padding(padding, weight, stride, dilation)
+    if is_four_sided(padding):
+        return four_sides(padding)
+    vertical, horizontal = _pair("padding", padding)  # type: ignore[arg-type]
+    return Padding(vertical, vertical, horizontal, horizontal)
+
+
+def is_four_sided(padding: PaddingLike) -> bool:
+    """Whether ``padding`` has the form ``((top, bottom), (left, right))``."""
+    return (
+        isinstance(padding, Sequence)
+        and len(padding) == 2
+        and all(isinstance(side, Sequence) and len(side) == 2 for side in padding)
+    )
+
+
+def four_sides(padding: PaddingLike) -> Padding:
+    """``((top, bottom), (left, right))`` as the zeros on each of the four sides."""
+    vertical, horizontal = cast("Sequence[Sequence[int]]", padding)
+    return Padding(*_pair("padding", vertical), *_pair("padding", horizontal))
+
+
+def _named_padding(
+    padding: str, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int]
+) -> Padding:
+    if padding == "valid":
+        return Padding(0, 0, 0, 0)
+    if padding != "same":
+        raise RuntimeError(f"Invalid padding string: {padding!r}; it should be 'same' or 'valid'")
+    if stride != (1, 1):
+        raise RuntimeError(
+            f"padding='same' is not supported for strided convolutions, but got stride={stride}"
+        )
+    # Weights of another rank are refused later on, with a better message.
+    vertical, horizontal = (
+        step * (size - 1) for step, size in zip(dilation, (*weight.shape[2:], 1, 1), strict=False)
+    )
+    top, left = vertical // 2, horizontal // 2
+    return Padding(top, vertical - top, left, horizontal - left)

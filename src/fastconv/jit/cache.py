@@ -1,0 +1,127 @@
+"""Keeps machine code on disk, so that a kernel is compiled once and not once per process.
+
+Any number of processes may share the folder: an entry appears whole or not at all, and one that
+does not match its checksum counts as missing. No trouble with the folder is an error: the worst it
+costs is compiling again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+# Changes whenever an entry's layout or the making of keys does.
+_MAGIC = b"fastconv cubin 1"
+_HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+_SUFFIX = ".cubin"
+_TROUBLE = (OSError, RuntimeError)  # the latter from Path.home() where there is none
+
+_warned = False
+
+
+class Size(NamedTuple):
+    """How much the cache holds."""
+
+    bytes: int
+    entries: int
+
+
+def folder() -> Path:
+    """Where entries lie: ``$FASTCONV_CACHE_DIR``, or the platform's place for caches."""
+    if chosen := os.environ.get("FASTCONV_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData/Local") / "fastconv" / "Cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/fastconv"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute
+    return (base if base.is_absolute() else Path.home() / ".cache") / "fastconv"
+
+
+def key(
+    text: str, headers: Mapping[str, str], options: Iterable[str], version: tuple[int, int]
+) -> str:
+    """Names what comes of compiling ``text`` with these headers, options and compiler."""
+    digest = hashlib.sha256(_MAGIC)
+    for part in (text, *(s for header in headers.items() for s in header), *options, str(version)):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))  # so that parts cannot run together
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+def load(key: str) -> bytes | None:
+    """What was stored under the key, or None. A damaged entry is removed."""
+    try:
+        path = _path(key)
+        entry = path.read_bytes()
+    except _TROUBLE:
+        return None
+    payload = entry[_HEADER_BYTES:]
+    if entry[:_HEADER_BYTES] == _header(key, payload):
+        return payload
+    with suppress(OSError):
+        path.unlink()
+    return None
+
+
+def store(key: str, payload: bytes) -> None:
+    """Stores the payload, or warns, once in a process, that the folder cannot be written."""
+    try:
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, _header(key, payload) + payload)
+    except _TROUBLE as error:
+        # Windows refuses to replace a file that another process is just reading: no harm.
+        if load(key) != payload:
+            _warn(error)
+
+
+def size() -> Size:
+    """What all entries take."""
+    sizes = []
+    with suppress(*_TROUBLE):
+        for path in folder().glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):  # removed since
+                sizes.append(path.stat().st_size)
+    return Size(sum(sizes), len(sizes))
+
+
+def _path(key: str) -> Path:
+    return folder() / f"{key}{_SUFFIX}"
+
+
+def _header(key: str, payload: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(key.encode() + payload).digest()
+
+
+def _replace(path: Path, entry: bytes) -> None:
+    """Writes the file so that readers see the old one or the new one, never a part."""
+    # The checksum, not fsync, guards against a machine that stops before the data is on disk.
+    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(entry)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _warn(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"fastconv cannot keep compiled kernels, so every process compiles them again: {error}."
+            " Set FASTCONV_CACHE_DIR to a folder that can be written.",
+            stacklevel=2,
+        )

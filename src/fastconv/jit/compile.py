@@ -1,0 +1,198 @@
+"""Compiles kernels with NVRTC, for any architecture it knows: no GPU is needed.
+
+NVRTC is called through ``cuda.bindings``. cuda-core's ``Program`` would make the same calls, but it
+cannot take headers from memory (see :func:`included`), and importing it takes five times as long.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fastconv.jit import cache
+from fastconv.kernels.family import FOLDER, Kernel
+
+_OPTIONS = (
+    "-std=c++17",
+    "--ptxas-options=-v",  # writes registers and spills to the log
+)
+
+
+class GpuUnavailable(RuntimeError):
+    """The GPU kernels cannot run on this machine; says what would have to change."""
+
+
+class CompilationError(RuntimeError):
+    """The compiler refused a kernel; holds its log."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's machine code for one architecture, and what the compiler said of it."""
+
+    entry: str
+    cubin: bytes
+    log: str
+
+    @property
+    def registers(self) -> int | None:
+        """Registers of each thread."""
+        return self._usage(r"Used (\d+) registers")
+
+    @property
+    def stack_bytes(self) -> int | None:
+        """Bytes of each thread's local memory, for spilled registers and indexed arrays alike."""
+        return self._usage(r"(\d+) bytes stack frame")
+
+    @property
+    def spill_bytes(self) -> int | None:
+        """Bytes each thread stores because registers ran out."""
+        return self._usage(r"(\d+) bytes spill stores")
+
+    def _usage(self, pattern: str) -> int | None:
+        # ptxas reports on functions one by one, this one's part starting with its name.
+        _, _, report = self.log.partition(f"Function properties for {self.entry}\n")
+        found = re.search(pattern, report)
+        return int(found[1]) if found else None
+
+
+def build(kernel: Kernel, arch: str) -> bytes:
+    """The kernel's machine code for ``arch`` ("sm_80", "sm_90a"), from the disk cache if there."""
+    text = kernel.text
+    key = cache.key(text, included(text), _options(arch), nvrtc_version())
+    cubin = cache.load(key)
+    if cubin is None:
+        cubin = compile_kernel(kernel, arch).cubin
+        cache.store(key, cubin)
+    return cubin
+
+
+def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
+    """Compiles the kernel for ``arch``, without the cache.
+
+    Other threads may run meanwhile, and compile too: the bindings release the GIL.
+
+    Raises:
+        CompilationError: the compiler refused it.
+        GpuUnavailable: there is no compiler here, or none that knows the architecture.
+    """
+    _check_supported(arch)
+    nvrtc = _nvrtc()
+    text, options = kernel.text, [option.encode() for option in _options(arch)]
+    headers = {name.encode(): contents.encode() for name, contents in included(text).items()}
+    program = _value(
+        nvrtc.nvrtcCreateProgram(
+            text.encode(),
+            f"{kernel.entry}.cu".encode(),
+            len(headers),
+            [*headers.values()],
+            [*headers],
+        )
+    )
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        log_text = log.rstrip(b"\0").decode(errors="replace")
+        if status:
+            raise CompilationError(f"{describe(kernel)} for {arch}: {status.name}\n{log_text}")
+        cubin = _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Compiled(kernel.entry, cubin, log_text)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """The compiler's version, which is that of its CUDA release: (13, 0), say."""
+    major, minor = _nvrtc().nvrtcVersion()[1:]
+    return major, minor
+
+
+def included(text: str) -> dict[str, str]:
+    """The files that ``text`` includes, directly or not: their names as written, their contents.
+
+    The compiler gets these very strings, and no folder to search: were it given one, it would still
+    look into the current working directory first, and what is compiled would not be what the
+    cache's key is made of.
+    """
+    found: dict[str, str] = {}
+    names = _includes(text)
+    while names:
+        name = names.pop()
+        # A missing file may be one that the preprocessor skips; if not, the compiler tells.
+        if name not in found and (contents := _contents(name)) is not None:
+            found[name] = contents
+            names += _includes(contents)
+    return dict(sorted(found.items()))
+
+
+def describe(kernel: Kernel) -> str:
+    """The kernel and its constants, for messages."""
+    constants = ", ".join(f"{name}={value}" for name, value in kernel.constants)
+    return f"{kernel.entry} of {kernel.source} ({constants})"
+
+
+def binding(name: str) -> Any:
+    """A module of ``cuda.bindings``, untyped: it has no annotations."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise GpuUnavailable(_MISSING.format("cuda-bindings")) from error
+
+
+_MISSING = (
+    "fastconv needs {} for CUDA tensors: pip install 'fastconv[cuda]' beside a CUDA build of "
+    "PyTorch; CPU tensors work without it"
+)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    nvrtc = binding("nvrtc")
+    try:
+        _value(nvrtc.nvrtcVersion())  # finds and loads the library
+    except RuntimeError as error:
+        raise GpuUnavailable(_MISSING.format("NVRTC")) from error
+    return nvrtc
+
+
+def _check_supported(arch: str) -> None:
+    known = _value(_nvrtc().nvrtcGetSupportedArchs())
+    if int(re.sub(r"\D", "", arch)) not in known:
+        major, minor = nvrtc_version()
+        raise GpuUnavailable(
+            f"NVRTC {major}.{minor} compiles for GPUs from sm_{min(known)} to sm_{max(known)}, "
+            f"not for {arch}: install PyTorch for another CUDA version"
+        )
+
+
+def _options(arch: str) -> list[str]:
+    return [*_OPTIONS, f"--gpu-architecture={arch}"]
+
+
+def _includes(text: str) -> list[str]:
+    return re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', text, re.MULTILINE)
+
+
+@functools.cache
+def _contents(name: str) -> str | None:
+    try:
+        return (FOLDER / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _output(program: Any, size: Any, fill: Any) -> bytes:
+    buffer = bytearray(_value(size(program)))
+    _value(fill(program, buffer))
+    return bytes(buffer)
+
+
+def _value(answer: tuple[Any, ...]) -> Any:
+    """What an NVRTC function returned beside its status, which is checked."""
+    status, *values = answer
+    if status:
+        raise CompilationError(f"NVRTC: {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,338 @@
+"""Loads compiled kernels onto devices and launches them on PyTorch's streams.
+
+:func:`prepare` does whatever takes long; :meth:`Prepared.run` is left with packing addresses and
+calling the driver, which costs about a microsecond of Python. Nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastconv.jit.compile import GpuUnavailable, binding, build, describe, nvrtc_version
+from fastconv.kernels.family import Kernel, Launch
+
+# GPUs whose fastest instructions are compiled for that very GPU alone.
+_SPECIFIC = {(9, 0), (10, 0), (12, 0)}
+
+# More shared memory than this, static and dynamic together, has to be asked for.
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+class LaunchError(RuntimeError):
+    """The CUDA driver refused to load or launch a kernel."""
+
+
+def architecture(device: torch.device) -> str:
+    """What kernels for the device are compiled for: "sm_80", or "sm_90a" where that gains.
+
+    Raises:
+        GpuUnavailable: the kernels cannot run on it.
+    """
+    if torch.version.hip:
+        raise GpuUnavailable("fastconv's GPU kernels need an NVIDIA GPU; CPU tensors work")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 7:
+        raise GpuUnavailable(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; "
+            "fastconv's GPU kernels need 7.0 or newer"
+        )
+    return f"sm_{major}{minor}{'a' if (major, minor) in _SPECIFIC else ''}"
+
+
+def prepare(
+    launches: Sequence[Launch], device: torch.device, names: Iterable[str] | None = None
+) -> Prepared:
+    """Compiles and loads the kernels the launches need, those that are not yet.
+
+    ``names`` are the tensors in the order in which :meth:`Prepared.run` takes their addresses, by
+    default that of their first use. A name that no launch uses is fine.
+
+    Raises:
+        CompilationError, GpuUnavailable, LaunchError: it cannot be done, for the reason given.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"GPU kernels cannot run on {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    loaded = _load([launch.kernel for launch in launches], index)
+    for launch in launches:
+        loaded[launch.kernel].check(launch)
+    used = dict.fromkeys(a for launch in launches for a in launch.arguments if isinstance(a, str))
+    order = tuple(used if names is None else names)
+    if unknown := used.keys() - set(order):
+        raise ValueError(f"launches use tensors that are not among the names: {sorted(unknown)}")
+    functions = [loaded[launch.kernel].function for launch in launches]
+    return Prepared(launches, functions, index, order)
+
+
+class Prepared:
+    """A sequence of launches on one device, complete but for the addresses of tensors."""
+
+    __slots__ = (
+        "_current_device",
+        "_idle",
+        "_index",
+        "_integers",
+        "_pack_into",
+        "_raw_stream",
+        "_starts",
+        "_stream",
+        "launches",
+        "names",
+    )
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        functions: Sequence[Any],
+        index: int,
+        names: tuple[str, ...],
+    ) -> None:
+        driver = _driver()
+        self.launches = tuple(launches)
+        self.names = names
+        self._index = index
+        self._starts = [
+            functools.partial(driver.cuLaunchKernel, function, *_configuration(launch))
+            for launch, function in zip(launches, functions, strict=True)
+        ]
+        # Unlike ctypes, array raises if a value does not fit.
+        self._integers = [
+            array("i", (a for a in launch.arguments if isinstance(a, int))) for launch in launches
+        ]
+        self._idle: list[_Block] = []
+        # Looked up here rather than in every call.
+        self._pack_into = struct.Struct(f"{len(names)}Q").pack_into
+        self._stream = driver.CUstream
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
+        # What torch.cuda.current_stream(device).cuda_stream gives, without making an object.
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def run(self, *addresses: int) -> None:
+        """Launches on the device's current stream, with tensors at these addresses.
+
+        There is one address for each of :attr:`names`, 0 for an absent tensor. The tensors' memory
+        must stay theirs until the stream gets there, as PyTorch's allocator sees to. May be called
+        by several threads at once, and while a CUDA graph is captured.
+        """
+        if self._current_device() == self._index:
+            self._run(addresses)
+        else:
+            with torch.cuda.device(self._index):
+                self._run(addresses)
+
+    def _run(self, addresses: tuple[int, ...]) -> None:
+        # The driver reads the arguments during the call, so a block can be used again right after
+        # it, but not by two threads at once: whoever runs takes one out (list.pop is atomic).
+        try:
+            block = self._idle.pop()
+        except IndexError:
+            block = self._new_block()
+        self._pack_into(block.addresses, 0, *addresses)
+        stream = self._stream(self._raw_stream(self._index))
+        for start, arguments, launch in block.calls:
+            (status,) = start(stream, arguments, 0)
+            if status:
+                self._retry(status, launch, functools.partial(start, stream, arguments, 0))
+        self._idle.append(block)
+
+    def _retry(self, status: Any, launch: Launch, start: Callable[[], tuple[Any]]) -> None:
+        # A thread has no CUDA context until its first call of the runtime library that needs one.
+        # PyTorch may not have made any there: its threads take memory from a cache.
+        if status == _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            _value(_driver().cuCtxSetCurrent(_context(self._index)), "entering the CUDA context")
+            (status,) = start()
+        if status:
+            raise LaunchError(
+                f"launching {describe(launch.kernel)} on cuda:{self._index}, grid {launch.grid}, "
+                f"block {launch.block}, {launch.shared_bytes} bytes of shared memory: "
+                f"{_problem(status)}"
+            )
+
+    def _new_block(self) -> _Block:
+        addresses = array("Q", bytes(8 * len(self.names)))
+        at = {name: _address(addresses) + 8 * i for i, name in enumerate(self.names)}
+        pointers = []
+        for launch, integers in zip(self.launches, self._integers, strict=True):
+            integers_at = itertools.count(_address(integers), integers.itemsize)
+            arguments = (
+                at[a] if isinstance(a, str) else next(integers_at) for a in launch.arguments
+            )
+            pointers.append(array("Q", arguments))
+        calls = tuple(zip(self._starts, map(_address, pointers), self.launches, strict=True))
+        return _Block(addresses, pointers, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Memory from which the driver reads the arguments of a sequence of launches."""
+
+    addresses: array[int]
+    pointers: list[array[int]]  # for each launch, the addresses of its arguments
+    calls: tuple[tuple[Callable[..., tuple[Any]], int, Launch], ...]
+
+
+class _Loaded:
+    """A kernel on a device."""
+
+    def __init__(self, kernel: Kernel, cubin: bytes, index: int) -> None:
+        self._what = f"{describe(kernel)} on cuda:{index}"
+        driver, doing = _driver(), f"loading {self._what}"
+        # Not cuLibraryLoadData, which may leave the loading to the first launch, and that may come
+        # while a graph is captured. The module stays for the life of the process.
+        module = _value(driver.cuModuleLoadData(cubin), doing)
+        self.function = _value(driver.cuModuleGetFunction(module, kernel.entry.encode()), doing)
+        self._most_threads = self._attribute("CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK")
+        static_bytes = self._attribute("CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES")
+        self._shared_bytes = _DEFAULT_SHARED_BYTES - static_bytes
+
+    def check(self, launch: Launch) -> None:
+        """Has the driver allow what the launch asks for, or raises LaunchError."""
+        if launch.block > self._most_threads:
+            raise LaunchError(
+                f"{self._what} runs with {self._most_threads} threads in a block at most, "
+                f"not with {launch.block}"
+            )
+        with _lock:  # so that the limit never falls
+            if launch.shared_bytes > self._shared_bytes:
+                self._allow(launch.shared_bytes)
+                self._shared_bytes = launch.shared_bytes
+
+    def _allow(self, shared_bytes: int) -> None:
+        driver = _driver()
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _value(
+            driver.cuFuncSetAttribute(self.function, attribute, shared_bytes),
+            f"giving {shared_bytes} bytes of shared memory to {self._what}",
+        )
+
+    def _attribute(self, name: str) -> int:
+        driver = _driver()
+        attribute = getattr(driver.CUfunction_attribute, name)
+        return int(
+            _value(
+                driver.cuFuncGetAttribute(attribute, self.function), f"asking about {self._what}"
+            )
+        )
+
+
+_loaded: dict[tuple[int, Kernel], _Loaded] = {}
+_lock = threading.Lock()
+
+
+def _load(kernels: Iterable[Kernel], index: int) -> dict[Kernel, _Loaded]:
+    wanted = dict.fromkeys(kernels)
+    if any((index, kernel) not in _loaded for kernel in wanted):
+        with _lock:  # another thread may be at it: then this one waits
+            _load_missing([kernel for kernel in wanted if (index, kernel) not in _loaded], index)
+    return {kernel: _loaded[index, kernel] for kernel in wanted}
+
+
+def _load_missing(kernels: list[Kernel], index: int) -> None:
+    if not kernels:
+        return
+    arch = architecture(torch.device("cuda", index))
+    _check_driver()
+    with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as threads:
+        cubins = list(threads.map(lambda kernel: build(kernel, arch), kernels))
+    with _loading(index):
+        for kernel, cubin in zip(kernels, cubins, strict=True):
+            _loaded[index, kernel] = _Loaded(kernel, cubin, index)
+
+
+def _check_driver() -> None:
+    version = _value(_driver().cuDriverGetVersion(), "asking for the driver's version")
+    major, minor = nvrtc_version()
+    if version // 1000 < major:
+        raise GpuUnavailable(
+            f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}, but the "
+            f"compiler is NVRTC {major}.{minor}: update the driver, or install PyTorch and "
+            f"cuda-bindings for CUDA {version // 1000}"
+        )
+
+
+@contextmanager
+def _loading(index: int) -> Iterator[None]:
+    """Makes the device's context current, and loading allowed while a graph is captured."""
+    driver, doing = _driver(), f"entering the CUDA context of cuda:{index}"
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _value(driver.cuCtxPushCurrent(_context(index)), doing)
+    try:
+        # Loading is no part of the graph, and other threads' captures are theirs to watch.
+        mode = _value(driver.cuThreadExchangeStreamCaptureMode(mode), doing)
+        try:
+            yield
+        finally:
+            _value(driver.cuThreadExchangeStreamCaptureMode(mode), doing)
+    finally:
+        _value(driver.cuCtxPopCurrent(), doing)
+
+
+@functools.cache
+def _context(index: int) -> Any:
+    """The device's primary context, which is PyTorch's; never given back."""
+    driver, doing = _driver(), f"looking for the CUDA context of cuda:{index}"
+    return _value(driver.cuDevicePrimaryCtxRetain(_value(driver.cuDeviceGet(index), doing)), doing)
+
+
+@functools.cache
+def _driver() -> Any:
+    return binding("driver")
+
+
+def _value(answer: tuple[Any, ...], doing: str) -> Any:
+    """What a driver function returned beside its status, which is checked."""
+    status, *values = answer
+    if status:
+        error = GpuUnavailable if status.name in _TOO_NEW else LaunchError
+        raise error(f"{doing}: {_problem(status)}")
+    return values[0] if values else None
+
+
+# How drivers answer to machine code from a compiler newer than they are.
+_TOO_NEW = {
+    "CUDA_ERROR_INVALID_IMAGE",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+}
+
+# What kernels fail with as they run, which the driver tells in answer to some later call.
+_FAULTS = {
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+}
+
+
+def _problem(status: Any) -> str:
+    _, text = _driver().cuGetErrorString(status)
+    problem = f"{status.name}: {text.decode() if text else 'unknown error'}"
+    if status.name in _TOO_NEW:
+        problem += "; the NVIDIA driver is too old for the compiler's output: update the driver"
+    elif "CAPTURE" in status.name:
+        problem += "; call the operation once before capturing a CUDA graph, so that it is compiled"
+    elif status.name in _FAULTS:
+        problem += "; the fault is that of a kernel launched earlier, ours or another"
+    return problem
+
+
+def _configuration(launch: Launch) -> tuple[int, ...]:
+    """Grid, block and shared memory in the order of cuLaunchKernel's parameters."""
+    return (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
+
+
+def _address(buffer: array[int]) -> int:
+    return buffer.buffer_info()[0]

@@ -1,0 +1,317 @@
+"""Plans forward convolutions and input gradients with ``correlate.cuh``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from fastconv.kernels.direct.tiling import (
+    STAGES,
+    ceil_div,
+    filled,
+    part_sizes,
+    pitch_padding,
+    power_of_two_for,
+    round_up,
+    shared_budget,
+)
+from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.problem import Problem
+
+PIXELS = 4  # of a thread, neighbours in a row
+WARPS = 8  # of a block
+UNROLLED_TAPS = 48  # of a stage; beyond, kernel rows are a loop
+FLUSH_PRODUCTS = 60  # between two flushes at least, to be worth their time
+PACK_THREADS = 256
+MOST_PACK_BLOCKS = 4096
+# A stage should hold this many products of each sum, to be worth its two barriers.
+STAGE_PRODUCTS = 160
+MOST_STAGE_CHANNELS = 16
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``."""
+    return _plan(problem, operands, gpu, transposed=False)
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's."""
+    return _plan(problem, operands, gpu, transposed=True)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a correlation, as ``Axis`` in ``correlate.cuh``."""
+
+    transposed: bool
+    kernel: int
+    stride: int
+    dilation: int
+
+    @property
+    def phases(self) -> int:
+        return self.stride if self.transposed else 1
+
+    @property
+    def in_stride(self) -> int:
+        return 1 if self.transposed else self.stride
+
+    @property
+    def tap_step(self) -> int:
+        return self.dilation // (math.gcd(self.stride, self.dilation) if self.transposed else 1)
+
+    @property
+    def taps(self) -> int:
+        step = self.stride // math.gcd(self.stride, self.dilation) if self.transposed else 1
+        return ceil_div(self.kernel, step)
+
+    def stride_in_tile(self, taps: int) -> int:
+        """Distance of neighbouring outputs' first taps in a tile that serves ``taps`` taps."""
+        return 1 if taps == 1 else self.in_stride
+
+    def halo(self, outputs: int, taps: int) -> int:
+        """Input positions that a tile needs."""
+        return (outputs - 1) * self.stride_in_tile(taps) + (taps - 1) * self.tap_step + 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one block computes, and how its threads share it."""
+
+    rows: Axis
+    columns: Axis
+    operands: Operands
+    channels_per_thread: int
+    lanes_y: int
+    lanes_x: int
+    stage_channels: int
+    stage_taps: int
+    part_taps: int
+    vector: int
+    shift: int
+
+    @property
+    def channels(self) -> int:
+        return self.channels_per_thread * 32 // (self.lanes_y * self.lanes_x)
+
+    @property
+    def width(self) -> int:
+        return PIXELS * self.lanes_x
+
+    @property
+    def height(self) -> int:
+        return self.lanes_y * WARPS
+
+    @property
+    def halo_rows(self) -> int:
+        return self.rows.halo(self.height, self.stage_taps)
+
+    @property
+    def halo_columns(self) -> int:
+        first_of_last = (self.width - PIXELS) * self.columns.stride_in_tile(self.part_taps)
+        window = self.shift + self.columns.halo(PIXELS, self.part_taps)
+        return round_up(first_of_last + round_up(window, 4), max(self.vector, 4))
+
+    @cached_property
+    def pitch_padding(self) -> int:
+        if self.lanes_y == 1:
+            return 0
+        rows_apart = self.rows.stride_in_tile(self.stage_taps)
+        scalar_bytes = self.operands.scalar_bytes
+        return pitch_padding(self.halo_columns, rows_apart, scalar_bytes, self.vector)
+
+    @property
+    def shared_bytes(self) -> int:
+        pitch = self.halo_columns + self.pitch_padding
+        elements = self.stage_channels * self.halo_rows * pitch
+        weights = self.stage_channels * self.stage_taps * self.part_taps * self.channels
+        input_bytes = round_up(elements * self.operands.scalar_bytes, 16)
+        return STAGES * (input_bytes + round_up(weights * self.operands.sum_bytes, 16))
+
+    def packed_elements(self, problem: Problem, in_channels: int, out_channels: int) -> int:
+        """Weights as the kernel reads them, padded to whole tiles and stages."""
+        return (
+            self.rows.phases
+            * self.columns.phases
+            * problem.groups
+            * round_up(out_channels, self.channels)
+            * round_up(in_channels, self.stage_channels)
+            * round_up(self.rows.taps, self.stage_taps)
+            * round_up(self.columns.taps, self.part_taps)
+        )
+
+    def blocks(self, problem: Problem, out_channels: int, out_size: tuple[int, int]) -> int:
+        return (
+            ceil_div(out_channels, self.channels)
+            * ceil_div(ceil_div(out_size[1], self.columns.phases), self.width)
+            * ceil_div(ceil_div(out_size[0], self.rows.phases), self.height)
+            * problem.groups
+            * problem.batch
+            * self.rows.phases
+            * self.columns.phases
+        )
+
+
+def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Plan:
+    group_in = problem.in_channels // problem.groups
+    group_out = problem.out_channels // problem.groups
+    in_size, out_size = problem.input_size, problem.output_size
+    if transposed:
+        group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
+    blocks_per_sm = 1 if operands.scalar_bytes == 8 else 2
+    tile = _choose_tile(
+        problem, operands, gpu, transposed, group_in, group_out, in_size, out_size, blocks_per_sm
+    )
+    flush_channels = _flush_channels(tile, group_in)
+    single_stage = (
+        tile.stage_channels >= group_in
+        and tile.stage_taps >= tile.rows.taps
+        and tile.part_taps >= tile.columns.taps
+    )
+    constants: dict[str, Constant] = {
+        "Scalar": operands.scalar,
+        "transposed": transposed,
+        "group_in": group_in,
+        "group_out": group_out,
+        "groups": problem.groups,
+        "in_height": in_size[0],
+        "in_width": in_size[1],
+        "out_height": out_size[0],
+        "out_width": out_size[1],
+        "kernel_height": problem.kernel_size[0],
+        "kernel_width": problem.kernel_size[1],
+        "stride_height": problem.stride[0],
+        "stride_width": problem.stride[1],
+        "dilation_height": problem.dilation[0],
+        "dilation_width": problem.dilation[1],
+        "padding_top": problem.padding.top,
+        "padding_left": problem.padding.left,
+        "in_channels_last": operands.input_channels_last,
+        "out_channels_last": operands.output_channels_last,
+        "wide_offsets": problem.groups
+        * max(group_in * in_size[0] * in_size[1], group_out * out_size[0] * out_size[1])
+        >= 2**31,
+        "weight_stride_out": operands.weight_strides[0],
+        "weight_stride_in": operands.weight_strides[1],
+        "weight_stride_height": operands.weight_strides[2],
+        "weight_stride_width": operands.weight_strides[3],
+        "channels_per_thread": tile.channels_per_thread,
+        "lanes_y": tile.lanes_y,
+        "lanes_x": tile.lanes_x,
+        "warps": WARPS,
+        "stage_channels": tile.stage_channels,
+        "stage_taps": tile.stage_taps,
+        "part_taps": tile.part_taps,
+        "unrolled_taps": UNROLLED_TAPS,
+        "vector": tile.vector,
+        "pitch_padding": tile.pitch_padding,
+        "aligned": operands.aligned,
+        "two_level": tile.stage_channels > flush_channels or not single_stage,
+        "flush_channels": flush_channels,
+        "shared_bytes": tile.shared_bytes,
+        "blocks_per_sm": blocks_per_sm,
+    }
+    blocks = tile.blocks(problem, group_out, out_size)
+    # Worth a launch of its own where more blocks than run at once read the weights again.
+    constants["packed"] = blocks > gpu.processors * blocks_per_sm
+    correlate = Launch(
+        _kernel("correlate", constants),
+        (blocks, 1, 1),
+        32 * WARPS,
+        tile.shared_bytes,
+        ("input", "weight", "scratch", "bias", "output", problem.batch),
+    )
+    if not constants["packed"]:
+        return Plan((correlate,), 0)
+    packed = tile.packed_elements(problem, group_in, group_out)
+    pack = Launch(
+        _kernel("pack", constants),
+        (min(ceil_div(packed, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
+        PACK_THREADS,
+        0,
+        ("weight", "scratch"),
+    )
+    return Plan((pack, correlate), packed * operands.sum_bytes)
+
+
+def _flush_channels(tile: Tile, group_in: int) -> int:
+    """After how many channels of a stage its sums are flushed to the second level.
+
+    Rounding errors are least when both levels are equally long: the square root of the whole sum.
+    """
+    stage_taps = tile.stage_taps * tile.part_taps
+    best = math.sqrt(group_in * tile.rows.taps * tile.columns.taps) / stage_taps
+    best = max(best, FLUSH_PRODUCTS / stage_taps)
+    divisors = (n for n in range(1, tile.stage_channels + 1) if tile.stage_channels % n == 0)
+    return min(divisors, key=lambda channels: abs(math.log(channels / best)))
+
+
+def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:
+    return Kernel("direct/correlate.cuh", entry, tuple(constants.items()))
+
+
+def _choose_tile(
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+    transposed: bool,
+    group_in: int,
+    group_out: int,
+    in_size: tuple[int, int],
+    out_size: tuple[int, int],
+    blocks_per_sm: int,
+) -> Tile:
+    """A tile that wastes little at the image's borders and fits shared memory.
+
+    Channels first: a thread's own (weights are read once for its four pixels), then lanes. The
+    rest of the warp, and all warps, go to pixels.
+    """
+    rows, columns = (
+        Axis(transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i])
+        for i in (0, 1)
+    )
+    most = 8 if operands.scalar_bytes < 8 else 4
+    channels_per_thread = power_of_two_for(group_out, most)
+    lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
+    lanes_n = 32 // lanes_m
+    phase_size = (ceil_div(out_size[0], rows.phases), ceil_div(out_size[1], columns.phases))
+    lanes_x = max(
+        (2**power for power in range(lanes_n.bit_length())),
+        key=lambda lanes: (
+            filled(phase_size[1], PIXELS * lanes)
+            * filled(phase_size[0], lanes_n // lanes * WARPS),
+            lanes,
+        ),
+    )  # fmt: skip
+    origin = -problem.padding.left
+    if transposed:
+        origin = problem.padding.left - (columns.taps - 1) * columns.tap_step
+    budget = shared_budget(gpu, blocks_per_sm)
+    for stage_channels, stage_taps, part_taps in _stages(rows, columns, operands.vector, group_in):
+        vector = 1
+        if not operands.input_channels_last and columns.phases == 1:
+            part_step = 0 if part_taps >= columns.taps else part_taps * columns.tap_step
+            tile_step = PIXELS * lanes_x * columns.in_stride
+            if columns.in_stride == 1 or part_taps > 1:
+                vector = operands.widest_vector(in_size[1], part_step, tile_step)
+        tile = Tile(
+            rows, columns, operands, channels_per_thread, lanes_n // lanes_x, lanes_x,
+            stage_channels, stage_taps, part_taps, vector, origin % vector,
+        )  # fmt: skip
+        if tile.shared_bytes <= budget:
+            return tile
+    raise AssertionError("the last stage, one tap, has no halo and fits every GPU")
+
+
+def _stages(
+    rows: Axis, columns: Axis, vector: int, group_in: int
+) -> Iterator[tuple[int, int, int]]:
+    """Channels, kernel rows and kernel columns of a stage, from the best down to a single tap."""
+    first, *smaller = part_sizes(columns.taps, columns.tap_step, vector)
+    wanted = ceil_div(STAGE_PRODUCTS, rows.taps * first)
+    for channels in range(min(wanted, MOST_STAGE_CHANNELS, group_in), 0, -1):
+        yield channels, rows.taps, first
+    for part in (first, *smaller):
+        yield 1, 1, part

@@ -1,0 +1,67 @@
+"""Arithmetic that both kernels' plans share; mirrors ``include/tile.cuh``."""
+
+from __future__ import annotations
+
+from fastconv.kernels.family import Gpu
+
+STAGES = 2
+"""Of every tile in shared memory: one is read while the next is loaded."""
+
+MOST_UNROLLED_TAPS = 16
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def filled(size: int, tile: int) -> float:
+    """The share of the tiles over ``size`` that is not beyond its end."""
+    return size / (ceil_div(size, tile) * tile)
+
+
+def power_of_two_for(count: int, most: int) -> int:
+    """The least power of two that covers ``count``, at most ``most``."""
+    power = 1
+    while power < min(count, most):
+        power *= 2
+    return min(power, most)
+
+
+def part_sizes(taps: int, step: int, vector: int) -> list[int]:
+    """Ways to cut a kernel row of ``taps`` taps, ``step`` pixels apart, best first.
+
+    Whole, if it is not too long to unroll; else, and if a whole row's pixels do not fit shared
+    memory, in ever smaller parts. With vector copies all parts must start at the same alignment.
+    """
+    count = ceil_div(taps, MOST_UNROLLED_TAPS)
+    sizes = []
+    while ceil_div(taps, count) > 1:
+        size = ceil_div(taps, count)
+        while count > 1 and size * step % vector != 0:
+            size += 1
+        sizes.append(size)
+        count *= 2
+    return [*sizes, 1]
+
+
+def shared_budget(gpu: Gpu, blocks: int) -> int:
+    """Bytes of shared memory for each of ``blocks`` blocks on one processor."""
+    reserved = 1024  # by the system, for each block
+    return min(gpu.shared_bytes_per_block, gpu.shared_bytes_per_processor // blocks - reserved)
+
+
+def pitch_padding(row_elements: int, rows: int, element_bytes: int, vector: int) -> int:
+    """Elements to add to a tile's rows, so that lanes ``rows`` rows apart hit different banks.
+
+    Best is a distance of 16 bytes (4 banks) modulo the 128 bytes of all banks; rows stay multiples
+    of ``vector`` elements.
+    """
+
+    def distance_from_best(padding: int) -> int:
+        return abs((row_elements + padding) * rows * element_bytes % 128 - 16)
+
+    return min(range(0, 128 // element_bytes, max(vector, 4)), key=distance_from_best)

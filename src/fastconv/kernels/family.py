@@ -1,0 +1,110 @@
+"""What a kernel family hands over: device code with its constants, and how to launch it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+"""Where the families' device code lies; ``#include`` paths start here."""
+
+Constant = int | bool | str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A ``__global__`` function and the constants it is compiled with.
+
+    ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
+    it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
+    members of it, strings are member types.
+    """
+
+    source: str
+    entry: str
+    constants: tuple[tuple[str, Constant], ...]
+
+    @property
+    def text(self) -> str:
+        """The translation unit: the constants, then the file that uses them."""
+        members = "\n".join(f"  {_member(name, value)}" for name, value in self.constants)
+        return (
+            '#include "include/scalar.cuh"\n'
+            f"struct Config {{\n{members}\n}};\n"
+            f'#include "{self.source}"\n'
+        )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, complete but for the addresses of its tensors.
+
+    ``arguments`` are the kernel's, in order: a string names a tensor (its address is passed, 0 for
+    an absent one), an int is passed as a 32-bit int. ``scratch`` is one of the names where the
+    launch needs a workspace.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int
+    arguments: tuple[str | int, ...]
+
+
+def _member(name: str, value: Constant) -> str:
+    if isinstance(value, bool):
+        return f"static constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, int):
+        return f"static constexpr int {name} = {value};"
+    return f"using {name} = {value};"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a pass is computed: launches in order, and bytes of workspace (tensor ``scratch``)."""
+
+    launches: tuple[Launch, ...]
+    scratch_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What planning needs to know of a device."""
+
+    architecture: str
+    processors: int
+    shared_bytes_per_block: int
+    shared_bytes_per_processor: int
+
+
+@dataclass(frozen=True)
+class Operands:
+    """How the tensors of a pass lie in memory.
+
+    The two activations (what the pass reads, or the input and the output's gradient; and what it
+    writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
+    of 16 bytes.
+    """
+
+    scalar: str  # name of the element type in device code
+    scalar_bytes: int
+    input_channels_last: bool
+    output_channels_last: bool
+    weight_strides: tuple[int, int, int, int]
+    aligned: bool
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the type that this one is summed in."""
+        return max(self.scalar_bytes, 4)
+
+    @property
+    def vector(self) -> int:
+        """Elements of the widest copy, 16 bytes."""
+        return 16 // self.scalar_bytes
+
+    def widest_vector(self, *distances: int) -> int:
+        """Elements of the widest copy whose addresses, these distances apart, are all aligned."""
+        vector = gcd(self.vector, *distances) if self.aligned else 1
+        return vector if vector * self.scalar_bytes >= 4 else 1  # no copy is narrower than 4 bytes

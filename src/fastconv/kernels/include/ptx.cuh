@@ -1,0 +1,66 @@
+// Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
+// that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
+#pragma once
+
+namespace fastconv {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies kBytes (4, 8 or 16) from global to shared memory, or writes zeros if not `valid` (then
+// `global` is not read). Both addresses are multiples of kBytes. Complete after
+// copy_async_wait; GPUs before sm_80 copy at once, through registers.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
+#if __CUDA_ARCH__ >= 800
+  // A source size of 0 fills with zeros.
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+               "l"(global), "n"(kBytes), "r"(valid ? kBytes : 0)
+               : "memory");
+#else
+  unsigned words[kBytes / 4];
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) {
+    words[i] = valid ? static_cast<const unsigned*>(global)[i] : 0u;
+  }
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) static_cast<unsigned*>(shared)[i] = words[i];
+#endif
+}
+
+// Closes a group of this thread's copies since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+}  // namespace fastconv

@@ -1,0 +1,72 @@
+"""``Conv2d``: a ``torch.nn.Conv2d`` whose forward is ours."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastconv import _precision
+from fastconv._precision import Precision
+from fastconv.functional import PaddingLike, conv2d, four_sides, is_four_sided
+
+
+class Conv2d(torch.nn.Conv2d):
+    """:class:`torch.nn.Conv2d`, computed by fastconv.
+
+    Takes everything that ``nn.Conv2d`` takes, in the same order, and is one: same parameters, same
+    initial values under the same seed, same state dict. Beyond it:
+
+    Args:
+        padding: also ``((top, bottom), (left, right))``.
+        precision: arithmetic of float32 on a GPU, ``"ieee"`` or ``"tf32"``; None (the default)
+            takes :class:`fastconv.precision`'s choice and, outside of it, PyTorch's setting.
+            No effect on a CPU.
+    """
+
+    # A class attribute, so that modules whose state was saved by nn.Conv2d have one too.
+    precision: Precision | None = None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: PaddingLike = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride,
+            padding,  # type: ignore[arg-type]  # PyTorch's annotation has no four-sided padding
+            dilation, groups, bias, padding_mode, device, dtype,
+        )  # fmt: skip
+        if is_four_sided(padding):
+            top, bottom, left, right = four_sides(padding)
+            self._reversed_padding_repeated_twice = [left, right, top, bottom]
+        if precision is not None:
+            self.precision = _precision.checked(precision)
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding: PaddingLike = self.padding
+        if self.padding_mode != "zeros":
+            # As PyTorch does: only zeros are free, every other border is copied.
+            input = pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        return conv2d(
+            input, weight, bias, self.stride, padding, self.dilation, self.groups,
+            precision=self.precision,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        shown = super().extra_repr()
+        return shown if self.precision is None else f"{shown}, precision={self.precision}"

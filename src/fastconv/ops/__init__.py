@@ -1,0 +1,20 @@
+"""The three operators, and everything PyTorch needs to know about them.
+
+``torch.ops.fastconv.forward``, ``.input_grad`` and ``.weight_grad`` are each linear in both of
+their tensors, and closed under differentiation: the gradients and the tangents of each are written
+with these same three. So double backward, and any higher one, needs no further code.
+
+The three are bilinear, not sesquilinear: for complex tensors none of them conjugates; the autograd
+formulas do.
+"""
+
+from fastconv.ops import autocast, autograd, batching, devices
+from fastconv.ops.schema import forward, input_grad, weight_grad
+
+__all__ = ["forward", "input_grad", "weight_grad"]
+
+devices.register()
+autograd.register()
+autocast.register("cpu", "AutocastCPU")
+autocast.register("cuda", "AutocastCUDA")
+batching.register()

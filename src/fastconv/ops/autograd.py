@@ -1,0 +1,203 @@
+"""Derivatives of the three operators, backward and forward mode, in terms of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+# An autograd.Function for use below functorch's own dispatch. An operator's autograd kernel runs
+# once for each level of torch.func.grad, jvp and vmap, and must record for that level alone, as
+# PyTorch's own operators do; torch.autograd.Function would start over with all the levels.
+from torch.autograd.function import _SingleLevelFunction
+
+from fastconv.ops import devices
+from fastconv.ops.schema import forward, input_grad, library, weight_grad
+
+
+class _Forward(_SingleLevelFunction):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _below_autograd(forward, args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        input, weight, _, *ctx.geometry = inputs
+        ctx.output_shape = output.shape
+        _save(ctx, input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
+        input_, weight_, bias_ = None, None, None
+        if grad is not None:
+            input, weight = ctx.saved_tensors
+            if needs_input:
+                input_ = input_grad(grad, weight.conj(), input.shape[2:], *ctx.geometry)
+            if needs_weight:
+                weight_, bias_ = weight_grad(
+                    grad, input.conj(), weight.shape[2:], *ctx.geometry, needs_bias
+                )
+            elif needs_bias:
+                bias_ = grad.sum((0, 2, 3))
+        return (input_, weight_, bias_ if needs_bias else None, *(None for _ in others))
+
+    @staticmethod
+    def jvp(ctx: Any, input_t: Any, weight_t: Any, bias_t: Any, *_: Any) -> Any:
+        input, weight = ctx.saved_tensors
+        tangent = None if input_t is None else forward(input_t, weight, None, *ctx.geometry)
+        if weight_t is not None:
+            tangent = _sum(tangent, forward(input, weight_t, None, *ctx.geometry))
+        if bias_t is not None:
+            tangent = _sum(tangent, bias_t[:, None, None].expand(ctx.output_shape))
+        return tangent
+
+
+class _InputGrad(_SingleLevelFunction):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _below_autograd(input_grad, args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        grad_output, weight, ctx.input_size, *ctx.geometry = inputs
+        _save(ctx, grad_output, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        needs_grad_output, needs_weight, *others = ctx.needs_input_grad
+        grad_output_, weight_ = None, None
+        if grad is not None:
+            grad_output, weight = ctx.saved_tensors
+            if needs_grad_output:
+                grad_output_ = forward(grad, weight.conj(), None, *ctx.geometry)
+            if needs_weight:
+                weight_, _ = weight_grad(
+                    grad_output.conj(), grad, weight.shape[2:], *ctx.geometry, False
+                )
+        return (grad_output_, weight_, *(None for _ in others))
+
+    @staticmethod
+    def jvp(ctx: Any, grad_output_t: Any, weight_t: Any, *_: Any) -> Any:
+        grad_output, weight = ctx.saved_tensors
+        tangent = None
+        if grad_output_t is not None:
+            tangent = input_grad(grad_output_t, weight, ctx.input_size, *ctx.geometry)
+        if weight_t is not None:
+            tangent = _sum(
+                tangent, input_grad(grad_output, weight_t, ctx.input_size, *ctx.geometry)
+            )
+        return tangent
+
+
+class _WeightGrad(_SingleLevelFunction):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return _below_autograd(weight_grad, args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        grad_output, input, ctx.kernel_size, *ctx.geometry, ctx.bias = inputs
+        _save(ctx, grad_output, input)
+        if not ctx.bias:
+            ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, bias_grad: Tensor | None) -> Any:
+        needs_grad_output, needs_input, *others = ctx.needs_input_grad
+        grad_output_, input_ = None, None
+        grad_output, input = ctx.saved_tensors
+        if grad is not None:
+            if needs_grad_output:
+                bias = bias_grad if ctx.bias else None
+                grad_output_ = forward(input.conj(), grad, bias, *ctx.geometry)
+            if needs_input:
+                input_ = input_grad(grad_output.conj(), grad, input.shape[2:], *ctx.geometry)
+        elif ctx.bias and bias_grad is not None and needs_grad_output:
+            grad_output_ = bias_grad[:, None, None].expand_as(grad_output)
+        return (grad_output_, input_, *(None for _ in others))
+
+    @staticmethod
+    def jvp(ctx: Any, grad_output_t: Any, input_t: Any, *_: Any) -> Any:
+        grad_output, input = ctx.saved_tensors
+        tangent, bias_tangent = None, None
+        if grad_output_t is not None:
+            tangent, bias_tangent = weight_grad(
+                grad_output_t, input, ctx.kernel_size, *ctx.geometry, ctx.bias
+            )
+        if input_t is not None:
+            tangent = _sum(
+                tangent,
+                weight_grad(grad_output, input_t, ctx.kernel_size, *ctx.geometry, False)[0],
+            )
+        if ctx.bias and bias_tangent is None:
+            bias_tangent = grad_output.new_zeros(grad_output.shape[1])
+        return tangent, bias_tangent if ctx.bias else None
+
+
+def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
+    ctx.save_for_backward(first, second)
+    ctx.save_for_forward(first, second)
+    ctx.set_materialize_grads(False)
+
+
+def _sum(first: Tensor | None, second: Tensor) -> Tensor:
+    return second if first is None else first + second
+
+
+def _below_autograd(op: Callable[..., Any], args: Any) -> Any:
+    """The operator's next kernel below autograd: the device's, or functorch's next level."""
+    if not torch._C._are_functorch_transforms_active():
+        with torch._C._AutoDispatchBelowAutograd():
+            return devices.call(op, args)
+    # A Function's forward runs with recording off, which the outer levels must not inherit.
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+        return op(*args)
+
+
+def register() -> None:
+    for op, function in ((forward, _Forward), (input_grad, _InputGrad), (weight_grad, _WeightGrad)):
+        library.impl(op, _kernel(op, function), "Autograd")
+
+
+def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """The operator ``forward``, in eager mode without the dispatcher's part of its time.
+
+    If nothing but autograd stands between the caller and the device, the result is the same.
+    """
+    if not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
+        kernel = devices.direct(forward, input, weight)
+        if kernel is not None and not torch.is_autocast_enabled(input.device.type):
+            if _recorded(input, weight, bias):
+                return _Forward.apply(input, weight, bias, *geometry)  # type: ignore[attr-defined]
+            return kernel(input, weight, bias, *geometry)
+    return forward(input, weight, bias, *geometry)
+
+
+def _recorded(*tensors: Any) -> bool:
+    """Whether autograd, in either direction, has to know of an operation on these."""
+    return forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled()
+        and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+    )
+
+
+def _kernel(op: Callable[..., Any], function: Any) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            with enable_single_level_autograd_function():
+                return function.apply(*args)
+        # Where there is nothing to record, a Function would only cost time.
+        return function.apply(*args) if _recorded(*args[:3]) else _below_autograd(op, args)
+
+    return kernel

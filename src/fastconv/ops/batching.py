@@ -1,0 +1,95 @@
+"""vmap: the mapped dimension becomes more images, more channels or more groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastconv.ops.schema import forward, input_grad, library, weight_grad
+
+
+def _fold(tensor: Tensor, mapped: int, dim: int, groups: int = 1) -> Tensor:
+    """Merges the ``mapped`` dimension into ``dim``, below its groups: (groups, mapped, rest)."""
+    tensor = tensor.movedim(mapped, 0)
+    rest = tensor.shape[dim + 1] // groups
+    return tensor.unflatten(dim + 1, (groups, rest)).movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def _unfold(tensor: Tensor, dim: int, size: int, groups: int = 1) -> Tensor:
+    """Undoes :func:`_fold`; the mapped dimension comes first."""
+    rest = tensor.shape[dim] // (groups * size)
+    tensor = tensor.unflatten(dim, (groups, size, rest)).movedim(dim + 1, 0)
+    return tensor.flatten(dim + 1, dim + 2)
+
+
+def _expand(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
+    """The tensor with a mapped dimension in front, whether it had one or not."""
+    return tensor.expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+
+
+def _vmap_forward(
+    info: Any, in_dims: Any, input: Any, weight: Any, bias: Any, *geometry: Any
+) -> Any:
+    stride, padding, dilation, groups, precision = geometry
+    size, (input_dim, weight_dim, bias_dim, *_) = info.batch_size, in_dims
+    if weight_dim is None and bias_dim is None:
+        output = forward(_fold(input, input_dim, 0), weight, bias, *geometry)
+        return _unfold(output, 0, size), 0
+    # Mapped over images too, every image has its own kernels: groups. Otherwise all kernels see
+    # the same images: more output channels in each group.
+    inner = 1 if input_dim is not None else groups
+    weight = _fold(_expand(weight, weight_dim, size), 0, 0, inner)
+    if bias is not None:
+        bias = _fold(_expand(bias, bias_dim, size), 0, 0, inner)
+    if input_dim is not None:
+        input, groups = _fold(input, input_dim, 1), groups * size
+    output = forward(input, weight, bias, stride, padding, dilation, groups, precision)
+    return _unfold(output, 1, size, inner), 0
+
+
+def _vmap_input_grad(
+    info: Any, in_dims: Any, grad_output: Any, weight: Any, input_size: Any, *geometry: Any
+) -> Any:
+    stride, padding, dilation, groups, precision = geometry
+    size, (grad_dim, weight_dim, *_) = info.batch_size, in_dims
+    if weight_dim is None:
+        grad = input_grad(_fold(grad_output, grad_dim, 0), weight, input_size, *geometry)
+        return _unfold(grad, 0, size), 0
+    if grad_dim is None:
+        grad = input_grad(grad_output, _fold(weight, weight_dim, 1), input_size, *geometry)
+        return _unfold(grad, 1, size, groups), 0
+    grad = input_grad(
+        _fold(grad_output, grad_dim, 1), _fold(weight, weight_dim, 0), input_size,
+        stride, padding, dilation, groups * size, precision,
+    )  # fmt: skip
+    return _unfold(grad, 1, size), 0
+
+
+def _vmap_weight_grad(
+    info: Any, in_dims: Any, grad_output: Any, input: Any, kernel_size: Any, *geometry: Any
+) -> Any:
+    stride, padding, dilation, groups, precision, bias = geometry
+    size, (grad_dim, input_dim, *_) = info.batch_size, in_dims
+    if grad_dim is None:
+        grad, bias_grad = weight_grad(
+            grad_output, _fold(input, input_dim, 1, groups), kernel_size, *geometry
+        )
+        return (_unfold(grad, 1, size), bias_grad), (0, None)
+    inner = 1 if input_dim is not None else groups
+    grad_output = _fold(grad_output, grad_dim, 1, inner)
+    if input_dim is not None:
+        input, groups = _fold(input, input_dim, 1), groups * size
+    grad, bias_grad = weight_grad(
+        grad_output, input, kernel_size, stride, padding, dilation, groups, precision, bias
+    )
+    if not bias:
+        return (_unfold(grad, 0, size, inner), bias_grad), (0, None)
+    return (_unfold(grad, 0, size, inner), _unfold(bias_grad, 0, size, inner)), (0, 0)
+
+
+def register() -> None:
+    torch.library.register_vmap("fastconv::forward", _vmap_forward, lib=library)
+    torch.library.register_vmap("fastconv::input_grad", _vmap_input_grad, lib=library)
+    torch.library.register_vmap("fastconv::weight_grad", _vmap_weight_grad, lib=library)

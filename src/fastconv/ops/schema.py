@@ -1,0 +1,262 @@
+"""The operators' schemas, argument checks and meta functions.
+
+A ``*_result`` function checks an operator's arguments and says what its result looks like. The
+operators and their meta functions share it, so a promised stride is a returned stride. It sees no
+data, only forms, so the operators keep what it found: see :func:`remembered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastconv.problem import Problem, is_channels_last
+
+_DTYPES = frozenset((
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+))  # fmt: skip
+_GEOMETRY = "SymInt[2] stride, SymInt[4] padding, SymInt[2] dilation, SymInt groups, str? precision"
+
+library = torch.library.Library("fastconv", "DEF")
+library.define(f"forward(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor")
+library.define(
+    f"input_grad(Tensor grad_output, Tensor weight, SymInt[2] input_size, {_GEOMETRY}) -> Tensor"
+)
+library.define(
+    "weight_grad(Tensor grad_output, Tensor input, SymInt[2] kernel_size, "
+    f"{_GEOMETRY}, bool bias) -> (Tensor, Tensor)"
+)
+
+# forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
+#   padding is (top, bottom, left, right); precision None follows PyTorch's setting when it runs.
+forward = torch.ops.fastconv.forward.default
+# input_grad(grad_output, weight, input_size, <the same five>) -> gradient of the input
+#   input_size is (height, width), which the output's size leaves open when strides are above 1.
+input_grad = torch.ops.fastconv.input_grad.default
+# weight_grad(grad_output, input, kernel_size, <the same five>, bias) -> (weight, bias) gradients
+#   with bias=False the second is an empty tensor.
+weight_grad = torch.ops.fastconv.weight_grad.default
+
+
+class Form(NamedTuple):
+    """All of a tensor but its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Form:
+        if tensor.layout is not torch.strided:
+            raise RuntimeError(
+                f"fastconv takes dense (torch.strided) tensors, but {name} has {tensor.layout}"
+            )
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+class Result(NamedTuple):
+    """What an operator computes, and the form of what it returns."""
+
+    problem: Problem
+    shape: tuple[int, ...]
+    memory_format: torch.memory_format
+    dtype: torch.dtype
+    device: torch.device
+
+    def new(self) -> Tensor:
+        return torch.empty(
+            self.shape, dtype=self.dtype, device=self.device, memory_format=self.memory_format
+        )
+
+
+def forward_result(
+    input: Form,
+    weight: Form,
+    bias: Form | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Result:
+    _check_alike(Input=input, weight=weight, bias=bias)
+    problem = Problem.of(input.shape, weight.shape, stride, padding, dilation, groups)
+    if bias is not None and tuple(bias.shape) != (problem.out_channels,):
+        raise RuntimeError(
+            f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
+            f"{problem.out_channels} elements, but got bias of size {list(bias.shape)} instead"
+        )
+    return _result(problem, problem.output_shape, input, weight)
+
+
+def input_grad_result(
+    grad_output: Form,
+    weight: Form,
+    input_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Result:
+    _check_alike(grad_output=grad_output, weight=weight)
+    _check_rank(grad_output=grad_output, weight=weight)
+    input_shape = (grad_output.shape[0], weight.shape[1] * groups, *input_size)
+    problem = Problem.of(input_shape, weight.shape, stride, padding, dilation, groups)
+    _check_grad_output(problem, grad_output)
+    return _result(problem, problem.input_shape, grad_output, weight)
+
+
+def weight_grad_result(
+    grad_output: Form,
+    input: Form,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Result:
+    _check_alike(grad_output=grad_output, input=input)
+    _check_rank(grad_output=grad_output, input=input)
+    if groups > 0 and input.shape[1] % groups != 0:
+        raise RuntimeError(
+            f"Given groups={groups}, expected input to be divisible by {groups} at dimension 1, "
+            f"but got input of size {list(input.shape)} instead"
+        )
+    weight_shape = (grad_output.shape[1], input.shape[1] // max(groups, 1), *kernel_size)
+    problem = Problem.of(input.shape, weight_shape, stride, padding, dilation, groups)
+    _check_grad_output(problem, grad_output)
+    return _result(problem, problem.weight_shape, grad_output, input)
+
+
+def _result(problem: Problem, shape: tuple[int, ...], first: Form, second: Form) -> Result:
+    """Channels-last if either operand is: PyTorch's rule. On GPUs it has none for float64."""
+    contiguous_only = first.dtype == torch.float64 and first.device.type == "cuda"
+    channels_last = not contiguous_only and (
+        is_channels_last(first.shape, first.stride) or is_channels_last(second.shape, second.stride)
+    )
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return Result(problem, shape, memory_format, first.dtype, first.device)
+
+
+def _check_alike(**forms: Form | None) -> None:
+    """The same device and dtype throughout, and a dtype that we have."""
+    (first_name, first), *others = ((n, f) for n, f in forms.items() if f is not None)
+    if first.dtype not in _DTYPES:
+        supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
+        raise NotImplementedError(
+            f"fastconv is not implemented for {first.dtype}; it takes {supported}"
+        )
+    for name, form in others:
+        if form.device != first.device:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {first_name} is on "
+                f"{first.device} and {name} is on {form.device}"
+            )
+        if form.dtype != first.dtype:
+            raise RuntimeError(
+                f"{first_name} type ({first.dtype}) and {name} type ({form.dtype}) "
+                "should be the same"
+            )
+
+
+def _check_rank(**forms: Form) -> None:
+    for name, form in forms.items():
+        if len(form.shape) != 4:
+            raise RuntimeError(f"Expected 4D {name}, but got {name} of size: {list(form.shape)}")
+
+
+def _check_grad_output(problem: Problem, grad_output: Form) -> None:
+    if tuple(grad_output.shape) != problem.output_shape:
+        raise RuntimeError(
+            f"Expected grad_output of size {list(problem.output_shape)}, "
+            f"but got grad_output of size {list(grad_output.shape)}"
+        )
+
+
+# --- From an operator's arguments to its result ---------------------------------------------------
+
+Check = Callable[..., Result]
+_Function = TypeVar("_Function", bound=Check)
+
+
+def remembered(check: _Function) -> _Function:
+    """The check, done once for the same forms: it takes longer than to launch a kernel."""
+    return lru_cache(maxsize=4096)(check)  # type: ignore[return-value]
+
+
+def describe_forward(
+    check: Check,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    precision: str | None,
+) -> Result:
+    return check(
+        Form.of("input", input),
+        Form.of("weight", weight),
+        None if bias is None else Form.of("bias", bias),
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+    )
+
+
+def describe_gradient(
+    check: Check,
+    grad_output: Tensor,
+    other: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    precision: str | None,
+    bias: bool = False,
+) -> Result:
+    """Of either gradient: ``other`` and ``size`` are the weight and the input's, or vice versa."""
+    return check(
+        Form.of("grad_output", grad_output),
+        Form.of("input" if check is weight_grad_result else "weight", other),
+        tuple(size),
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+    )
+
+
+def new_bias_grad(result: Result, bias: bool) -> Tensor:
+    size = result.problem.out_channels if bias else 0
+    return torch.empty(size, dtype=result.dtype, device=result.device)
+
+
+# The meta functions do not remember: symbolic sizes cannot be looked up.
+
+
+def _fake_forward(*args: Any) -> Tensor:
+    return describe_forward(forward_result, *args).new()
+
+
+def _fake_input_grad(*args: Any) -> Tensor:
+    return describe_gradient(input_grad_result, *args).new()
+
+
+def _fake_weight_grad(*args: Any) -> tuple[Tensor, Tensor]:
+    result = describe_gradient(weight_grad_result, *args)
+    return result.new(), new_bias_grad(result, args[-1])
+
+
+torch.library.register_fake("fastconv::forward", _fake_forward, lib=library)
+torch.library.register_fake("fastconv::input_grad", _fake_input_grad, lib=library)
+torch.library.register_fake("fastconv::weight_grad", _fake_weight_grad, lib=library)

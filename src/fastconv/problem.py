@@ -1,0 +1,205 @@
+"""What is to be computed: the geometry of one convolution, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Pair = tuple[int, int]
+
+
+class Padding(NamedTuple):
+    """Zeros around the input, side by side."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The geometry of one 2-D convolution, common to its forward pass and its two gradients.
+
+    Sizes may be symbolic while PyTorch traces. Build one with :meth:`of`, which checks it.
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    input_size: Pair
+    kernel_size: Pair
+    stride: Pair
+    padding: Padding
+    dilation: Pair
+    groups: int
+
+    @classmethod
+    def of(
+        cls,
+        input_shape: tuple[int, ...],
+        weight_shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Problem:
+        """The problem of convolving these shapes; raises PyTorch's error if there is none."""
+        _check_parameters(stride, padding, dilation, groups)
+        _check_weight(weight_shape, groups)
+        _check_input(input_shape, weight_shape, groups)
+        batch, in_channels, *input_size = input_shape
+        out_channels, _, *kernel_size = weight_shape
+        problem = cls(
+            batch,
+            in_channels,
+            out_channels,
+            _pair(input_size),
+            _pair(kernel_size),
+            _pair(stride),
+            Padding(*padding),
+            _pair(dilation),
+            groups,
+        )
+        problem._check_kernel_fits()
+        return problem
+
+    @property
+    def padded_size(self) -> Pair:
+        height, width = self.input_size
+        top, bottom, left, right = self.padding
+        return height + top + bottom, width + left + right
+
+    @property
+    def kernel_extent(self) -> Pair:
+        """Rows and columns from a kernel's first tap to its last, both included."""
+        return (
+            self.dilation[0] * (self.kernel_size[0] - 1) + 1,
+            self.dilation[1] * (self.kernel_size[1] - 1) + 1,
+        )
+
+    @property
+    def output_size(self) -> Pair:
+        padded, extent = self.padded_size, self.kernel_extent
+        return (
+            (padded[0] - extent[0]) // self.stride[0] + 1,
+            (padded[1] - extent[1]) // self.stride[1] + 1,
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.in_channels, *self.input_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.out_channels, *self.output_size)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward pass or of either gradient, 2 a multiply-add."""
+        taps = self.kernel_size[0] * self.kernel_size[1]
+        height, width = self.output_size
+        per_pixel = 2 * self.out_channels * (self.in_channels // self.groups) * taps
+        return self.batch * height * width * per_pixel
+
+    def _check_kernel_fits(self) -> None:
+        padded, extent = self.padded_size, self.kernel_extent
+        if padded[0] < extent[0] or padded[1] < extent[1]:
+            raise RuntimeError(
+                f"Calculated padded input size per channel: ({padded[0]} x {padded[1]}). "
+                f"Kernel size: ({extent[0]} x {extent[1]}). "
+                "Kernel size can't be greater than actual input size"
+            )
+
+
+def _pair(values: tuple[int, ...] | list[int]) -> Pair:
+    first, second = values
+    return first, second
+
+
+def _check_parameters(
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> None:
+    for name, values, length in (
+        ("stride", stride, 2),
+        ("padding", padding, 4),
+        ("dilation", dilation, 2),
+    ):
+        if len(values) != length:
+            raise RuntimeError(f"expected {length} values of {name}, but got {name}={list(values)}")
+    if min(stride) <= 0:
+        raise RuntimeError(f"non-positive stride is not supported, but got stride={list(stride)}")
+    if min(padding) < 0:
+        raise RuntimeError(
+            f"negative padding is not supported, but got padding={list(padding)} "
+            "(top, bottom, left, right)"
+        )
+    if min(dilation) <= 0:
+        raise RuntimeError(
+            "non-positive dilation is not supported: dilation should be greater than zero, "
+            f"but got dilation={list(dilation)}"
+        )
+    if groups <= 0:
+        raise RuntimeError(f"non-positive groups is not supported, but got groups={groups}")
+
+
+def _check_weight(weight_shape: tuple[int, ...], groups: int) -> None:
+    weight, rank = list(weight_shape), len(weight_shape)
+    if rank != 4:
+        raise RuntimeError(
+            "conv2d takes a 4-dimensional weight (out_channels, in_channels / groups, height, "
+            f"width), but got weight of size {weight}. "
+            f"Expected {rank}-dimensional input for {rank}-dimensional weight"
+        )
+    out_channels, _, *kernel_size = weight_shape
+    if out_channels < groups:
+        raise RuntimeError(
+            f"Given groups={groups}, expected weight to be at least {groups} at dimension 0, "
+            f"but got weight of size {weight} instead"
+        )
+    if out_channels % groups != 0:
+        raise RuntimeError(
+            f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0, "
+            f"but got weight of size {weight} instead"
+        )
+    if min(kernel_size) <= 0:
+        raise RuntimeError(
+            f"kernel size should be greater than zero, but got weight of size {weight}"
+        )
+
+
+def _check_input(input_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int) -> None:
+    if len(input_shape) != 4:
+        raise RuntimeError(
+            "Expected 4D (batched) input of size (batch, channels, height, width), "
+            f"but got input of size: {list(input_shape)}"
+        )
+    channels, expected = input_shape[1], weight_shape[1] * groups
+    if channels != expected:
+        raise RuntimeError(
+            f"Given groups={groups}, weight of size {list(weight_shape)}, expected "
+            f"input{list(input_shape)} to have {expected} channels, "
+            f"but got {channels} channels instead"
+        )
+
+
+def is_channels_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether PyTorch takes these strides of a 4-D tensor for channels-last ones.
+
+    Strides decide, not contiguity: PyTorch's own rule (``suggest_memory_format``), so that
+    tensors with sides of 1, which are contiguous in both formats, are read as PyTorch reads them.
+    """
+    if stride[1] > stride[3] or stride[1] == 0:  # nearly every NCHW tensor leaves here
+        return False
+    least = 0
+    for dim in (1, 3, 2, 0):
+        if shape[dim] == 0 or stride[dim] < least:
+            return False
+        if dim == 0 and least == stride[1]:  # (N, C, 1, 1) of one channel: contiguous
+            return False
+        least = stride[dim] * max(shape[dim], 1)
+    return True

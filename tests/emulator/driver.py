@@ -1,0 +1,171 @@
+"""Builds kernels for the CPU and runs launches of them; see README.md."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastconv.kernels.family import FOLDER, Kernel, Launch
+
+HOST = Path(__file__).parent / "host"
+CACHE = Path(__file__).parents[2] / ".pytest_cache/d/emulator"
+"""What was built before, by a hash of the sources. ``pytest --cache-clear`` empties it."""
+
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = [
+    *("-std=c++17", "-O1", "-g1", "-fno-exceptions", "-fno-rtti", "-fno-omit-frame-pointer"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    # The same bits on every CPU, and the liberties with pointers that device compilers allow.
+    *("-ffp-contract=off", "-fno-strict-aliasing"),
+    # An array that nobody initialises holds no lucky zeros.
+    "-ftrivial-auto-var-init=pattern",
+]
+
+TIMEOUT_S = 300
+"""For one launch: a kernel that waits in a loop of its own never returns."""
+
+
+class EmulatorError(AssertionError):
+    """A kernel did not compile, or did what no kernel must do."""
+
+
+def run(launches: Iterable[Launch], tensors: Mapping[str, Tensor], reverse: bool = False) -> None:
+    """Execute launches in order, on CPU tensors, in place.
+
+    Tensors may have any strides but must not overlap; a name that is not in ``tensors`` is passed
+    as a null pointer. Blocks, warps, and the lanes of a warp run by ascending index, or with
+    ``reverse`` by descending.
+    """
+    _store(tensors, _execute(launches, tensors, reverse))
+
+
+def run_both_orders(launches: Sequence[Launch], tensors: Mapping[str, Tensor]) -> None:
+    """As :func:`run`, in both orders: a bit that differs between them is an error."""
+    forward = _execute(launches, tensors, reverse=False)
+    reverse = _execute(launches, tensors, reverse=True)
+    for name, tensor in tensors.items():
+        if forward[name] != reverse[name]:
+            pairs = enumerate(zip(forward[name], reverse[name], strict=True))
+            first = next(i for i, (a, b) in pairs if a != b) // tensor.element_size()
+            kernels = ", ".join(_title(launch.kernel) for launch in launches)
+            raise EmulatorError(
+                f"{kernels}: {name} depends on the order in which threads run, first at element "
+                f"{first} of its memory. Is a barrier missing?"
+            )
+    _store(tensors, forward)
+
+
+def precompile(kernels: Iterable[Kernel]) -> None:
+    """Build kernels in parallel, for launches to come."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_program, dict.fromkeys(kernels)))
+
+
+def _execute(
+    launches: Iterable[Launch], tensors: Mapping[str, Tensor], reverse: bool
+) -> dict[str, bytes]:
+    """The bytes of every tensor after the launches."""
+    memory = {
+        name: _span(tensor).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()
+    }
+    for launch in launches:
+        names = dict.fromkeys(name for name in launch.arguments if name in memory)
+        command = [_program(launch.kernel), "reverse" if reverse else "forward"]
+        command += map(str, (*launch.grid, launch.block, launch.shared_bytes))
+        for argument in launch.arguments:
+            if isinstance(argument, int):
+                command.append(str(argument))
+            elif argument in memory:
+                command.append(f"{argument}:{len(memory[argument])}:{_offset(tensors[argument])}")
+            else:
+                command.append("null")
+        output = _call(_title(launch.kernel), command, b"".join(memory[name] for name in names))
+        for name in names:
+            size = len(memory[name])
+            memory[name], output = output[:size], output[size:]
+    return memory
+
+
+def _store(tensors: Mapping[str, Tensor], memory: Mapping[str, bytes]) -> None:
+    for name, tensor in tensors.items():
+        if memory[name]:
+            data = torch.frombuffer(bytearray(memory[name]), dtype=tensor.dtype)
+            _span(tensor).copy_(data)
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """The memory from a tensor's first element to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    length = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    return tensor.detach().as_strided((length,), (1,))
+
+
+def _offset(tensor: Tensor) -> int:
+    """Bytes from an aligned address, if the storage begins at one as GPU allocations do."""
+    return tensor.storage_offset() * tensor.element_size() % 256
+
+
+@functools.cache
+def _program(kernel: Kernel) -> Path:
+    """The executable that runs launches of a kernel."""
+    text = (
+        f'#include "device.h"\n{kernel.text}\n'
+        "void emulator::run_thread(const Argument* arguments, int count) {\n"
+        f"  call(::{kernel.entry}, arguments, count);\n"
+        "}\n"
+    )
+    # The whole program but for the runtime: other entries of the same file are left out.
+    return _compile(_title(kernel), text, ["-fwhole-program", _runtime()])
+
+
+@functools.cache
+def _runtime() -> Path:
+    return _compile("the emulator", '#include "runtime.cc"\n', ["-c"])
+
+
+def _compile(title: str, text: str, options: Sequence[str | Path]) -> Path:
+    """Compile, unless the same text, with all that it includes, was compiled before."""
+    command = [COMPILER, *FLAGS, f"-I{HOST}", f"-I{FOLDER}"]
+    expanded = _call(title, [*command, "-E", "-xc++", "-"], text.encode())
+    key = repr((_version(), command, options)).encode() + expanded
+    target = CACHE / hashlib.sha256(key).hexdigest()
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with Path(f"{target}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes may want the same
+            if not target.exists():
+                unfinished = Path(f"{target}.part")
+                command += ["-xc++-cpp-output", "-", "-xnone", *options, "-o", unfinished]
+                _call(title, command, expanded)
+                unfinished.replace(target)
+    return target
+
+
+@functools.cache
+def _version() -> bytes:
+    return _call("the compiler", [COMPILER, "--version"], b"")
+
+
+def _call(title: str, command: Sequence[str | Path], data: bytes) -> bytes:
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise EmulatorError(f"{title}: not finished after {TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        report = done.stderr.decode(errors="replace").partition("Shadow bytes around")[0]
+        raise EmulatorError(f"{title}:\n{report}")
+    return done.stdout
+
+
+def _title(kernel: Kernel) -> str:
+    constants = ", ".join(f"{name}={value}" for name, value in kernel.constants)
+    return f"{kernel.entry}({constants})"

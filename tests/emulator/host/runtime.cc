@@ -1,0 +1,428 @@
+// Runs a launch on one CPU core. Every CUDA thread is a fiber; a fiber runs until it has to wait.
+#include "runtime.h"
+
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+// Saves the callee-saved registers on the stack, stores the stack pointer through `from`, and goes
+// on where `to` was saved. Unlike swapcontext it makes no system call, and ASan does not intercept
+// it, which would clear the redzones of the stack.
+extern "C" void emulator_switch(void** from, void* to);
+
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch, . - emulator_switch
+)");
+constexpr int kSavedWords = 8;      // six registers, the return address, one word of alignment
+constexpr int kReturnAddress = 6;
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, %function
+emulator_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size emulator_switch, . - emulator_switch
+)");
+constexpr int kSavedWords = 20;
+constexpr int kReturnAddress = 11;
+#else
+#error "write emulator_switch for this CPU"
+#endif
+
+namespace emulator {
+
+Shared shared;
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr size_t kStackBytes = 256 << 10;
+constexpr ptrdiff_t kGuardBytes = 256 << 10;  // on either side of a buffer
+
+struct Copy {
+  unsigned char* target;
+  unsigned char data[16];
+  int bytes;
+  int group;
+};
+
+struct Thread {
+  unsigned char* stack;
+  void* stack_pointer;
+  void* fake_stack = nullptr;  // ASan's
+  bool exited = false;
+
+  // While it waits.
+  Site site = {};
+  bool (*ready)(const void*) = nullptr;
+  const void* context = nullptr;
+
+  // While it takes part in a warp-wide operation, and what came of it.
+  bool exchanging = false;
+  unsigned mask = 0;
+  unsigned long long value = 0;
+  int source = 0;
+  Exchange result = {};
+
+  std::vector<Copy> copies;
+  int groups = 0;
+};
+
+// A tensor, or the shared memory.
+struct Buffer {
+  std::string name;
+  unsigned char* begin;
+  ptrdiff_t bytes;
+};
+
+std::vector<Argument> arguments;
+std::vector<Buffer> buffers;
+std::vector<Thread> threads;
+Thread* running = nullptr;
+bool reverse;
+
+// Of __syncthreads.
+Site barrier_site;
+unsigned barrier_arrived, barrier_generation;
+
+// The stack that the scheduler runs on.
+void* scheduler_stack_pointer;
+const void* scheduler_stack;
+size_t scheduler_stack_bytes;
+
+void print_place() {
+  fprintf(stderr, "in block (%u, %u, %u)", blockIdx.x, blockIdx.y, blockIdx.z);
+  if (running) fprintf(stderr, ", thread %u", threadIdx.x);
+  fprintf(stderr, "\n");
+}
+
+// Memory of exactly this size between poisoned zones, `offset` bytes after a multiple of 1024.
+unsigned char* allocate(const char* name, ptrdiff_t bytes, ptrdiff_t offset) {
+  const ptrdiff_t total = (kGuardBytes + offset + bytes + kGuardBytes + 1023) / 1024 * 1024;
+  auto* const memory = static_cast<unsigned char*>(aligned_alloc(1024, total));
+  if (!memory) fail("no memory for %s", name);
+  unsigned char* const begin = memory + kGuardBytes + offset;
+  __asan_poison_memory_region(memory, begin - memory);
+  __asan_poison_memory_region(begin + bytes, memory + total - (begin + bytes));
+  buffers.push_back({name, begin, bytes});
+  return begin;
+}
+
+// A tensor, from stdin unless an earlier argument was the same one.
+unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset) {
+  for (const Buffer& buffer : buffers) {
+    if (buffer.name == name) return buffer.begin;
+  }
+  unsigned char* const begin = allocate(name, bytes, offset);
+  if (fread(begin, 1, bytes, stdin) != size_t(bytes)) fail("%s is cut short", name);
+  return begin;
+}
+
+void switch_to_scheduler(void** fake_stack) {
+  __sanitizer_start_switch_fiber(fake_stack, scheduler_stack, scheduler_stack_bytes);
+  emulator_switch(&running->stack_pointer, scheduler_stack_pointer);
+}
+
+// Where a fiber begins. ASan must not poison this frame, which it would never clear: start does not
+// return.
+__attribute__((no_sanitize("address"))) void start() {
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+  run_thread(arguments.data(), static_cast<int>(arguments.size()));
+  if (!running->copies.empty()) fail("the thread exits without waiting for its copies");
+  running->exited = true;
+  switch_to_scheduler(nullptr);
+}
+
+void resume(Thread& thread) {
+  void* fake_stack;
+  running = &thread;
+  threadIdx = {static_cast<unsigned>(&thread - threads.data()), 0, 0};
+  __sanitizer_start_switch_fiber(&fake_stack, thread.stack, kStackBytes);
+  emulator_switch(&scheduler_stack_pointer, thread.stack_pointer);
+  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+  running = nullptr;
+}
+
+// The i-th of n in the order of this run.
+int in_order(int i, int n) { return reverse ? n - 1 - i : i; }
+
+// Lets every thread of a warp that can go on do so once; returns whether there was any.
+bool run_warp(int warp) {
+  bool any = false;
+  for (int i = 0; i < kWarp; ++i) {
+    const size_t index = warp * kWarp + in_order(i, kWarp);
+    if (index >= threads.size()) continue;
+    Thread& thread = threads[index];
+    if (thread.exited || (thread.ready && !thread.ready(thread.context))) continue;
+    thread.ready = nullptr;
+    resume(thread);
+    any = true;
+  }
+  return any;
+}
+
+std::string state(const Thread& thread) {
+  if (thread.exited) return "exited";
+  return std::string("waits in ") + thread.site.function + ", " + thread.site.file + ":" +
+         std::to_string(thread.site.line);
+}
+
+[[noreturn]] void fail_stuck() {
+  std::string states;
+  for (size_t i = 0, first = 0; i < threads.size(); ++i) {
+    if (i + 1 < threads.size() && state(threads[i]) == state(threads[i + 1])) continue;
+    states += "\n  threads " + std::to_string(first) + " to " + std::to_string(i) + ": " +
+              state(threads[i]);
+    first = i + 1;
+  }
+  fail("deadlock: no thread can go on%s", states.c_str());
+}
+
+// Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
+// two barriers, then, whichever of two warps runs first in one order runs last in the other.
+void run_block() {
+  memset(shared.begin, kPoison, shared.bytes);
+  barrier_arrived = 0;
+  for (Thread& thread : threads) {
+    unsigned char* const stack = thread.stack;
+    thread = {};
+    thread.stack = stack;
+    auto** const saved = reinterpret_cast<void**>(stack + kStackBytes) - kSavedWords;
+    memset(saved, 0, kSavedWords * sizeof *saved);
+    saved[kReturnAddress] = reinterpret_cast<void*>(start);
+    thread.stack_pointer = saved;
+  }
+  const int warps = (static_cast<int>(threads.size()) + kWarp - 1) / kWarp;
+  for (bool any = true; any;) {
+    any = false;
+    for (int i = 0; i < warps; ++i) {
+      while (run_warp(in_order(i, warps))) any = true;
+    }
+    if (barrier_arrived == threads.size()) {
+      barrier_arrived = 0;
+      ++barrier_generation;
+      any = true;
+    }
+  }
+  for (const Thread& thread : threads) {
+    if (!thread.exited) fail_stuck();
+  }
+}
+
+void run_grid() {
+  const size_t page = sysconf(_SC_PAGESIZE);
+  threads.resize(blockDim.x);
+  for (Thread& thread : threads) {
+    void* const stack = mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, page, PROT_NONE)) fail("no memory for stacks");
+    thread.stack = static_cast<unsigned char*>(stack) + page;
+  }
+  const int blocks = static_cast<int>(gridDim.x * gridDim.y * gridDim.z);
+  for (int i = 0; i < blocks; ++i) {
+    const unsigned block = in_order(i, blocks);
+    blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
+    run_block();
+  }
+}
+
+}  // namespace
+
+void fail(const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  fprintf(stderr, "ERROR: ");
+  vfprintf(stderr, format, values);
+  fprintf(stderr, "\n");
+  va_end(values);
+  print_place();
+  if (running) __sanitizer_print_stack_trace();
+  _exit(1);
+}
+
+void wait(Site site, bool (*ready)(const void*), const void* context) {
+  running->site = site;
+  running->ready = ready;
+  running->context = context;
+  switch_to_scheduler(&running->fake_stack);
+  __sanitizer_finish_switch_fiber(running->fake_stack, nullptr, nullptr);
+}
+
+void barrier(Site site) {
+  if (barrier_arrived == 0) barrier_site = site;
+  if (site.line != barrier_site.line || strcmp(site.file, barrier_site.file)) {
+    fail("barrier divergence: other threads wait in %s, %s:%d", barrier_site.function,
+         barrier_site.file, barrier_site.line);
+  }
+  ++barrier_arrived;
+  const unsigned generation = barrier_generation;
+  wait(site, [=] { return barrier_generation != generation; });
+}
+
+Exchange exchange(Site site, unsigned mask, unsigned long long value, int source) {
+  Thread& self = *running;
+  Thread* const warp = threads.data() + threadIdx.x / kWarp * kWarp;
+  const size_t lanes = threads.data() + threads.size() - warp;
+  if (!(mask >> (&self - warp) & 1)) fail("the thread is not in its own mask %08x", mask);
+  if (lanes < kWarp && mask >> lanes) fail("mask %08x names threads beyond the block", mask);
+  self.site = site;
+  self.mask = mask;
+  self.value = value;
+  self.source = source;
+  self.exchanging = true;
+
+  bool complete = true;
+  unsigned ballot = 0;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    const Thread& other = warp[lane];
+    complete &= other.exchanging && other.mask == mask &&
+                !strcmp(other.site.function, site.function);
+    ballot |= static_cast<unsigned>(other.value != 0) << lane;
+  }
+  if (complete) {
+    for (int lane = 0; lane < kWarp; ++lane) {
+      if (!(mask >> lane & 1)) continue;
+      Thread& other = warp[lane];
+      const bool has_source = mask >> other.source & 1;
+      other.result = {has_source ? warp[other.source].value : ~0ull, ballot};
+      other.exchanging = false;
+    }
+  }
+  wait(site, [&] { return !self.exchanging; });
+  return self.result;
+}
+
+void copy_async(void* shared, const void* global, int bytes, bool valid) {
+  if (reinterpret_cast<uintptr_t>(shared) % bytes) fail("copy_async to a misaligned address");
+  if (reinterpret_cast<uintptr_t>(global) % bytes) fail("copy_async from a misaligned address");
+  Copy copy = {static_cast<unsigned char*>(shared), {}, bytes, running->groups};
+  if (valid) memcpy(copy.data, global, bytes);
+  memset(shared, kPoison, bytes);
+  running->copies.push_back(copy);
+}
+
+void copy_async_commit() { ++running->groups; }
+
+void copy_async_wait(int pending) {
+  std::vector<Copy>& copies = running->copies;
+  auto copy = copies.begin();
+  for (; copy != copies.end() && copy->group < running->groups - pending; ++copy) {
+    memcpy(copy->target, copy->data, copy->bytes);
+  }
+  copies.erase(copies.begin(), copy);
+}
+
+}  // namespace emulator
+
+extern "C" {
+
+const char* __asan_default_options() { return "detect_leaks=0"; }
+const char* __ubsan_default_options() { return "print_stacktrace=1"; }
+
+void __asan_on_error() {
+  emulator::print_place();
+  const auto* const address = static_cast<unsigned char*>(__asan_get_report_address());
+  for (const emulator::Buffer& buffer : emulator::buffers) {
+    const ptrdiff_t offset = address - buffer.begin;
+    if (-emulator::kGuardBytes <= offset && offset < buffer.bytes + emulator::kGuardBytes) {
+      fprintf(stderr, "at byte %td of %s, which has %td\n", offset, buffer.name.c_str(),
+              buffer.bytes);
+    }
+  }
+}
+
+void __ubsan_on_report() { emulator::print_place(); }
+
+}  // extern "C"
+
+// Arguments: the order (forward or reverse), the grid, the block, the bytes of shared memory, then
+// the kernel's own: an int, "null", or name:bytes:offset for a tensor whose address is `offset`
+// bytes after a multiple of 1024. The tensors' contents come from stdin and go back to stdout, each
+// once, in the order of the arguments.
+int main(int argc, char** argv) {
+  using namespace emulator;
+  if (argc < 7) fail("too few arguments");
+  reverse = !strcmp(argv[1], "reverse");
+  gridDim = {unsigned(atoi(argv[2])), unsigned(atoi(argv[3])), unsigned(atoi(argv[4]))};
+  blockDim = {unsigned(atoi(argv[5])), 1, 1};
+  shared.bytes = atoi(argv[6]);
+  if (!gridDim.x || !gridDim.y || !gridDim.z || gridDim.y > 65535 || gridDim.z > 65535 ||
+      !blockDim.x || blockDim.x > 1024 || shared.bytes > 227 * 1024) {
+    fail("CUDA refuses such a launch");
+  }
+  for (int i = 7; i < argc; ++i) {
+    char name[64];
+    ptrdiff_t bytes, offset;
+    if (!strcmp(argv[i], "null")) {
+      arguments.push_back(nullptr);
+    } else if (sscanf(argv[i], "%63[^:]:%td:%td", name, &bytes, &offset) == 3) {
+      arguments.push_back(find_or_read(name, bytes, offset));
+    } else {
+      arguments.push_back(atoi(argv[i]));
+    }
+  }
+  const size_t tensors = buffers.size();
+  shared.begin = allocate("shared memory", shared.bytes, 0);
+  run_grid();
+  for (size_t i = 0; i < tensors; ++i) fwrite(buffers[i].begin, 1, buffers[i].bytes, stdout);
+  return fflush(stdout);
+}

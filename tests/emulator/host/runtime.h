@@ -1,0 +1,110 @@
+// What the host twins of device functions ask of the runtime.
+//
+// Device code sees this header, so it includes no standard ones: under NVRTC there are none either.
+#pragma once
+
+struct uint3 {
+  unsigned x, y, z;
+};
+using dim3 = uint3;
+
+// Those of the thread that runs; the scheduler sets them at every switch.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+namespace emulator {
+
+// What memory holds before it is written: NaN in every floating-point type.
+constexpr unsigned char kPoison = 0xff;
+
+// A call in device code, for messages. As a default argument, here() names the caller's line.
+struct Site {
+  const char* function;
+  const char* file;
+  int line;
+};
+
+inline Site here(const char* function, const char* file = __builtin_FILE(),
+                 int line = __builtin_LINE()) {
+  return {function, file, line};
+}
+
+// Ends the program with a message that names the block and the thread.
+[[noreturn, gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
+
+// Lets other threads run until ready() is true. Whatever makes a thread wait ends up here, so that
+// the runtime can tell who waits for what when nobody can go on.
+void wait(Site site, bool (*ready)(const void*), const void* context);
+
+template <class Ready>
+void wait(Site site, const Ready& ready) {
+  wait(site, [](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
+}
+
+// Waits for all threads of the block, at the same site.
+void barrier(Site site);
+
+// What one lane gets from a warp-wide operation.
+struct Exchange {
+  unsigned long long value;  // what lane `source` passed, poison if it takes no part
+  unsigned ballot;           // the lanes that passed anything but 0
+};
+
+// Waits until the lanes in `mask` have called the same function with the same mask.
+Exchange exchange(Site site, unsigned mask, unsigned long long value, int source);
+
+// The shared memory of the block.
+struct Shared {
+  unsigned char* begin;
+  unsigned bytes;
+};
+extern Shared shared;
+
+// Copies of `bytes` that land in shared memory at copy_async_wait and not before; until then the
+// target is poisoned. Nothing is read from `global` unless `valid`: zeros land.
+void copy_async(void* shared, const void* global, int bytes, bool valid);
+void copy_async_commit();
+void copy_async_wait(int pending);
+
+// An argument of a launch, converted to the type of the entry's parameter: a pointer or an int.
+class Argument {
+ public:
+  Argument(void* address) : address_(address), is_address_(true) {}
+  Argument(int value) : value_(value), is_address_(false) {}
+
+  template <class T>
+  operator T*() const {
+    if (!is_address_) fail("an int is passed for a pointer");
+    return static_cast<T*>(address_);
+  }
+  operator int() const {
+    if (is_address_) fail("a tensor is passed for an int");
+    return value_;
+  }
+  template <class T>
+  operator T() const = delete;
+
+ private:
+  void* address_ = nullptr;
+  int value_ = 0;
+  bool is_address_;
+};
+
+template <class... Parameters>
+struct Call {
+  Call(void (*entry)(Parameters...), Parameters... arguments) { entry(arguments...); }
+};
+
+template <class... Parameters>
+void call(void (*entry)(Parameters...), const Argument* arguments, int count) {
+  if (count != sizeof...(Parameters)) {
+    fail("%d arguments for %d parameters", count, static_cast<int>(sizeof...(Parameters)));
+  }
+  // Braces, unlike parentheses, evaluate from left to right.
+  Call<Parameters...>{entry, static_cast<Parameters>(*arguments++)...};
+}
+
+// The entry of the kernel, as one thread. The driver defines it, next to the kernel.
+[[gnu::externally_visible]] void run_thread(const Argument* arguments, int count);
+
+}  // namespace emulator

@@ -1,0 +1,81 @@
+"""Compiles with a given NVRTC library: those of older CUDA releases, for older GPUs.
+
+The library itself uses one NVRTC in a process, that of PyTorch's CUDA version. Tests also compile
+with the ones that users of other PyTorch builds have. Their packages, nvidia-cuda-nvrtc-cu11 and
+nvidia-cuda-nvrtc-cu12, can be installed side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fastconv.jit import GpuUnavailable, nvrtc_version
+
+SONAMES = {11: "libnvrtc.so.11.2", 12: "libnvrtc.so.12"}
+
+
+def find(major: int) -> Path | None:
+    """Where pip put the NVRTC of that CUDA release, if it did."""
+    paths = (Path(p) / "nvidia/cuda_nvrtc/lib" / SONAMES[major] for p in sys.path)
+    return next((path for path in paths if path.is_file()), None)
+
+
+class Nvrtc:
+    """An NVRTC library."""
+
+    def __init__(self, path: Path) -> None:
+        # cuda.bindings takes a libnvrtc that the process has loaded already over the one it would
+        # look for: it must not find this one.
+        with contextlib.suppress(GpuUnavailable):
+            nvrtc_version()
+        self._library = ctypes.CDLL(str(path))
+
+    @property
+    def version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        return major.value, minor.value
+
+    def compile(
+        self, text: str, headers: Mapping[str, str], options: Sequence[str]
+    ) -> tuple[bytes, str]:
+        """The cubin and the log; RuntimeError with the log if it fails."""
+        program = ctypes.c_void_p()
+        status = self._library.nvrtcCreateProgram(
+            ctypes.byref(program),
+            text.encode(),
+            b"test.cu",
+            len(headers),
+            _strings(headers.values()),
+            _strings(headers),
+        )
+        self._check(status)
+        try:
+            status = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
+            log = self._output(program, "ProgramLog").rstrip(b"\0").decode()
+            if status:
+                raise RuntimeError(log)
+            return self._output(program, "CUBIN"), log
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _output(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    def _check(self, status: int) -> None:
+        if status:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(self._library.nvrtcGetErrorString(status).decode())
+
+
+def _strings(strings: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [s.encode() for s in strings]
+    return (ctypes.c_char_p * len(encoded))(*encoded)

@@ -1,0 +1,94 @@
+"""The float64 reference, and how far from it a result may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastconv
+
+# Rounding errors allowed, in units of the dtype's epsilon. 16-bit results are summed in float32
+# and rounded once.
+_ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1}
+_OTHER_ROUNDINGS = 4
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """PyTorch's convolution, taught padding of the form ``((top, bottom), (left, right))``."""
+    if not isinstance(padding, (int, str)) and not isinstance(padding[0], int):
+        (top, bottom), (left, right) = padding
+        input, padding = F.pad(input, (left, right, top, bottom)), 0
+    return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+    """Values that are the same for every device; small integers for an integer dtype."""
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, dtype=wide).to(dtype).to(device)
+    return torch.randint(-100, 100, shape).to(dtype).to(device)
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The same values on the CPU, in the widest dtype of their kind."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", wide)
+
+
+def with_gradients(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], grad_output: Tensor, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """The output of ``function`` and the gradients of all ``tensors``, in this order."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = function(*leaves, **kwargs)
+    return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
+
+
+def assert_matches(
+    tensors: Sequence[Tensor],
+    layout: Callable[[Tensor], Tensor] = torch.clone,
+    **geometry: Any,
+) -> None:
+    """Compares ``fastconv.conv2d(*tensors, **geometry)`` and its gradients with the reference.
+
+    ``tensors`` are input, weight and, if there is one, bias; the gradient of the output is random,
+    laid out by ``layout``.
+    """
+    references = [exact(tensor) for tensor in tensors]
+    shape = conv2d(*references, **geometry).shape
+    grad_output = layout(random(shape, tensors[0].dtype, tensors[0].device))
+    actual = with_gradients(fastconv.conv2d, tensors, grad_output, **geometry)
+    expected = with_gradients(conv2d, references, exact(grad_output), **geometry)
+    # With no cancellation between terms: what rounding errors are relative to.
+    sizes = with_gradients(
+        conv2d, [tensor.abs() for tensor in references], exact(grad_output).abs(), **geometry
+    )
+    names = ("output", "input.grad", "weight.grad", "bias.grad")
+    for name, *results in zip(names, actual, expected, sizes, strict=False):
+        assert results[0].dtype == tensors[0].dtype, name
+        assert_within_rounding(name, *results)
+
+
+def assert_within_rounding(name: str, actual: Tensor, expected: Tensor, size: Tensor) -> None:
+    """Checks every element; the error allowed is relative to ``size``, the sum of its |terms|."""
+    assert actual.shape == expected.shape, name
+    info = torch.finfo(actual.dtype)
+    bound = _ROUNDINGS.get(actual.dtype, _OTHER_ROUNDINGS) * info.eps * size
+    error = (exact(actual) - expected).abs()
+    wrong = ~(error <= bound + info.tiny * info.eps)  # the last term: a subnormal
+    assert not wrong.any(), (
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, "
+        f"first at {wrong.nonzero()[0].tolist()}; largest error {error.max():.3g}"
+    )

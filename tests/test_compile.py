@@ -1,0 +1,217 @@
+"""``torch.compile`` and ``torch.export``: whole graphs, results as without them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+import fastconv
+import oracle
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"),
+    ),
+]
+OPTIONS = {"stride": (2, 1), "padding": ((1, 0), (2, 1)), "dilation": (1, 2), "groups": 2}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def _tensors(batch: int = 2, height: int = 9, width: int = 8) -> list[Tensor]:
+    return [torch.randn(shape) for shape in ((batch, 4, height, width), (6, 2, 3, 2), (6,))]
+
+
+def _assert_same(
+    compiled: Callable[..., Tensor], eager: Callable[..., Tensor], tensors: list[Tensor]
+) -> None:
+    grad_output = torch.randn_like(eager(*tensors))
+    actual, expected = (
+        oracle.with_gradients(function, tensors, grad_output) for function in (compiled, eager)
+    )
+    torch.testing.assert_close(actual, expected)
+    assert [tensor.stride() for tensor in actual] == [tensor.stride() for tensor in expected]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_function(backend: str) -> None:
+    def block(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return fastconv.conv2d(input.sin(), weight, bias, **OPTIONS)
+
+    _assert_same(torch.compile(block, backend=backend, fullgraph=True), block, _tensors())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": 1},
+        {"padding": "same", "dilation": 2},
+        {"padding": "valid", "stride": [1, 2]},
+    ],
+    ids=str,
+)
+def test_forms_of_arguments(options: dict[str, Any]) -> None:
+    def call(*tensors: Tensor) -> Tensor:
+        return fastconv.conv2d(*tensors, groups=2, **options)
+
+    _assert_same(torch.compile(call, backend="aot_eager", fullgraph=True), call, _tensors())
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("weight_too", [False, True], ids=["", "weight"])
+def test_memory_formats(memory_format: torch.memory_format, weight_too: bool) -> None:
+    def call(*tensors: Tensor) -> Tensor:
+        return fastconv.conv2d(*tensors, **OPTIONS)
+
+    input, weight, bias = _tensors()
+    input = input.to(memory_format=memory_format)
+    if weight_too:
+        weight = weight.to(memory_format=memory_format)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    _assert_same(compiled, call, [input, weight, bias])
+
+
+# None equal to a side of the weight: PyTorch takes sides that are equal at first for one.
+SIZES = [(5, 9, 8), (3, 12, 8), (2, 7, 19), (4, 30, 11)]
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    def call(*tensors: Tensor) -> Tensor:
+        return fastconv.conv2d(*tensors, **OPTIONS)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for size in SIZES:
+        _assert_same(compiled, call, _tensors(*size))
+    assert counter.frame_count == 1
+
+
+def test_marked_dimensions_compile_once() -> None:
+    module = fastconv.Conv2d(4, 6, 3, padding="same")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for size in SIZES:
+        input = _tensors(*size)[0]
+        for dim in (0, 2, 3):
+            torch._dynamo.mark_dynamic(input, dim)
+        torch.testing.assert_close(compiled(input), module(input))
+    assert counter.frame_count == 1
+
+
+def test_automatic_dynamic_shapes_compile_twice() -> None:
+    module = fastconv.Conv2d(4, 6, 3, stride=2, padding=((1, 0), (0, 2)))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for batch, height, width in ((5, 9, 8), (3, 12, 11), (2, 7, 19), (4, 30, 14)):
+        input = torch.randn(batch, 4, height, width)
+        torch.testing.assert_close(compiled(input), module(input))
+    assert counter.frame_count == 2
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(
+        fastconv.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        fastconv.Conv2d(8, 8, (3, 2), stride=2, padding=((1, 0), (0, 2)), groups=4),
+        nn.ReLU(),
+        fastconv.Conv2d(8, 5, 1, padding=1, padding_mode="circular"),
+    )
+
+
+def test_network_trains() -> None:
+    eager, trained = _network(), _network()
+    trained.load_state_dict(eager.state_dict())
+    compiled = torch.compile(trained, backend="aot_eager", fullgraph=True)
+    input = torch.randn(2, 3, 10, 11)
+    for network in (eager, compiled):
+        network(input).square().mean().backward()
+    for ours, expected in zip(trained.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def _precisions(graph: torch.fx.GraphModule) -> list[str | None]:
+    """The precision that each convolution of a graph asks for."""
+    return [
+        node.args[-1]
+        for node in graph.graph.nodes
+        if node.target is torch.ops.fastconv.forward.default
+    ]
+
+
+def test_precision_inside_and_outside() -> None:
+    seen: list[list[str | None]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        seen.append(_precisions(graph))
+        return graph
+
+    def both(input: Tensor, weight: Tensor) -> Tensor:
+        with fastconv.precision("ieee"):
+            inside = fastconv.conv2d(input, weight)
+        return inside + fastconv.conv2d(input, weight)
+
+    compiled = torch.compile(both, backend=backend, fullgraph=True)
+    input, weight = torch.randn(1, 2, 6, 6), torch.randn(3, 2, 3, 3)
+    for _ in range(2):
+        compiled(input, weight)
+        with fastconv.precision("tf32"):
+            compiled(input, weight)
+    assert seen == [["ieee", None], ["ieee", "tf32"]]  # and nothing compiled again
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = fastconv.Conv2d(4, 6, 3, stride=(2, 1), padding=((1, 0), (2, 1)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.convolution(input).relu()
+
+
+def _reloaded(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+@pytest.mark.parametrize("reload", [lambda program: program, _reloaded], ids=["", "reloaded"])
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize(
+    ("dynamic", "sizes"),
+    [(None, [(2, 9)]), ({0: Dim("batch"), 2: Dim("height", min=4)}, [(2, 9), (1, 4), (7, 30)])],
+    ids=["static", "dynamic"],
+)
+def test_export(
+    dynamic: dict[int, Any] | None,
+    sizes: list[tuple[int, int]],
+    strict: bool,
+    reload: Callable[..., Any],
+) -> None:
+    block = _Block()
+    program = torch.export.export(
+        block,
+        (torch.randn(2, 4, 9, 8),),
+        dynamic_shapes=None if dynamic is None else {"input": dynamic},
+        strict=strict,
+    )
+    assert any(node.target is torch.ops.fastconv.forward.default for node in program.graph.nodes)
+    exported = reload(program).module()
+    for batch, height in sizes:
+        input = torch.randn(batch, 4, height, 8)
+        torch.testing.assert_close(exported(input), block(input))

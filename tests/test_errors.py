@@ -1,0 +1,261 @@
+"""What cannot be computed raises what PyTorch raises, in words that name the offending values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastconv
+from fastconv import ops
+
+randn = torch.randn
+INPUT, WEIGHT = randn(2, 4, 8, 8), randn(6, 4, 3, 3)
+ERRORS = (RuntimeError, TypeError, ValueError)
+
+
+def _both(dtype: torch.dtype) -> dict[str, Any]:
+    return {"input": INPUT.to(dtype), "weight": WEIGHT.to(dtype)}
+
+
+# What is passed instead of a valid argument, and what the message has to say.
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "input of 2 dimensions": ({"input": randn(4, 4)}, "[4, 4]"),
+    "input of 5 dimensions": ({"input": randn(1, 4, 4, 4, 4)}, "[1, 4, 4, 4, 4]"),
+    "weight of 3 dimensions": ({"weight": randn(6, 4, 3)}, "[6, 4, 3]"),
+    "weight of 5 dimensions": ({"weight": randn(6, 4, 3, 3, 3)}, "[6, 4, 3, 3, 3]"),
+    "weight of 3, same": ({"weight": randn(6, 4, 3), "padding": "same"}, "[6, 4, 3]"),
+    "channels": ({"input": randn(2, 3, 8, 8)}, "have 4 channels, but got 3 channels"),
+    "channels, unbatched": ({"input": randn(3, 8, 8)}, "have 4 channels, but got 3 channels"),
+    "channels of groups": ({"groups": 3}, "groups=3, weight of size [6, 4, 3, 3]"),
+    "groups do not divide": ({"weight": randn(5, 2, 3, 3), "groups": 2}, "[5, 2, 3, 3]"),
+    "more groups than outputs": ({"weight": randn(2, 1, 3, 3), "groups": 4}, "at least 4"),
+    "no groups": ({"groups": 0}, "groups=0"),
+    "negative groups": ({"groups": -2}, "groups=-2"),
+    "no output channels": ({"weight": randn(0, 4, 3, 3)}, "[0, 4, 3, 3]"),
+    "empty kernel": ({"weight": randn(6, 4, 0, 3)}, "[6, 4, 0, 3]"),
+    "weight dtype": (
+        {"weight": WEIGHT.double()},
+        "(torch.float32) and weight type (torch.float64)",
+    ),
+    "complex weight": ({"weight": WEIGHT.cfloat()}, "weight type (torch.complex64)"),
+    "bias dtype": ({"bias": randn(6).half()}, "(torch.float32) and bias type (torch.float16)"),
+    "bias length": ({"bias": randn(5)}, "6 elements, but got bias of size [5]"),
+    "bias rank": ({"bias": randn(6, 1)}, "6 elements, but got bias of size [6, 1]"),
+    "scalar bias": ({"bias": randn(())}, "6 elements, but got bias of size []"),
+    "negative padding": ({"padding": -1}, "padding=[-1, -1, -1, -1]"),
+    "negative padding of one axis": ({"padding": (0, -2)}, "padding=[0, 0, -2, -2]"),
+    "no stride": ({"stride": 0}, "stride=[0, 0]"),
+    "negative stride": ({"stride": (1, -1)}, "stride=[1, -1]"),
+    "no dilation": ({"dilation": 0}, "dilation=[0, 0]"),
+    "negative dilation": ({"dilation": (-1, 1)}, "dilation=[-1, 1]"),
+    "kernel too high": ({"input": randn(1, 4, 2, 9)}, "(2 x 9). Kernel size: (3 x 3)"),
+    "kernel too wide": ({"dilation": (1, 6), "padding": 1}, "(10 x 10). Kernel size: (3 x 13)"),
+    "padding unknown": ({"padding": "full"}, "'full'"),
+    "same, strided": ({"padding": "same", "stride": (1, 2)}, "stride=(1, 2)"),
+    "input not a tensor": ({"input": [1.0]}, "input must be a Tensor, not list"),
+    "no weight": ({"weight": None}, "weight must be a Tensor, not NoneType"),
+    "bias not a tensor": ({"bias": 1.0}, "bias must be a Tensor, not float"),
+    "bool": (_both(torch.bool), "torch.bool"),
+    "float8": (_both(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+    "uint16": (_both(torch.uint16), "torch.uint16"),
+    "padding of one side not an int": ({"padding": ((1, 1.5), (0, 0))}, "padding=1.5"),
+    "padding half four-sided": ({"padding": ((1, 2), 1)}, "padding=(1, 2)"),
+}
+for name in ("stride", "padding", "dilation"):
+    for values in ((), (1, 2, 3), [1, 2, 3, 4]):
+        REJECTED[f"{name}={values}"] = ({name: values}, f"{name}={list(values)}")
+    for value in ((1, 2.0), (None, 1), (True, 1), ("1", 1)):
+        offending = next(item for item in value if type(item) is not int)
+        REJECTED[f"{name}={value}"] = ({name: value}, f"{name}={offending!r}")
+for name in ("stride", "padding", "dilation", "groups"):
+    for value in (1.5, True, None):
+        REJECTED[f"{name}={value}"] = ({name: value}, f"{name}={value!r}")
+for name in ("stride", "dilation", "groups"):
+    REJECTED[f"{name} is a string"] = ({name: "1"}, f"{name}='1'")
+
+
+@pytest.mark.parametrize(("changed", "message"), REJECTED.values(), ids=REJECTED)
+def test_same_exception_as_pytorch(changed: dict[str, Any], message: str) -> None:
+    arguments = {"input": INPUT, "weight": WEIGHT, **changed}
+    with pytest.raises(ERRORS) as theirs:
+        F.conv2d(**arguments)
+    with pytest.raises(theirs.type, match=re.escape(message)) as ours:
+        fastconv.conv2d(**arguments)
+    assert ours.type is theirs.type
+
+
+@pytest.mark.parametrize("where", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}], ids=str)
+def test_sparse_tensors(where: set[str]) -> None:
+    arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6)}
+    arguments |= {name: arguments[name].to_sparse() for name in where}
+    with pytest.raises(RuntimeError):  # PyTorch's words, here
+        F.conv2d(**arguments)
+    with pytest.raises(RuntimeError, match=r"(?i)sparse"):
+        fastconv.conv2d(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors() -> None:
+    tensors = [
+        torch.quantize_per_tensor(tensor, 0.1, 0, dtype)
+        for tensor, dtype in ((INPUT, torch.quint8), (WEIGHT, torch.qint8))
+    ]
+    for function in (F.conv2d, fastconv.conv2d):
+        with pytest.raises(NotImplementedError, match=r"(?i)quantized|quint8"):
+            function(*tensors)
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_devices_differ(name: str) -> None:
+    # PyTorch lets meta tensors through, and computes with memory that is not there.
+    arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6)}
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(RuntimeError, match=r"same device, but .*\b(cpu|meta) and .*\b(cpu|meta)"):
+        fastconv.conv2d(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("padding", "message"),
+    [
+        (((1, -1), (0, 0)), "padding=[1, -1, 0, 0]"),
+        (((0, 0), (0, 0), (0, 0)), "padding=[(0, 0), (0, 0), (0, 0)]"),
+    ],
+    ids=str,
+)
+def test_four_sided_padding(padding: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        fastconv.conv2d(INPUT, WEIGHT, padding=padding)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.int64},
+        {"groups": 3},
+        {"groups": 0},
+        {"out_channels": 5, "groups": 2},
+        {"in_channels": -1},
+        {"kernel_size": 2.5},
+        {"padding": "full"},
+        {"padding": "same", "stride": 2},
+        {"padding_mode": "mirror"},
+    ],
+    ids=str,
+)
+def test_modules_cannot_be_made(changed: dict[str, Any]) -> None:
+    arguments = {"in_channels": 4, "out_channels": 6, "kernel_size": 3, **changed}
+    with pytest.raises(ERRORS) as theirs:
+        torch.nn.Conv2d(**arguments)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))) as ours:
+        fastconv.Conv2d(**arguments)
+    assert ours.type is theirs.type
+
+
+GRAD_OUTPUT = randn(2, 6, 6, 6)
+GEOMETRY = ((1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+STRIDED = ((2, 2), (0, 0, 0, 0), (1, 1), 1, None)
+GROUPED = ((1, 1), (0, 0, 0, 0), (1, 1), 3, None)
+NO_GROUPS = ((1, 1), (0, 0, 0, 0), (1, 1), 0, None)
+
+# Operators called directly, with arguments that no call of conv2d leads to.
+MISUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "forward, unbatched": (ops.forward, (INPUT[0], WEIGHT, None, *GEOMETRY), "[4, 8, 8]"),
+    "forward, two sides of padding": (
+        ops.forward,
+        (INPUT, WEIGHT, None, (1, 1), (0, 0), (1, 1), 1, None),
+        "padding=[0, 0]",
+    ),
+    "forward, three strides": (
+        ops.forward,
+        (INPUT, WEIGHT, None, (1, 1, 1), (0, 0, 0, 0), (1, 1), 1, None),
+        "stride=[1, 1, 1]",
+    ),
+    "input_grad, size": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT, (8, 9), *GEOMETRY),
+        "[2, 6, 6, 7], but got grad_output of size [2, 6, 6, 6]",
+    ),
+    "input_grad, strided size": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT, (8, 8), *STRIDED),
+        "[2, 6, 3, 3], but got grad_output of size [2, 6, 6, 6]",
+    ),
+    "input_grad, channels": (
+        ops.input_grad,
+        (GRAD_OUTPUT[:, :5], WEIGHT, (8, 8), *GEOMETRY),
+        "[2, 6, 6, 6], but got grad_output of size [2, 5, 6, 6]",
+    ),
+    "input_grad, input too small": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT, (2, 2), *GEOMETRY),
+        "(2 x 2). Kernel size: (3 x 3)",
+    ),
+    "input_grad, unbatched": (
+        ops.input_grad,
+        (GRAD_OUTPUT[0], WEIGHT, (8, 8), *GEOMETRY),
+        "grad_output of size: [6, 6, 6]",
+    ),
+    "input_grad, weight": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT[0], (8, 8), *GEOMETRY),
+        "weight of size: [4, 3, 3]",
+    ),
+    "input_grad, dtype": (
+        ops.input_grad,
+        (GRAD_OUTPUT.double(), WEIGHT, (8, 8), *GEOMETRY),
+        "grad_output type (torch.float64) and weight type (torch.float32)",
+    ),
+    "input_grad, device": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT.to("meta"), (8, 8), *GEOMETRY),
+        "grad_output is on cpu and weight is on meta",
+    ),
+    "weight_grad, size": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT, (3, 2), *GEOMETRY, True),
+        "[2, 6, 6, 7], but got grad_output of size [2, 6, 6, 6]",
+    ),
+    "weight_grad, batch": (
+        ops.weight_grad,
+        (GRAD_OUTPUT[:1], INPUT, (3, 3), *GEOMETRY, True),
+        "[2, 6, 6, 6], but got grad_output of size [1, 6, 6, 6]",
+    ),
+    "weight_grad, groups": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT, (3, 3), *GROUPED, False),
+        "divisible by 3 at dimension 1, but got input of size [2, 4, 8, 8]",
+    ),
+    "weight_grad, no groups": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT, (3, 3), *NO_GROUPS, False),
+        "groups=0",
+    ),
+    "weight_grad, no kernel": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT, (0, 3), *GEOMETRY, False),
+        "[6, 4, 0, 3]",
+    ),
+    "weight_grad, unbatched": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT[0], (3, 3), *GEOMETRY, False),
+        "input of size: [4, 8, 8]",
+    ),
+    "weight_grad, dtype": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT.half(), (3, 3), *GEOMETRY, False),
+        "grad_output type (torch.float32) and input type (torch.float16)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("operator", "arguments", "message"), MISUSED.values(), ids=MISUSED)
+def test_operators_misused(
+    operator: Callable[..., Any], arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        operator(*arguments)

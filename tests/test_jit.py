@@ -1,0 +1,627 @@
+"""The GPU runtime: compiler and disk cache for real, launching with a driver that only notes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+import threading
+import timeit
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nvrtc as other_nvrtc
+from fastconv import jit
+from fastconv.jit import cache, compile, launch
+from fastconv.kernels.family import FOLDER, Kernel, Launch
+
+try:
+    NVRTC = jit.nvrtc_version()
+except jit.GpuUnavailable:
+    NVRTC = (0, 0)
+needs_nvrtc = pytest.mark.skipif(
+    NVRTC < (13, 0), reason="needs NVRTC 13: pip install cuda-bindings 'nvidia-cuda-nvrtc==13.0.*'"
+)
+
+BODY = """#include "include/scalar.cuh"
+struct Config { using Element = fastconv::bfloat16; static constexpr int kFactor = FACTOR; };
+extern "C" __global__ void scale(const Config::Element* x, Config::Element* y, int n) {
+  __shared__ float tile[32];
+  fastconv::copy_async<4>(&tile[threadIdx.x], x + 2 * n, true);
+  fastconv::copy_async_commit();
+  fastconv::copy_async_wait<0>();
+  y[threadIdx.x] = fastconv::narrow<Config::Element>(tile[threadIdx.x] * Config::kFactor);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Scale(Kernel):
+    """A kernel with its text at hand instead of in a file."""
+
+    body: str
+
+    @property
+    def text(self) -> str:
+        return self.body.replace("FACTOR", str(dict(self.constants)["kFactor"]))
+
+
+def scale(factor: int = 3, body: str = BODY) -> Kernel:
+    return Scale("scale.cuh", "scale", (("kFactor", factor),), body)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, in which nothing has gone wrong yet."""
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_warned", False)
+    compile._contents.cache_clear()
+    yield tmp_path / "cache"
+    compile._contents.cache_clear()
+
+
+class TestCompile:
+    @needs_nvrtc
+    @pytest.mark.parametrize(
+        "arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
+    )
+    def test_architectures(self, arch: str) -> None:
+        compiled = jit.compile_kernel(scale(), arch)
+        assert compiled.cubin.startswith(b"\x7fELF")
+        assert b"scale" in compiled.cubin
+        assert compiled.registers in range(4, 64)
+        assert compiled.stack_bytes == compiled.spill_bytes == 0
+
+    @pytest.mark.parametrize("major", [11, 12])
+    def test_volta_with_older_compilers(self, major: int) -> None:
+        path = other_nvrtc.find(major)
+        if path is None:
+            pytest.skip(f"needs NVRTC {major}: pip install nvidia-cuda-nvrtc-cu{major}")
+        older = other_nvrtc.Nvrtc(path)
+        assert older.version[0] == major
+        text = scale().text
+        cubin, log = older.compile(text, compile.included(text), compile._options("sm_70"))
+        assert cubin.startswith(b"\x7fELF")
+        assert jit.Compiled("scale", cubin, log).registers in range(4, 64)
+
+    @needs_nvrtc
+    def test_error_names_kernel_constants_architecture_and_shows_the_log(self) -> None:
+        kernel = scale(7, BODY.replace("tile[threadIdx.x] *", "pile[threadIdx.x] *"))
+        with pytest.raises(jit.CompilationError) as caught:
+            jit.compile_kernel(kernel, "sm_80")
+        for part in ("scale of scale.cuh (kFactor=7)", "sm_80", 'identifier "pile" is undefined'):
+            assert part in str(caught.value)
+
+    @needs_nvrtc
+    def test_error_in_a_header_names_it(self) -> None:
+        kernel = scale(body='#include "include/nothing.cuh"\n' + BODY)
+        with pytest.raises(jit.CompilationError, match=r"include/nothing\.cuh"):
+            jit.compile_kernel(kernel, "sm_80")
+
+    @needs_nvrtc
+    @pytest.mark.parametrize("arch", ["sm_70", "sm_990a"])
+    def test_architecture_the_compiler_does_not_know(self, arch: str) -> None:
+        with pytest.raises(jit.GpuUnavailable, match=rf"NVRTC \d+\.\d+ .* not for {arch}"):
+            jit.compile_kernel(scale(), arch)
+
+    @needs_nvrtc
+    def test_files_in_the_working_directory_are_not_included(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "include").mkdir()
+        (tmp_path / "include/scalar.cuh").write_text("#error the wrong file")
+        monkeypatch.chdir(tmp_path)
+        jit.compile_kernel(scale(), "sm_80")
+
+    def test_spills_are_those_of_the_entry(self) -> None:
+        log = """ptxas info    : Compiling entry function 'other' for 'sm_80'
+ptxas info    : Function properties for other
+ptxas         .     8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+ptxas info    : Compiling entry function 'scale' for 'sm_80'
+ptxas info    : Function properties for scale
+ptxas         .     16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size
+"""
+        compiled = jit.Compiled("scale", b"", log)
+        assert (compiled.registers, compiled.stack_bytes, compiled.spill_bytes) == (40, 16, 12)
+        assert jit.Compiled("scale", b"", "").registers is None
+
+    def test_included_files_are_found_through_others(self) -> None:
+        found = compile.included('#include "include/scalar.cuh"\n')
+        assert found["include/ptx.cuh"] == (FOLDER / "include/ptx.cuh").read_text()
+        assert list(found) == sorted(found)
+
+    @pytest.mark.parametrize("missing", ["cuda-bindings", "NVRTC"])
+    def test_says_what_to_install(self, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> Any:
+            raise (ImportError if missing == "cuda-bindings" else RuntimeError)("not found")
+
+        library = SimpleNamespace(nvrtcVersion=fail)
+        answer = fail if missing == "cuda-bindings" else lambda name: library
+        monkeypatch.setattr("importlib.import_module", answer)
+        compile._nvrtc.cache_clear()
+        with pytest.raises(jit.GpuUnavailable) as caught:
+            jit.nvrtc_version()
+        for part in (missing, "pip install 'fastconv[cuda]'", "CPU tensors work without it"):
+            assert part in str(caught.value)
+
+    def test_importing_needs_nothing_of_cuda(self) -> None:
+        code = "import sys; sys.modules['cuda'] = None; import fastconv, fastconv.jit"
+        subprocess.check_call([sys.executable, "-c", code])
+
+
+class TestKey:
+    OPTIONS = ("-std=c++17", "--gpu-architecture=sm_80")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"text": "other"},
+            {"headers": {"a": "12"}},
+            {"headers": {"a": "1", "b": ""}},
+            {"options": ["-std=c++17", "--gpu-architecture=sm_90a"]},
+            {"options": ["-std=c++17--gpu-architecture=sm_80"]},
+            {"version": (12, 9)},
+        ],
+    )
+    def test_depends_on_everything(self, change: dict[str, Any]) -> None:
+        inputs = {"text": "t", "headers": {"a": "1"}, "options": self.OPTIONS, "version": (13, 0)}
+        assert cache.key(**inputs) == cache.key(**inputs)  # type: ignore[arg-type]
+        assert cache.key(**inputs) != cache.key(**(inputs | change))  # type: ignore[arg-type]
+
+    @needs_nvrtc
+    def test_a_changed_header_is_compiled_anew(
+        self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        inner = tmp_path / "inner.cuh"
+        (tmp_path / "outer.cuh").write_text('#include "inner.cuh"\n')
+        monkeypatch.setattr(compile, "FOLDER", tmp_path)
+        kernel = scale(body='#include "outer.cuh"\nextern "C" __global__ void scale(int* x) VALUE')
+        cubins = set()
+        for value in (1, 2, 1):
+            inner.write_text(f"#define VALUE {{ *x = {value}; }}")
+            compile._contents.cache_clear()
+            cubins.add(jit.build(kernel, "sm_80"))
+        assert len(cubins) == len(list(folder.iterdir())) == 2
+
+
+class TestCache:
+    KEY, PAYLOAD = "k" * 64, b"machine code" * 100
+
+    def test_round_trip(self, folder: Path) -> None:
+        assert cache.load(self.KEY) is None
+        assert cache.size() == (0, 0)
+        cache.store(self.KEY, self.PAYLOAD)
+        assert cache.load(self.KEY) == self.PAYLOAD
+        (entry,) = folder.iterdir()
+        assert cache.size() == (entry.stat().st_size, 1)
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda entry: b"",
+            lambda entry: entry[:10],
+            lambda entry: entry[:-1],
+            lambda entry: entry + b"\0",
+            lambda entry: entry[:500] + bytes([entry[500] ^ 4]) + entry[501:],
+            lambda entry: b"not " + entry[4:],
+        ],
+        ids=["empty", "in the header", "truncated", "extended", "one bit", "wrong magic"],
+    )
+    def test_damaged_entry_is_removed_and_replaced(self, folder: Path, damage: Any) -> None:
+        cache.store(self.KEY, self.PAYLOAD)
+        (entry,) = folder.iterdir()
+        entry.write_bytes(damage(entry.read_bytes()))
+        assert cache.load(self.KEY) is None
+        assert not entry.exists()
+        cache.store(self.KEY, self.PAYLOAD)
+        assert cache.load(self.KEY) == self.PAYLOAD
+
+    def test_entry_under_another_key_is_damaged(self, folder: Path) -> None:
+        cache.store(self.KEY, self.PAYLOAD)
+        (entry,) = folder.iterdir()
+        entry.rename(folder / f"{'o' * 64}.cubin")
+        assert cache.load("o" * 64) is None
+
+    def test_folder_that_cannot_be_made_warns_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "file/cache"))
+        with pytest.warns(UserWarning, match="FASTCONV_CACHE_DIR"):
+            cache.store(self.KEY, self.PAYLOAD)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache.store(self.KEY, self.PAYLOAD)
+        assert cache.load(self.KEY) is None
+        assert cache.size() == (0, 0)
+
+    def test_full_disk_warns_and_leaves_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+        with pytest.warns(UserWarning, match="No space left"):
+            cache.store(self.KEY, self.PAYLOAD)
+        assert list(folder.iterdir()) == []
+
+    def test_failure_after_another_process_stored_it_is_silent(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache.store(self.KEY, self.PAYLOAD)
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cache.store(self.KEY, self.PAYLOAD)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="Linux's folders")
+    def test_folders(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("FASTCONV_CACHE_DIR")
+        monkeypatch.setenv("HOME", "/home/someone")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+        assert cache.folder() == Path("/elsewhere/fastconv")
+        for ignored in ("", "relative"):
+            monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+            assert cache.folder() == Path("/home/someone/.cache/fastconv")
+        monkeypatch.setenv("FASTCONV_CACHE_DIR", "~/here")
+        assert cache.folder() == Path("/home/someone/here")
+
+    def test_processes_at_once(self, folder: Path) -> None:
+        """Eight find a damaged entry, or none, or another's, and store theirs, again and again."""
+        program = (
+            "import sys; sys.path.insert(0, sys.argv[1]); import cache\n"  # spares importing torch
+            "payload = b'machine code' * 10000\n"
+            "path = cache._path('key')\n"
+            "for i in range(100):\n"
+            "    if i % 20 == 0 and path.exists():\n"
+            "        path.write_bytes(b'damaged')\n"
+            "    assert cache.load('key') in (payload, None)\n"
+            "    cache.store('key', payload)\n"
+        )
+        command = [sys.executable, "-W", "error", "-c", program, str(Path(cache.__file__).parent)]
+        processes = [subprocess.Popen(command) for _ in range(8)]
+        assert [process.wait() for process in processes] == [0] * 8
+        assert [path.name for path in folder.iterdir()] == ["key.cubin"]
+        assert cache.load("key") == b"machine code" * 10000
+
+
+# What follows runs with a driver that notes what it is told.
+
+Status = IntEnum(
+    "Status",
+    {
+        "CUDA_SUCCESS": 0,
+        "CUDA_ERROR_INVALID_VALUE": 1,
+        "CUDA_ERROR_INVALID_CONTEXT": 201,
+        "CUDA_ERROR_NO_BINARY_FOR_GPU": 209,
+        "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
+        "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": 900,
+    },
+)
+Attribute = IntEnum(
+    "Attribute",
+    {
+        "CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK": 0,
+        "CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES": 1,
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": 8,
+    },
+)
+CaptureMode = IntEnum(
+    "CaptureMode", {"CU_STREAM_CAPTURE_MODE_GLOBAL": 0, "CU_STREAM_CAPTURE_MODE_RELAXED": 2}
+)
+
+
+class Driver:
+    """Stands in for cuda.bindings.driver."""
+
+    CUresult, CUfunction_attribute, CUstreamCaptureMode = Status, Attribute, CaptureMode
+    CUstream = int
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.statuses: dict[str, list[int]] = {}  # of a function's next calls
+        self.version = 13000
+        self.signature = "ppi"
+        self.launched: list[tuple[Any, ...]] = []
+
+    def called(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "cuDriverGetVersion": self.version,
+            "cuGetErrorString": b"in words",
+            "cuFuncGetAttribute": 1024,
+            "cuModuleGetFunction": 0xF,
+            "cuThreadExchangeStreamCaptureMode": CaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL,
+        }
+
+        def function(*args: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *args))
+            statuses = self.statuses.get(name)
+            return Status(statuses.pop(0) if statuses else 0), answers.get(name, name)
+
+        return function
+
+    def cuLaunchKernel(self, *args: Any) -> tuple[Any]:
+        *configuration, arguments, extra = args
+        pointers = (ctypes.c_void_p * len(self.signature)).from_address(arguments)
+        types = {"p": ctypes.c_uint64, "i": ctypes.c_int32}
+        values = [
+            types[kind].from_address(pointer).value
+            for kind, pointer in zip(self.signature, pointers, strict=True)
+        ]
+        self.launched.append((*configuration, *values, extra))
+        statuses = self.statuses.get("cuLaunchKernel")
+        return (Status(statuses.pop(0) if statuses else 0),)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """An H200's driver and PyTorch, as far as launching needs them."""
+    driver = Driver()
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(launch, "_loaded", {})
+    monkeypatch.setattr(launch, "build", lambda kernel, arch: f"cubin for {arch}".encode())
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    stream = lambda index: 0x57 + index  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
+    launch._context.cache_clear()
+    return driver
+
+
+CUDA = torch.device("cuda", 0)
+LAUNCH = Launch(scale(), (5, 6, 7), 128, 0, ("x", "y", -1))
+
+
+class TestLaunch:
+    @pytest.mark.parametrize(
+        ("capability", "arch"),
+        [
+            ((7, 0), "sm_70"),
+            ((8, 6), "sm_86"),
+            ((9, 0), "sm_90a"),
+            ((10, 0), "sm_100a"),
+            ((10, 3), "sm_103"),
+            ((12, 0), "sm_120a"),
+            ((12, 1), "sm_121"),
+        ],
+    )
+    def test_architecture(
+        self, capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert jit.architecture(CUDA) == arch
+
+    def test_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce GTX 1080")
+        with pytest.raises(jit.GpuUnavailable, match=r"GTX 1080 .* 6\.1; .* 7\.0"):
+            jit.architecture(CUDA)
+
+    def test_not_a_gpu(self) -> None:
+        with pytest.raises(ValueError, match="cannot run on cpu"):
+            jit.prepare([LAUNCH], torch.device("cpu"))
+
+    def test_configuration_stream_and_arguments(self, driver: Driver) -> None:
+        jit.prepare([LAUNCH], CUDA).run(0x7FFF_FFFF_FFF0, 0)
+        assert driver.launched == [(0xF, 5, 6, 7, 128, 1, 1, 0, 0x57, 0x7FFF_FFFF_FFF0, 0, -1, 0)]
+
+    def test_sequence_shares_addresses(self, driver: Driver) -> None:
+        second = Launch(scale(), (1, 1, 1), 32, 0, ("z", "x", 2**31 - 1))
+        prepared = jit.prepare([LAUNCH, second], CUDA)
+        assert prepared.names == ("x", "y", "z")
+        prepared.run(1, 2, 3)
+        prepared.run(4, 5, 6)
+        arguments = [call[-4:-1] for call in driver.launched]
+        assert arguments == [(1, 2, -1), (3, 1, 2**31 - 1), (4, 5, -1), (6, 4, 2**31 - 1)]
+        assert len(driver.called("cuModuleLoadData")) == 1
+
+    def test_order_of_names(self, driver: Driver) -> None:
+        prepared = jit.prepare([LAUNCH], CUDA, ("bias", "y", "x"))
+        prepared.run(1, 2, 3)
+        assert driver.launched[0][-4:-1] == (3, 2, -1)
+        with pytest.raises(ValueError, match=r"\['x'\]"):
+            jit.prepare([LAUNCH], CUDA, ("y", "bias"))
+
+    def test_integer_that_does_not_fit(self, driver: Driver) -> None:
+        with pytest.raises(OverflowError):
+            jit.prepare([Launch(scale(), (1, 1, 1), 32, 0, ("x", "y", 2**31))], CUDA)
+
+    def test_wrong_number_of_addresses(self, driver: Driver) -> None:
+        with pytest.raises(Exception, match="2"):
+            jit.prepare([LAUNCH], CUDA).run(1)
+        assert driver.launched == []
+
+    def test_kernels_are_loaded_once_per_device(self, driver: Driver) -> None:
+        for index in (0, 1, 0, 1):
+            jit.prepare([LAUNCH], torch.device("cuda", index))
+        assert driver.called("cuModuleLoadData") == [(b"cubin for sm_90a",)] * 2
+        assert driver.called("cuModuleGetFunction") == [("cuModuleLoadData", b"scale")] * 2
+        assert driver.called("cuDeviceGet") == [(0,), (1,)]
+
+    def test_loading_is_allowed_during_capture(self, driver: Driver) -> None:
+        jit.prepare([LAUNCH], CUDA)
+        order = [call[0] for call in driver.calls]
+        modes = driver.called("cuThreadExchangeStreamCaptureMode")
+        assert modes == [(CaptureMode(2),), (CaptureMode(0),)]
+        first, last = (i for i, name in enumerate(order) if name.startswith("cuThread"))
+        assert first < order.index("cuModuleLoadData") < last
+        assert (order[first - 1], order[last + 1]) == ("cuCtxPushCurrent", "cuCtxPopCurrent")
+
+    def test_other_device_is_made_current(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        entered = []
+
+        class Guard:
+            def __init__(self, index: int) -> None:
+                self.index = index
+
+            def __enter__(self) -> None:
+                entered.append((self.index, len(driver.launched)))
+
+            def __exit__(self, *_: object) -> None:
+                entered.append((self.index, len(driver.launched)))
+
+        monkeypatch.setattr(torch.cuda, "device", Guard)
+        jit.prepare([LAUNCH], torch.device("cuda", 1)).run(1, 2)
+        assert entered == [(1, 0), (1, 1)]
+        assert driver.launched[0][8] == 0x58
+
+    @pytest.mark.parametrize(
+        ("shared", "told"), [(0, None), (47 * 1024, None), (47 * 1024 + 1, 47 * 1024 + 1)]
+    )
+    def test_shared_memory(self, driver: Driver, shared: int, told: int | None) -> None:
+        """The kernel has 1 KiB of its own; beyond 48 KiB together, the driver must be told."""
+        prepared = jit.prepare([Launch(scale(), (1, 1, 1), 32, shared, ("x", "y", 0))], CUDA)
+        attribute = Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        expected = [] if told is None else [(0xF, attribute, told)]
+        assert driver.called("cuFuncSetAttribute") == expected
+        prepared.run(1, 2)
+        assert driver.launched[0][7] == shared
+
+    def test_shared_memory_limit_never_falls(self, driver: Driver) -> None:
+        for kilobytes in (64, 100, 64, 0):
+            launch = Launch(scale(), (1, 1, 1), 32, kilobytes * 1024, ("x", "y", 0))
+            jit.prepare([launch], CUDA)
+        limits = [call[2] for call in driver.called("cuFuncSetAttribute")]
+        assert limits == [64 * 1024, 100 * 1024]
+
+    def test_too_much_shared_memory(self, driver: Driver) -> None:
+        driver.statuses["cuFuncSetAttribute"] = [1]
+        with pytest.raises(jit.LaunchError, match=r"giving 999999 bytes .*kFactor=3.* on cuda:0"):
+            jit.prepare([Launch(scale(), (1, 1, 1), 32, 999_999, ("x", "y", 0))], CUDA)
+
+    def test_too_many_threads(self, driver: Driver) -> None:
+        with pytest.raises(jit.LaunchError, match="1024 threads in a block at most, not with 1056"):
+            jit.prepare([Launch(scale(), (1, 1, 1), 1056, 0, ("x", "y", 0))], CUDA)
+
+    @pytest.mark.parametrize(
+        ("code", "hint"), [(1, ""), (700, "launched earlier"), (900, "once before capturing")]
+    )
+    def test_launch_error(self, driver: Driver, code: int, hint: str) -> None:
+        driver.statuses["cuLaunchKernel"] = [code]
+        prepared = jit.prepare([LAUNCH], CUDA)
+        with pytest.raises(jit.LaunchError) as caught:
+            prepared.run(1, 2)
+        expected = ("scale of scale.cuh (kFactor=3)", "cuda:0", "grid (5, 6, 7)", "in words")
+        for part in (*expected, Status(code).name, hint):
+            assert part in str(caught.value)
+        prepared.run(1, 2)
+
+    def test_thread_without_a_context_gets_one(self, driver: Driver) -> None:
+        driver.statuses["cuLaunchKernel"] = [201]
+        jit.prepare([LAUNCH], CUDA).run(1, 2)
+        assert driver.called("cuCtxSetCurrent") == [("cuDevicePrimaryCtxRetain",)]
+        assert [call[-4:-1] for call in driver.launched] == [(1, 2, -1)] * 2
+
+    @pytest.mark.parametrize(
+        ("code", "error", "hint"),
+        [(209, jit.GpuUnavailable, "update the driver"), (900, jit.LaunchError, "capturing")],
+    )
+    def test_loading_error(
+        self, driver: Driver, code: int, error: type[Exception], hint: str
+    ) -> None:
+        driver.statuses["cuModuleLoadData"] = [code]
+        with pytest.raises(error, match=rf"loading scale .*{Status(code).name}.*{hint}"):
+            jit.prepare([LAUNCH], CUDA)
+        assert driver.calls[-1][0] == "cuCtxPopCurrent"
+        jit.prepare([LAUNCH], CUDA).run(1, 2)
+
+    def test_driver_older_than_the_compiler(self, driver: Driver) -> None:
+        driver.version = 12080
+        with pytest.raises(jit.GpuUnavailable, match=r"CUDA 12\.8.* NVRTC 13\.0: update"):
+            jit.prepare([LAUNCH], CUDA)
+
+    def test_threads_do_not_mix_up_arguments(self, driver: Driver) -> None:
+        prepared = jit.prepare([LAUNCH], CUDA)
+
+        def work(number: int) -> None:
+            for i in range(300):
+                prepared.run(1000 * number + i, 1000 * number + i)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        pairs = [call[-4:-2] for call in driver.launched]
+        assert all(x == y for x, y in pairs)
+        assert {x for x, _ in pairs} == {1000 * n + i for n in range(1, 9) for i in range(300)}
+
+    def test_threads_prepare_the_same_kernel_once(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        together, built = threading.Barrier(4), []
+
+        def build(kernel: Kernel, arch: str) -> bytes:
+            built.append(kernel)
+            return b"cubin"
+
+        def work() -> None:
+            together.wait()
+            jit.prepare([LAUNCH], CUDA)
+
+        monkeypatch.setattr(launch, "build", build)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert built == [LAUNCH.kernel]
+
+    def test_kernels_are_compiled_at_the_same_time(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        both = threading.Barrier(2, timeout=60)
+
+        def build(kernel: Kernel, arch: str) -> bytes:
+            both.wait()
+            return b"cubin"
+
+        monkeypatch.setattr(launch, "build", build)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        kernels = [scale(1), scale(2)]
+        jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
+
+    @needs_nvrtc
+    def test_several_kernels_are_compiled_and_loaded(
+        self, driver: Driver, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(launch, "build", jit.build)
+        kernels = [scale(factor) for factor in range(4)]
+        jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
+        loaded = [cubin for (cubin,) in driver.called("cuModuleLoadData")]
+        assert loaded == [jit.build(kernel, "sm_90a") for kernel in kernels]
+        assert len(set(loaded)) == cache.size().entries == 4
+
+    def test_overhead(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch, record_property: Any
+    ) -> None:
+        """Host time of a launch, the driver's part aside: on record, not judged."""
+        prepared = jit.prepare([LAUNCH], CUDA)
+        status = (Status.CUDA_SUCCESS,)
+        monkeypatch.setattr(prepared, "_starts", [lambda *_: status])
+        seconds = min(timeit.repeat(lambda: prepared.run(1, 2), number=1000, repeat=5)) / 1000
+        record_property("microseconds", seconds * 1e6)

@@ -1,0 +1,191 @@
+"""Nothing in the package leaves the work to PyTorch's own convolutions."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastconv
+from fastconv.backends import cpu
+
+PACKAGE = Path(fastconv.__file__).parent
+BENCHMARKS = PACKAGE / "bench"  # where PyTorch is what is measured against
+
+# Functions, modules and operators that convolve, or that make a matrix product of a convolution.
+FORBIDDEN = re.compile(
+    r".*(conv\w*[123]d|convolution|conv_tbc|_conv_forward|im2col|col2im).*|(un)?fold", re.IGNORECASE
+)
+
+
+class _Uses(ast.NodeVisitor):
+    """Collects where a module reaches for a forbidden name that is not its own package's."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.own: set[str] = set()  # names that are bound to fastconv, or to something of it
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._check_import(node, alias, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self._check_import(node, alias, f"{node.module}.{alias.name}")
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for child in (*node.keywords, *node.decorator_list, *node.body):  # but not the bases
+            self.visit(child)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not (isinstance(root, ast.Name) and root.id in self.own):
+            self._check(node, node.attr)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        # getattr(torch, "conv2d"), operator.attrgetter("conv2d"), library.impl("aten::conv2d", ...)
+        for argument in node.args:
+            value = argument.value if isinstance(argument, ast.Constant) else None
+            if isinstance(value, str) and re.fullmatch(r"\w+((::|\.)\w+)*", value):
+                self._check(node, value)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+            self._check(node, node.slice.value)  # vars(torch)["conv2d"]
+        self.generic_visit(node)
+
+    def _check_import(self, node: ast.stmt, alias: ast.alias, path: str) -> None:
+        if path.split(".")[0] == "fastconv":
+            self.own.add(alias.asname or alias.name.split(".")[0])
+        else:
+            self._check(node, alias.name.rpartition(".")[2])
+
+    def _check(self, node: ast.expr | ast.stmt, name: str) -> None:
+        if FORBIDDEN.fullmatch(name):
+            self.found.append(f"line {node.lineno}: {name}")
+
+
+def _uses(source: str) -> list[str]:
+    visitor = _Uses()
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+def _sources() -> Iterator[Path]:
+    return (path for path in PACKAGE.rglob("*.py") if BENCHMARKS not in path.parents)
+
+
+@pytest.mark.parametrize("path", list(_sources()), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sources_use_no_convolution_of_pytorch(path: Path) -> None:
+    assert _uses(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "F.conv2d(x, w)",
+        "torch.conv1d(x, w)",
+        "torch.nn.functional.conv_transpose2d(x, w)",
+        "torch.ops.aten.convolution.default(x, w)",
+        "torch.ops.aten.convolution_backward(x, w)",
+        "torch.cudnn_convolution(x, w)",
+        "torch.mkldnn_convolution(x, w)",
+        "torch._C._nn.slow_conv_dilated2d(x, w)",
+        "F.unfold(x, 3)",
+        "x.unfold(2, 3, 1)",
+        "F.fold(x, 4, 3)",
+        "torch.ops.aten.im2col(x)",
+        "from torch.nn.functional import conv2d",
+        "from torch.nn.functional import conv2d as harmless",
+        "import torch.nn.modules.conv2d",
+        "convolution = torch.nn.Conv2d(1, 1, 1)",
+        "super()._conv_forward(x, w, b)",
+        "getattr(torch, 'conv2d')",
+        "vars(torch)['conv2d']",
+        "torch._C._jit_get_operation('aten::conv2d')",
+    ],
+)
+def test_uses_are_found(source: str) -> None:
+    assert len(_uses(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'''Like F.conv2d(x, w).'''",
+        "raise RuntimeError('no such convolution')",
+        "from fastconv.functional import conv2d\nconv2d(x, w)",
+        "import fastconv\nfastconv.conv2d(x, w)\nfastconv.functional.conv2d(x, w)",
+        "from fastconv import functional as own\nown.conv2d(x, w)",
+        "__all__ = ['Conv2d', 'conv2d']",
+        "class Conv2d(torch.nn.Conv2d): ...",
+        "torch.backends.cudnn.conv.fp32_precision",
+        "x.unflatten(0, (2, 3))",
+        "_unfold(x, 0, 2)",
+    ],
+)
+def test_other_uses_are_not(source: str) -> None:
+    assert _uses(source) == []
+
+
+class _NoConvolutions(TorchDispatchMode):
+    """Raises when PyTorch convolves, in the operators' kernels too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(func))
+        if func.namespace == "fastconv":
+            # Straight to the device's kernel, which would otherwise run out of this mode's sight.
+            device = args[0].device.type.upper()
+            key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+            with self:
+                return func.redispatch(key, *args, **(kwargs or {}))
+        if re.search("conv|im2col|col2im", func._opname):
+            raise AssertionError(f"{func} was called")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel", [1, 3], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4], ids=str)
+def test_kernels_use_no_convolution_of_pytorch(
+    dtype: torch.dtype, channels_last: bool, kernel: int, groups: int, device: torch.device
+) -> None:
+    module = fastconv.Conv2d(
+        4, 8, kernel, stride=2, padding="valid", groups=groups, device=device, dtype=dtype
+    )
+    input = torch.randn(2, 4, 9, 8, device=device, dtype=dtype, requires_grad=True)
+    if channels_last:
+        input = input.to(memory_format=torch.channels_last)
+    with _NoConvolutions() as mode:
+        fastconv.conv2d(module(input), module.weight[:, :1], groups=8).abs().sum().backward()
+    assert {
+        f"fastconv.{name}.default" for name in ("forward", "input_grad", "weight_grad")
+    } < mode.seen
+    assert any(name.startswith("aten.") for name in mode.seen)
+
+
+def test_mode_sees_convolutions_of_pytorch() -> None:
+    with pytest.raises(AssertionError, match=r"aten\.convolution"), _NoConvolutions():
+        F.conv2d(torch.randn(1, 1, 3, 3), torch.randn(1, 1, 2, 2))
+
+
+def test_mode_sees_into_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "forward", lambda _, input, weight, bias, out: F.conv2d(input, weight))
+    with pytest.raises(AssertionError, match=r"aten\..*conv"), _NoConvolutions():
+        fastconv.conv2d(torch.randn(1, 1, 3, 3), torch.randn(1, 1, 2, 2))
