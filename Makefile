@@ -3,7 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types test-cpu clean
+# For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
+GPU_PYTHON ?= python3
+
+.PHONY: demo test lint types test-cpu test-gpu sanitize clean
 
 demo: .venv/ready
 	$(BIN)/fastconv bench
@@ -19,6 +22,18 @@ types: .venv/ready
 
 test-cpu: .venv/ready
 	$(BIN)/pytest -m "not gpu"
+
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
+
+# Our kernels alone: PyTorch's own read uninitialised memory on purpose.
+sanitize:
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    --kernel-name kernel_substring=correlate --kernel-name kernel_substring=pack \
+	    --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce \
+	    $(GPU_PYTHON) tests/gpu/sanitize.py || exit 1; \
+	done
 
 # Torch first and by its exact version: asked for by a range, pip may take the newest release, with
 # gigabytes of CUDA packages that a machine without a GPU has no use for.

@@ -15,6 +15,7 @@ from fastconv.bench.workloads import SUITES
 
 # On a CPU the founding workloads take minutes at full size: 1/4 of each side is 1/16 of the work.
 CPU_DIVISOR = 4
+PLAIN_WIDTH = 120  # of tables that do not go to a terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--divisor", type=_positive, metavar="N",
         help=f"divide height and width by N (default: 1 on a GPU, {CPU_DIVISOR} on a CPU)",
     )  # fmt: skip
-    bench.add_argument("--repeats", type=_positive, default=9, help="timings of each (default: 9)")
+    bench.add_argument("--repeats", type=_positive, default=7, help="timings of each (default: 7)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     bench.add_argument("--markdown", type=Path, metavar="FILE", help="also write a table there")
     bench.set_defaults(run=_bench)
@@ -63,16 +64,19 @@ def _bench(arguments: argparse.Namespace) -> int:
     divisor = arguments.divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
     workloads = [workload.scaled(divisor) for workload in SUITES[arguments.suite]]
     console = Console()
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = False
-    rows = list(
-        track(
-            measure.measure(workloads, device, arguments.repeats, "ieee"),
-            description="measuring",
-            total=len(workloads) * len(measure.PASSES),
-            console=console,
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    with torch.backends.cudnn.flags(
+        enabled=True, benchmark=True, deterministic=False, allow_tf32=False
+    ):
+        rows = list(
+            track(
+                measure.measure(workloads, device, arguments.repeats, "ieee"),
+                description="measuring",
+                total=len(workloads) * len(measure.PASSES),
+                console=console,
+            )
         )
-    )
     report = Report.of(rows, device, divisor)
     console.print(report.table())
     if arguments.json:

@@ -59,8 +59,9 @@ def conv2d(
             conv2d, tensors, input, weight, bias, stride, padding, dilation, groups,
             precision=precision,
         )  # fmt: skip
-    for name, tensor in zip(("input", "weight", "bias"), tensors, strict=False):
+    for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
+            name = ("input", "weight", "bias")[i]
             raise TypeError(f"conv2d(): {name} must be a Tensor, not {type(tensor).__name__}")
     if input.dim() not in (3, 4):
         raise RuntimeError(
@@ -91,6 +92,8 @@ def _int(name: str, value: int) -> int:
 
 
 def _pair(name: str, value: IntOrPair) -> tuple[int, int]:
+    if type(value) is int:  # most are, and what follows takes longer
+        return value, value
     if not isinstance(value, Sequence) or isinstance(value, str):
         both = _int(name, value)
         return both, both
@@ -109,6 +112,8 @@ def _sides(
     padding: PaddingLike, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int]
 ) -> Padding:
     """Any form of ``padding`` as the zeros on each of the four sides."""
+    if type(padding) is int:
+        return Padding(padding, padding, padding, padding)
     if isinstance(padding, str):
         return _named_padding(padding, weight, stride, dilation)
     if is_four_sided(padding):

@@ -32,7 +32,7 @@ from torch import Tensor
 from fastconv.problem import Problem
 
 SCRATCH_BYTES = 48 << 20
-"""Bound on the extra memory of a pass: a third for a rearranged weight, the rest for a block."""
+"""Bound on the extra memory of a pass: one half for a block, one half for a rearranged weight."""
 
 # The type sums are kept in, where it is not the tensors' own.
 _SUM_DTYPES = {
@@ -467,7 +467,7 @@ def _whole(problem: Problem, size: tuple[int, int], taps: tuple[int, int]) -> _E
 
 
 def _block_bytes() -> int:
-    return SCRATCH_BYTES // 3 * 2
+    return SCRATCH_BYTES // 2
 
 
 class _Scratch:

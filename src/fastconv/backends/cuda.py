@@ -43,7 +43,7 @@ def forward(
         _set_planes(out, real)
     else:
         input, weight = _dense(input), _dense(weight)
-        ready = _ready(direct.forward, problem, _operands(input, out, weight), out.device.index)
+        ready = _ready_for(direct.forward, problem, input, out, weight)
         ready.run(input, weight, None if bias is None else bias.contiguous(), out)
 
 
@@ -56,8 +56,7 @@ def input_grad(problem: Problem, grad_output: Tensor, weight: Tensor, out: Tenso
         _set_planes(out, real)
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
-    operands = _operands(grad_output, out, weight)
-    ready = _ready(direct.input_grad, problem, operands, out.device.index)
+    ready = _ready_for(direct.input_grad, problem, grad_output, out, weight)
     ready.run(grad_output, weight, None, out)
 
 
@@ -73,8 +72,7 @@ def weight_grad(
         _complex_weight_grad(problem, grad_output, input, out)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
-        operands = _operands(input, grad_output, out)
-        ready = _ready(direct.weight_grad, problem, operands, out.device.index)
+        ready = _ready_for(direct.weight_grad, problem, input, grad_output, out)
         ready.run(grad_output, input, out)
 
 
@@ -102,8 +100,41 @@ class _Ready(NamedTuple):
         self.launches.run(*addresses, scratch.data_ptr())
 
 
+def _ready_for(
+    planner: Planner, problem: Problem, input: Tensor, output: Tensor, weight: Tensor
+) -> _Ready:
+    """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
+    return _ready(
+        planner,
+        problem,
+        input.dtype,
+        not input.is_contiguous(),
+        not output.is_contiguous(),
+        weight.stride(),
+        (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
+        output.device.index,
+    )
+
+
 @lru_cache(maxsize=4096)
-def _ready(planner: Planner, problem: Problem, operands: Operands, index: int) -> _Ready:
+def _ready(
+    planner: Planner,
+    problem: Problem,
+    dtype: torch.dtype,
+    input_channels_last: bool,
+    output_channels_last: bool,
+    weight_strides: tuple[int, int, int, int],
+    aligned: bool,
+    index: int,
+) -> _Ready:
+    if dtype not in _SCALARS:
+        raise NotImplementedError(
+            f"fastconv is not implemented for {dtype} on a GPU; "
+            "it takes float16, bfloat16, float32, float64 and the complex types"
+        )
+    operands = Operands(
+        *_SCALARS[dtype], input_channels_last, output_channels_last, weight_strides, aligned
+    )
     plan = planner(problem, operands, gpu(index))
     device = torch.device("cuda", index)
     return _Ready(launch.prepare(plan.launches, device, _TENSORS[planner]), plan.scratch_bytes)
@@ -118,22 +149,6 @@ def gpu(index: int) -> Gpu:
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         properties.shared_memory_per_multiprocessor,
-    )
-
-
-def _operands(input: Tensor, output: Tensor, weight: Tensor) -> Operands:
-    scalar = _SCALARS.get(input.dtype)
-    if scalar is None:
-        raise NotImplementedError(
-            f"fastconv is not implemented for {input.dtype} on a GPU; "
-            "it takes float16, bfloat16, float32, float64 and the complex types"
-        )
-    return Operands(
-        *scalar,
-        not input.is_contiguous(),
-        not output.is_contiguous(),
-        weight.stride(),  # type: ignore[arg-type]  # four of them
-        (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
     )
 
 

@@ -23,7 +23,7 @@ from fastconv.ops.schema import forward, input_grad, library, weight_grad
 class _Forward(_SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        return _below_autograd(forward, args)
+        return _below_autograd(forward, devices.forward_kernels, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -61,7 +61,7 @@ class _Forward(_SingleLevelFunction):
 class _InputGrad(_SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        return _below_autograd(input_grad, args)
+        return _below_autograd(input_grad, devices.input_grad_kernels, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -98,7 +98,7 @@ class _InputGrad(_SingleLevelFunction):
 class _WeightGrad(_SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _below_autograd(weight_grad, args)
+        return _below_autograd(weight_grad, devices.weight_grad_kernels, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -150,11 +150,12 @@ def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first + second
 
 
-def _below_autograd(op: Callable[..., Any], args: Any) -> Any:
+def _below_autograd(op: Callable[..., Any], kernels: devices.Kernels, args: Any) -> Any:
     """The operator's next kernel below autograd: the device's, or functorch's next level."""
     if not torch._C._are_functorch_transforms_active():
+        kernel = devices.direct(kernels, args[0], args[1])
         with torch._C._AutoDispatchBelowAutograd():
-            return devices.call(op, args)
+            return (op if kernel is None else kernel)(*args)
     # A Function's forward runs with recording off, which the outer levels must not inherit.
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return op(*args)
@@ -162,7 +163,7 @@ def _below_autograd(op: Callable[..., Any], args: Any) -> Any:
 
 def register() -> None:
     for op, function in ((forward, _Forward), (input_grad, _InputGrad), (weight_grad, _WeightGrad)):
-        library.impl(op, _kernel(op, function), "Autograd")
+        library.impl(op, _kernel(function), "Autograd")
 
 
 def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -176,7 +177,7 @@ def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: 
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
     ):
-        kernel = devices.direct(forward, input, weight)
+        kernel = devices.direct(devices.forward_kernels, input, weight)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
             if _recorded(input, weight, bias):
                 return _Forward.apply(input, weight, bias, *geometry)  # type: ignore[attr-defined]
@@ -192,12 +193,12 @@ def _recorded(*tensors: Any) -> bool:
     )
 
 
-def _kernel(op: Callable[..., Any], function: Any) -> Callable[..., Any]:
+def _kernel(function: Any) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             with enable_single_level_autograd_function():
                 return function.apply(*args)
         # Where there is nothing to record, a Function would only cost time.
-        return function.apply(*args) if _recorded(*args[:3]) else _below_autograd(op, args)
+        return function.apply(*args) if _recorded(*args[:3]) else function.forward(*args)
 
     return kernel

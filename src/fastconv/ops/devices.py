@@ -28,42 +28,42 @@ _forward_result = remembered(forward_result)
 _input_grad_result = remembered(input_grad_result)
 _weight_grad_result = remembered(weight_grad_result)
 
-# The functions below, by operator and type of device.
-_kernels: dict[tuple[Any, str], Callable[..., Any]] = {}
+Kernels = dict[str, Callable[..., Any]]
+"""The functions that do an operator's work, by type of device."""
+
+forward_kernels: Kernels = {}
+input_grad_kernels: Kernels = {}
+weight_grad_kernels: Kernels = {}
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def register() -> None:
     for backend, device_type in ((cpu, "cpu"), (cuda, "cuda")):
-        kernels = (
-            (forward, _forward_on(backend)),
-            (input_grad, _input_grad_on(backend)),
-            (weight_grad, _weight_grad_on(backend)),
-        )
-        for op, kernel in kernels:
-            _kernels[op, device_type] = kernel
+        forward_kernels[device_type] = _forward_on(backend)
+        input_grad_kernels[device_type] = _input_grad_on(backend)
+        weight_grad_kernels[device_type] = _weight_grad_on(backend)
+    for op, kernels in (
+        (forward, forward_kernels),
+        (input_grad, input_grad_kernels),
+        (weight_grad, weight_grad_kernels),
+    ):
+        for device_type, kernel in kernels.items():
             library.impl(op, kernel, device_type.upper())
 
 
-def call(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What the dispatcher would do below autograd, with autograd's keys excluded.
+def direct(kernels: Kernels, first: Tensor, second: Tensor) -> Callable[..., Any] | None:
+    """The device's function, if the dispatcher would find nothing to do below autograd.
 
-    For ordinary tensors that is to call the device's function: going there through the dispatcher
-    takes as long again as the whole rest of a call.
+    To get there through the dispatcher takes as long again as the whole rest of a call.
     """
-    kernel = direct(op, args[0], args[1])
-    return op(*args) if kernel is None else kernel(*args)
-
-
-def direct(op: Callable[..., Any], first: Tensor, second: Tensor) -> Callable[..., Any] | None:
-    """The device's function, if the dispatcher would find nothing to do on the way to it."""
     if (
         type(first) in _PLAIN
         and type(second) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()
         and not (first.is_conj() or second.is_conj() or first.is_neg() or second.is_neg())
     ):
-        return _kernels.get((op, first.device.type))
+        return kernels.get(first.device.type)
     return None
 
 

@@ -1,0 +1,190 @@
+"""Every kernel compiles for every architecture that we support; no GPU is needed.
+
+A covering set is compiled for all of them, by the compilers of three CUDA releases; the rest for
+one architecture. Registers and spills are printed: see them with ``pytest -rA``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+
+import nvrtc as other_nvrtc
+from fastconv import jit
+from fastconv.bench.workloads import FOUNDING
+from fastconv.jit import compile
+from fastconv.kernels import direct
+from fastconv.kernels.family import Gpu, Kernel, Operands, Plan
+from fastconv.problem import Problem
+
+KIB = 1024
+GPUS = {
+    gpu.architecture: gpu
+    for gpu in (
+        Gpu("sm_70", 80, 96 * KIB, 96 * KIB),
+        Gpu("sm_75", 68, 64 * KIB, 64 * KIB),
+        Gpu("sm_80", 108, 163 * KIB, 164 * KIB),
+        Gpu("sm_86", 84, 99 * KIB, 100 * KIB),
+        Gpu("sm_89", 128, 99 * KIB, 100 * KIB),
+        Gpu("sm_90a", 132, 227 * KIB, 228 * KIB),
+        Gpu("sm_100a", 148, 227 * KIB, 228 * KIB),
+        Gpu("sm_120a", 170, 99 * KIB, 100 * KIB),
+    )
+}
+HOPPER = GPUS["sm_90a"]
+PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
+SCALAR_BYTES = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
+
+# What makes kernels differ: input shape, weight shape, stride, padding, dilation and groups.
+# A large batch has enough blocks on any GPU for its weights to be packed, a small one has not.
+PROBLEMS = {
+    name: Problem.of(*arguments)
+    for name, arguments in {
+        "few blocks": ((1, 5, 14, 16), (9, 5, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+        "pointwise": ((512, 20, 16, 16), (40, 20, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+        "strided": ((512, 6, 33, 30), (12, 6, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+        "dilated": ((2, 16, 24, 32), (8, 16, 3, 5), (1, 1), (2, 2, 6, 6), (2, 3), 1),
+        "both": ((512, 2, 28, 28), (3, 2, 3, 3), (4, 2), (3, 0, 1, 2), (2, 4), 1),
+        "grouped": ((2, 24, 16, 20), (48, 8, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 3),
+        "depthwise": ((512, 32, 16, 16), (32, 1, 5, 5), (1, 1), (2, 2, 2, 2), (1, 1), 32),
+        "wide kernel": ((1, 4, 9, 64), (4, 4, 3, 31), (1, 1), (1, 1, 15, 15), (1, 1), 1),
+        "far apart": ((1, 1, 2, 9100), (2, 1, 1, 3), (1, 500), (0, 0, 0, 0), (1, 4000), 1),
+        "vast image": ((1, 2, 40000, 40000), (2, 2, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A pass of a problem on given kinds of tensors."""
+
+    name: str
+    problem: Problem
+    plan: Callable[[Problem, Operands, Gpu], Plan]
+    scalar: str = "float"
+    channels_last: bool = False
+    aligned: bool = True
+
+    def planned(self, gpu: Gpu) -> Plan:
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        weight = torch.empty(self.problem.weight_shape, device="meta", memory_format=layout)
+        last = self.channels_last
+        operands = Operands(
+            self.scalar, SCALAR_BYTES[self.scalar], last, last, weight.stride(), self.aligned
+        )
+        return self.plan(self.problem, operands, gpu)
+
+    def __str__(self) -> str:
+        layout = "NHWC" if self.channels_last else "NCHW"
+        alignment = "" if self.aligned else " unaligned"
+        scalar = self.scalar.removeprefix("fastconv::")
+        return f"{self.name} {self.plan.__name__} {scalar} {layout}{alignment}"
+
+
+def _works(kinds: Iterable[tuple[str, str, bool, bool]]) -> list[Work]:
+    """All passes of each kind: name of a problem, scalar, channels last, aligned."""
+    return [
+        Work(name, PROBLEMS[name], plan, *kind) for (name, *kind), plan in product(kinds, PASSES)
+    ]
+
+
+# Every dtype, layout and pass, strides, dilations, groups; packed and not; 12 in all.
+COVERING = _works(
+    (
+        ("few blocks", "float", False, True),
+        ("strided", "double", True, True),
+        ("dilated", "fastconv::float16", False, False),
+        ("depthwise", "fastconv::bfloat16", True, True),
+    )
+)
+# Every problem twice, as different as can be.
+REST = _works(
+    (name, scalar, channels_last, aligned)
+    for i, name in enumerate(PROBLEMS)
+    for scalar, channels_last, aligned in (
+        (list(SCALAR_BYTES)[i % 4], i // 4 % 2 == 0, i % 3 != 0),
+        (list(SCALAR_BYTES)[(i + 2) % 4], i // 4 % 2 == 1, True),
+    )
+)
+FOUNDING_WORKS = [
+    Work(workload.name, workload.problem, plan) for workload in FOUNDING for plan in PASSES
+]
+
+Compiler = Callable[[Kernel, str], jit.Compiled]
+
+
+def _compile(works: list[Work], gpu: Gpu, compiler: Compiler) -> dict[str, jit.Compiled]:
+    """Compiles all that the works need, and reports on each kernel."""
+    kernels = {}
+    for work in works:
+        for launch in work.planned(gpu).launches:
+            assert launch.shared_bytes <= gpu.shared_bytes_per_block, str(work)
+            kernels[f"{work}: {launch.kernel.entry}"] = launch.kernel
+    # Kernels of one file and the same constants are one translation unit: compiled once.
+    units = {kernel.text: kernel for kernel in kernels.values()}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        results = threads.map(lambda kernel: compiler(kernel, gpu.architecture), units.values())
+        units_compiled = dict(zip(units, results, strict=True))
+    compiled = {}
+    for name, kernel in kernels.items():
+        unit = units_compiled[kernel.text]
+        compiled[name] = this = jit.Compiled(kernel.entry, unit.cubin, unit.log)
+        print(f"{gpu.architecture:8} {this.registers:4} registers {this.spill_bytes:5} spilled {name}")
+    return compiled
+
+
+def _check(compiled: dict[str, jit.Compiled]) -> None:
+    for name, kernel in compiled.items():
+        assert kernel.cubin.startswith(b"\x7fELF"), name
+        assert kernel.registers in range(1, 256), name
+
+
+def _has_nvrtc_13() -> bool:
+    try:
+        return jit.nvrtc_version() >= (13, 0)
+    except jit.GpuUnavailable:
+        return False
+
+
+needs_nvrtc = pytest.mark.skipif(
+    not _has_nvrtc_13(),
+    reason="needs NVRTC 13: pip install cuda-bindings 'nvidia-cuda-nvrtc==13.0.*'",
+)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_70"])
+def test_covering_set(arch: str) -> None:
+    _check(_compile(COVERING, GPUS[arch], jit.compile_kernel))
+
+
+@pytest.mark.parametrize("major", [11, 12])
+def test_covering_set_for_volta(major: int) -> None:
+    path = other_nvrtc.find(major)
+    if path is None:
+        pytest.skip(f"needs NVRTC {major}: pip install nvidia-cuda-nvrtc-cu{major}")
+    nvrtc = other_nvrtc.Nvrtc(path)
+
+    def compiler(kernel: Kernel, arch: str) -> jit.Compiled:
+        headers, options = compile.included(kernel.text), compile._options(arch)
+        return jit.Compiled(kernel.entry, *nvrtc.compile(kernel.text, headers, options))
+
+    _check(_compile(COVERING, GPUS["sm_70"], compiler))
+
+
+@needs_nvrtc
+def test_every_configuration() -> None:
+    _check(_compile(REST, HOPPER, jit.compile_kernel))
+
+
+@needs_nvrtc
+def test_founding_workloads_do_not_spill() -> None:
+    compiled = _compile(FOUNDING_WORKS, HOPPER, jit.compile_kernel)
+    _check(compiled)
+    assert [name for name, kernel in compiled.items() if kernel.spill_bytes] == []
