@@ -135,7 +135,9 @@ def _compile(works: list[Work], gpu: Gpu, compiler: Compiler) -> dict[str, jit.C
     for name, kernel in kernels.items():
         unit = units_compiled[kernel.text]
         compiled[name] = this = jit.Compiled(kernel.entry, unit.cubin, unit.log)
-        print(f"{gpu.architecture:8} {this.registers:4} registers {this.spill_bytes:5} spilled {name}")
+        print(
+            f"{gpu.architecture:8} {this.registers:4} registers {this.spill_bytes:5} spilled {name}"
+        )
     return compiled
 
 
