@@ -16,6 +16,7 @@ test: lint types test-cpu
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 
 types: .venv/ready
 	$(BIN)/mypy

@@ -190,7 +190,7 @@ BASE = Problem.of((3, 6, 11, 13), (8, 3, 3, 5), (1, 2), (2, 1, 0, 3), (2, 1), 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("dtype", (*FLOATS, *COMPLEXES, *INTEGERS), ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEXES, *INTEGERS], ids=str)
 def test_any_type_and_layout(dtype: torch.dtype, layout: Layout) -> None:
     given = tensors(BASE, dtype, layout)
     check(run(BASE, given), exact_results(BASE, given))

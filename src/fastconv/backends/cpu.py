@@ -216,7 +216,8 @@ def _gathered(
     overlaps = [
         rows.part(slice(0, rows.outputs), slice(tap, tap + 1)).overlap() for tap in range(rows.taps)
     ]
-    if rows.taps == 1 or channels >= _EFFICIENT_DEPTH:
+    zeros = rows.outputs * rows.taps - sum(held.stop - held.start for _, held in overlaps)
+    if rows.taps == 1 or channels >= _EFFICIENT_DEPTH or 2 * zeros > rows.outputs * rows.taps:
         for tap, (read, held) in enumerate(overlaps):
             yield slice(tap, tap + 1), held, scratch.held(grad[read])
     else:

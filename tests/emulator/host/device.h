@@ -15,12 +15,8 @@
 using size_t = decltype(sizeof 0);
 
 #define EMULATOR_VECTORS(T, name)                            \
-  struct __align__(2 * sizeof(T)) name##2 {                  \
-    T x, y;                                                  \
-  };                                                         \
-  struct __align__(16) name##4 {                             \
-    T x, y, z, w;                                            \
-  };                                                         \
+  struct __align__(2 * sizeof(T)) name##2 { T x, y; };       \
+  struct __align__(16) name##4 { T x, y, z, w; };            \
   inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
   inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMULATOR_VECTORS(int, int)
@@ -81,9 +77,7 @@ inline unsigned __float_as_uint(float value) { return emulator::bit_cast<unsigne
 inline int __float_as_int(float value) { return emulator::bit_cast<int>(value); }
 inline float __uint_as_float(unsigned bits) { return emulator::bit_cast<float>(bits); }
 inline float __int_as_float(int bits) { return emulator::bit_cast<float>(bits); }
-inline long long __double_as_longlong(double value) {
-  return emulator::bit_cast<long long>(value);
-}
+inline long long __double_as_longlong(double value) { return emulator::bit_cast<long long>(value); }
 inline double __longlong_as_double(long long bits) { return emulator::bit_cast<double>(bits); }
 
 template <class T>
@@ -95,8 +89,7 @@ inline void __syncthreads(emulator::Site site = emulator::here("__syncthreads"))
   emulator::barrier(site);
 }
 
-inline void __syncwarp(unsigned mask = ~0u,
-                       emulator::Site site = emulator::here("__syncwarp")) {
+inline void __syncwarp(unsigned mask = ~0u, emulator::Site site = emulator::here("__syncwarp")) {
   emulator::exchange(site, mask, 0, 0);
 }
 

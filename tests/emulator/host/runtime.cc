@@ -45,7 +45,7 @@ emulator_switch:
   ret
 .size emulator_switch, . - emulator_switch
 )");
-constexpr int kSavedWords = 8;      // six registers, the return address, one word of alignment
+constexpr int kSavedWords = 8;  // six registers, the return address, one word of alignment
 constexpr int kReturnAddress = 6;
 #elif defined(__aarch64__)
 asm(R"(
@@ -334,8 +334,8 @@ Exchange exchange(Site site, unsigned mask, unsigned long long value, int source
   for (int lane = 0; lane < kWarp; ++lane) {
     if (!(mask >> lane & 1)) continue;
     const Thread& other = warp[lane];
-    complete &= other.exchanging && other.mask == mask &&
-                !strcmp(other.site.function, site.function);
+    complete &=
+        other.exchanging && other.mask == mask && !strcmp(other.site.function, site.function);
     ballot |= static_cast<unsigned>(other.value != 0) << lane;
   }
   if (complete) {

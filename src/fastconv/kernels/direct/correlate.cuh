@@ -32,7 +32,7 @@ using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
 using Offset = OffsetOf<C::wide_offsets>::type;
 
-// --- One axis ---------------------------------------------------------------------------------
+// --- One axis -----------------------------------------------------------------------------------
 
 // Along one axis: which input position and which kernel index a tap stands for.
 template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding>
@@ -69,8 +69,10 @@ struct Axis {
   }
 };
 
-using Rows = Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height, C::padding_top>;
-using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width, C::padding_left>;
+using Rows =
+    Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height, C::padding_top>;
+using Columns =
+    Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width, C::padding_left>;
 
 // --- The tile -----------------------------------------------------------------------------------
 
@@ -108,10 +110,9 @@ constexpr int kWindow =
     kShift + (kPixels - 1) * kColumnStride + (C::part_taps - 1) * Columns::kTapStep + 1;
 constexpr int kWindowPieces = ceil_div(kWindow, 4);
 
-constexpr int kRows =
-    (kTileHeight - 1) * kRowStride + (C::stage_taps - 1) * Rows::kTapStep + 1;
-constexpr int kColumns = round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4,
-                                  kVector > 4 ? kVector : 4);
+constexpr int kRows = (kTileHeight - 1) * kRowStride + (C::stage_taps - 1) * Rows::kTapStep + 1;
+constexpr int kColumns =
+    round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4, kVector > 4 ? kVector : 4);
 constexpr int kPitch = kColumns + C::pitch_padding;
 static_assert(C::stage_channels % C::flush_channels == 0, "stages end flushed");
 constexpr int kStageTaps = C::stage_taps * C::part_taps;
@@ -161,16 +162,17 @@ __device__ __forceinline__ Offset in_offset(int channel, int row, int column) {
 
 __device__ __forceinline__ Offset out_offset(int channel, int row, int column) {
   if constexpr (C::out_channels_last) {
-    return (static_cast<Offset>(row) * C::out_width + column) * (C::group_out * C::groups) + channel;
+    return (static_cast<Offset>(row) * C::out_width + column) * (C::group_out * C::groups) +
+           channel;
   }
   return (static_cast<Offset>(channel) * C::out_height + row) * C::out_width + column;
 }
 
-// --- Loading --------------------------------------------------------------------------------------
+// --- Loading ------------------------------------------------------------------------------------
 
 // Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
-__device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group, int first_channel,
-                                           int first_row, int first_column) {
+__device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
+                                           int first_channel, int first_row, int first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kTotal = C::stage_channels * kRows * kVectors;
   for (int i = threadIdx.x; i < kTotal; i += kThreads) {
@@ -189,11 +191,13 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
   }
 }
 
-// The weight of an output channel m and an input channel k of a group at a tap; zero where a tile, a
-// stage or a phase reaches beyond what there is.
-__device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows, const Columns& columns,
-                                         int group, int m, int k, int tap_y, int tap_x) {
-  if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps) return 0;
+// The weight of an output channel m and an input channel k of a group at a tap; zero where a tile,
+// a stage or a phase reaches beyond what there is.
+__device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
+                                         const Columns& columns, int group, int m, int k, int tap_y,
+                                         int tap_x) {
+  if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
+    return 0;
   // The weight's own dimensions: output channels of the forward pass first.
   const long long first = C::transposed ? group * C::group_in + k : group * C::group_out + m;
   const long long second = C::transposed ? m : k;
@@ -227,7 +231,7 @@ __device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, c
   }
 }
 
-// --- Multiplying ----------------------------------------------------------------------------------
+// --- Multiplying --------------------------------------------------------------------------------
 
 struct Position {  // of a thread within its block
   int m, y, x;
@@ -260,9 +264,9 @@ __device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
 
 // Of the stage's taps, tap_rows x tap_columns exist. The others have zero weights, but are not
 // multiplied either: zero times infinity is no zero.
-__device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights, const Position& at,
-                                         int tap_rows, int tap_columns, Accumulators& sum,
-                                         Accumulators& total) {
+__device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
+                                         const Position& at, int tap_rows, int tap_columns,
+                                         Accumulators& sum, Accumulators& total) {
   constexpr bool kAllColumns = kParts == 1 && Columns::kPhases == 1;
   constexpr bool kAllRows = kTapChunks == 1 && Rows::kPhases == 1;
   constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
@@ -272,7 +276,8 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
     for (int tap_row = 0; tap_row < C::stage_taps; ++tap_row) {
       if (!kAllRows && tap_row >= tap_rows) break;
       const int row = at.y * kRowStride + tap_row * Rows::kTapStep;
-      const Scalar* pixels = input + (channel * kRows + row) * kPitch + at.x * kPixels * kColumnStride;
+      const Scalar* pixels =
+          input + (channel * kRows + row) * kPitch + at.x * kPixels * kColumnStride;
       const Sum* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
       Sum window[kWindowPieces][4];
 #pragma unroll
@@ -283,8 +288,8 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
         Sum weight[C::channels_per_thread];
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
-          const auto group = *reinterpret_cast<const Vector<Sum, kGroup>*>(
-              taps + tap * kTileM + at.channel(i * kGroup));
+          const auto group = *reinterpret_cast<const Vector<Sum, kGroup>*>(taps + tap * kTileM +
+                                                                           at.channel(i * kGroup));
 #pragma unroll
           for (int j = 0; j < kGroup; ++j) weight[i * kGroup + j] = group.element[j];
         }
@@ -302,12 +307,13 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
   }
 }
 
-// --- Storing --------------------------------------------------------------------------------------
+// --- Storing ------------------------------------------------------------------------------------
 
 // Writes the first `left` of some elements, kStep apart, in vectors of kVectorOut, which
 // `left` is a multiple of.
 template <int kVectorOut, int kStep = 1, int kCount>
-__device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount], int left) {
+__device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
+                                            int left) {
   static_assert(kVectorOut == 1 || kStep == 1, "neighbours in memory");
 #pragma unroll
   for (int i = 0; i < kCount; i += kVectorOut) {
@@ -320,8 +326,8 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
 
 // Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
 // contiguous in memory, where the image's size lets all of them be aligned.
-__device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile, const Position& at,
-                                      const Accumulators& sum) {
+__device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
+                                      const Position& at, const Accumulators& sum) {
   const int phase_y = tile.phase / Columns::kPhases, phase_x = tile.phase % Columns::kPhases;
   const int row = (tile.y * kTileHeight + at.y) * Rows::kPhases + phase_y;
   const int column = (tile.x * kTileWidth + at.x * kPixels) * Columns::kPhases + phase_x;
@@ -330,7 +336,9 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
     const int m = tile.m * kTileM + at.channel(i);
-    const Sum shift = bias != nullptr && m < C::group_out ? Sum(widen(bias[tile.group * C::group_out + m])) : Sum(0);
+    const Sum shift = bias != nullptr && m < C::group_out
+                          ? Sum(widen(bias[tile.group * C::group_out + m]))
+                          : Sum(0);
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) value[i][p] = narrow<Scalar>(sum[i][p] + shift);
   }
@@ -357,7 +365,8 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
     for (int i = 0; i < C::channels_per_thread; ++i) {
       const int m = at.channel(i);
       if (tile.m * kTileM + m >= C::group_out) continue;
-      store_first<kVectorOut, Columns::kPhases>(image + out_offset(first + m, row, column), value[i],
+      store_first<kVectorOut, Columns::kPhases>(image + out_offset(first + m, row, column),
+                                                value[i],
                                                 ceil_div(C::out_width - column, Columns::kPhases));
     }
   }
@@ -372,8 +381,7 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
                                 fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
   using namespace fastconv::correlate;
   constexpr int kChannels = kChunks * C::stage_channels;
-  constexpr long long kTotal =
-      1ll * kPhases * C::groups * kTilesM * kChannels * kPackedChannel;
+  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kChannels * kPackedChannel;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
     long long rest = i;
@@ -400,7 +408,8 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
 extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_per_sm)
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
-              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output, int batch) {
+              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+              int batch) {
   using namespace fastconv::correlate;
   const Tile tile(blockIdx.x, batch);
   const Position at;
@@ -408,12 +417,15 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   const Columns columns(tile.phase % Columns::kPhases);
   const int first_row = tile.y * kTileHeight * Rows::kInStride + rows.origin;
   const int first_column = tile.x * kTileWidth * Columns::kInStride + columns.origin - kShift;
-  const Scalar* image = input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
+  const Scalar* image =
+      input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
   packed += 1ll * ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) *
             (kChunks * C::stage_channels) * kPackedChannel;
 
   unsigned char* shared = fastconv::shared_memory();
-  const auto inputs = [&](int stage) { return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes); };
+  const auto inputs = [&](int stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
+  };
   const auto weights = [&](int stage) {
     return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
   };
@@ -422,7 +434,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   const auto part = [](int stage) { return stage / kTapChunks % kParts; };
   const auto load = [&](int stage) {
     const int channel = stage / (kTapChunks * kParts) * C::stage_channels;
-    load_input(inputs(stage), image, tile.group, channel, first_row + tap_row(stage) * Rows::kTapStep,
+    load_input(inputs(stage), image, tile.group, channel,
+               first_row + tap_row(stage) * Rows::kTapStep,
                first_column + part(stage) * C::part_taps * Columns::kTapStep);
     if constexpr (C::packed) {
       load_packed(weights(stage), packed + channel * kPackedChannel + part(stage) * kPackedPart +
@@ -449,6 +462,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
              columns.taps - part(stage) * C::part_taps, sum, total);
     __syncthreads();  // before the stage after next overwrites this one
   }
-  Scalar* target = output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
+  Scalar* target =
+      output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
   store(target, bias, tile, at, C::two_level ? total : sum);
 }

@@ -4,8 +4,8 @@
 // grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
 //
 // A block owns M output channels x I input channels of a group, for block_taps kernel rows and
-// part_taps of their columns (all of them, unless the kernel is very wide), and sums over its share (split) of the pixels, a stage of
-// stage_rows x stage_columns at a time.
+// part_taps of their columns (all of them, unless the kernel is large), and sums over its share
+// (split) of the pixels, a stage of stage_rows x stage_columns at a time.
 //
 //   shared memory, one of two stages        registers of a thread
 //   grad_output [M][row][pitch]             sum    [channels_per_thread][inputs_per_thread][taps]
@@ -18,7 +18,8 @@
 //
 // Sums over many pixels lose digits, so every flush_units stages a thread adds its sums to its own
 // slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
-// no atomics, the same bits every time. Launches cover a range of tiles each, as the workspace allows.
+// no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
+// workspace has room for.
 #pragma once
 #include "include/tile.cuh"
 
@@ -51,18 +52,18 @@ constexpr int kColumnStride = C::stride_width / kColumnStep;
 
 // Tiles are copied in vectors from aligned addresses, so the input's tile may start a little before
 // the first pixel needed: by the same distance for every part.
-constexpr int kShift = C::vector_input == 1
-                           ? 0
-                           : (C::vector_input - C::padding_left % C::vector_input) % C::vector_input;
+constexpr int kShift =
+    C::vector_input == 1 ? 0
+                         : (C::vector_input - C::padding_left % C::vector_input) % C::vector_input;
 static_assert(C::vector_input == 1 || kColumnStep == 1, "neighbours in memory");
 static_assert(kParts == 1 || kTaps * C::dilation_width % C::vector_input == 0, "aligned parts");
-constexpr int kWindow = kShift + (kPixels - 1) * kColumnStride + (kTaps - 1) * C::dilation_width + 1;
+constexpr int kWindow =
+    kShift + (kPixels - 1) * kColumnStride + (kTaps - 1) * C::dilation_width + 1;
 constexpr int kWindowPieces = ceil_div(kWindow, 4);
 
 constexpr int kQuads = C::stage_columns / kPixels;  // in a row of a stage
-constexpr int kInputColumns =
-    round_up((kQuads - 1) * kPixels * kColumnStride + kWindowPieces * 4,
-             C::vector_input > 4 ? C::vector_input : 4);
+constexpr int kInputColumns = round_up((kQuads - 1) * kPixels * kColumnStride + kWindowPieces * 4,
+                                       C::vector_input > 4 ? C::vector_input : 4);
 constexpr int kInputRows = C::stage_rows * C::block_taps;
 constexpr int kInputPitch = kInputColumns + C::input_pitch_padding;
 constexpr int kGradPitch = C::stage_columns + C::grad_pitch_padding;
@@ -158,7 +159,8 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
     for (int r = 0; r < C::block_taps; ++r) {
 #pragma unroll
       for (int piece = 0; piece < kWindowPieces; ++piece) {
-        load4(input + (i * kThreadsN * kInputRows + r) * kInputPitch + piece * 4, window[i][r][piece]);
+        load4(input + (i * kThreadsN * kInputRows + r) * kInputPitch + piece * 4,
+              window[i][r][piece]);
       }
     }
   }
@@ -185,8 +187,8 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 }
 
 // Adds the products of a stage, of which rows x columns lie in the image.
-__device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input, const Position& at,
-                                         int rows, int columns, Sums& sum) {
+__device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
+                                         const Position& at, int rows, int columns, Sums& sum) {
   const int quads = ceil_div(columns, kPixels);
 #pragma unroll 1
   for (int q = at.k; q < rows * quads; q += kThreadsK) {
@@ -220,7 +222,9 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
   const int end = static_cast<int>(units * (split + 1) / splits);
 
   unsigned char* shared = fastconv::shared_memory();
-  const auto grads = [&](int stage) { return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes); };
+  const auto grads = [&](int stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
+  };
   const auto inputs = [&](int stage) {
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes + kGradBytes);
   };
@@ -234,16 +238,17 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     const int i = tile.group * C::group_in + tile.i * kTileI;
     constexpr int kOut = C::groups * C::group_out, kIn = C::groups * C::group_in;
     load<kTileM, 1, C::stage_columns, 1, kGradPitch, C::vector_grad, C::grad_channels_last, kOut,
-         C::out_height, C::out_width>(
-        grads(stage), grad_output + image * kOut * C::out_height * C::out_width, m,
-        (tile.group + 1) * C::group_out, row, 1, 0, column);
-    load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input, C::in_channels_last, kIn,
-         C::in_height, C::in_width>(
+         C::out_height, C::out_width>(grads(stage),
+                                      grad_output + image * kOut * C::out_height * C::out_width, m,
+                                      (tile.group + 1) * C::group_out, row, 1, 0, column);
+    load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input,
+         C::in_channels_last, kIn, C::in_height, C::in_width>(
         inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
         (tile.group + 1) * C::group_in,
-        row * C::stride_height + tile.tap_row * C::dilation_height - C::padding_top, C::stride_height,
-        C::dilation_height,
-        column * C::stride_width + tile.part * kTaps * C::dilation_width - C::padding_left - kShift);
+        row * C::stride_height + tile.tap_row * C::dilation_height - C::padding_top,
+        C::stride_height, C::dilation_height,
+        column * C::stride_width + tile.part * kTaps * C::dilation_width - C::padding_left -
+            kShift);
     fastconv::copy_async_commit();
   };
 
@@ -260,15 +265,16 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     }
     __syncthreads();
     const int stage = unit - first;
-    const int rows_left = C::out_height - row_of(unit), columns_left = C::out_width - column_of(unit);
+    const int rows_left = C::out_height - row_of(unit),
+              columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
              columns_left < C::stage_columns ? columns_left : C::stage_columns, sum);
     if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
 #pragma unroll
       for (int index = 0; index < kSums; ++index) {
         Sum& value = sum[index / (C::inputs_per_thread * kBlockTaps)]
-                        [index / kBlockTaps % C::inputs_per_thread]
-                        [index / kTaps % C::block_taps][index % kTaps];
+                        [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
+                        [index % kTaps];
         Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
         *kept = flushed ? *kept + value : value;
         value = 0;
@@ -280,9 +286,9 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
 }
 
 // Adds up the slots of every weight, splits in order, and writes it where its strides say.
-extern "C" __global__ void reduce(const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
-                                  Config::Scalar* __restrict__ grad, int first_tile, int tiles,
-                                  int splits) {
+extern "C" __global__ void reduce(
+    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    Config::Scalar* __restrict__ grad, int first_tile, int tiles, int splits) {
   using namespace fastconv::weight_grad;
   constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
   const int step = gridDim.x * blockDim.x;
@@ -290,7 +296,8 @@ extern "C" __global__ void reduce(const fastconv::SumOf<Config::Scalar>::type* _
     const int owner = i % kOwners, index = i / kOwners % kSums, block = i / (kOwners * kSums);
     const int n = owner % kThreadsN, m = owner / kThreadsN;
     const Tile tile(first_tile + block);
-    const int channel = tile.m * kTileM + index / (C::inputs_per_thread * kBlockTaps) * kThreadsM + m;
+    const int channel =
+        tile.m * kTileM + index / (C::inputs_per_thread * kBlockTaps) * kThreadsM + m;
     const int depth = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
     const int tap_row = tile.tap_row + index / kTaps % C::block_taps;
     const int tap = tile.part * kTaps + index % kTaps;

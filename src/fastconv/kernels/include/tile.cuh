@@ -8,7 +8,9 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 // Division that rounds down, also for negative a.
-__host__ __device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+__host__ __device__ constexpr int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -((b - 1 - a) / b);
+}
 
 // Indexes elements of one image: 32 bits where they are enough, since 64-bit address arithmetic
 // costs several times as much.
