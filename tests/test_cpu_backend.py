@@ -22,16 +22,9 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COMPLEXES = (torch.complex64, torch.complex128, torch.complex32)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# Relative to the largest result, for values of about 1: sums keep the wider type's accuracy.
-TOLERANCES = {
-    torch.float32: 1e-5,
-    torch.complex64: 1e-5,
-    torch.float64: 1e-12,
-    torch.complex128: 1e-12,
-    torch.float16: 1e-3,
-    torch.complex32: 1e-3,
-    torch.bfloat16: 8e-3,
-}
+# Error of the sums, relative to the largest one; the result may then be rounded once.
+SUM_ERRORS = {torch.float64: 1e-12, torch.complex128: 1e-12}
+NARROW_SUM_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
@@ -146,9 +139,11 @@ def check(results: list[Tensor], expected: list[Tensor]) -> None:
         if result.dtype in INTEGERS:
             assert torch.equal(result, exact.to(result.dtype))
         elif result.numel():
-            wide = result.to(exact.dtype)
-            error = (wide - exact).abs().max() / exact.abs().max().clamp(min=1)
-            assert error < TOLERANCES[result.dtype]
+            rounding = torch.finfo(result.dtype).eps / 2 * exact.abs()
+            summing = SUM_ERRORS.get(result.dtype, NARROW_SUM_ERROR) * exact.abs().max().clamp(
+                min=1
+            )
+            assert ((result.to(exact.dtype) - exact).abs() <= rounding + summing).all()
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -297,7 +292,7 @@ LARGE = {
     "usual": ((2, 32, 128, 128), (64, 32, 5, 9), (1, 1), (2, 3)),
     "wide": ((1, 2, 3, 1_000_000), (3, 2, 3, 9), (1, 1), (1, 1)),
     "many channels": ((1, 3000, 3, 4), (900, 3000, 3, 3), (1, 1), (1, 1)),
-    "large kernel": ((1, 2, 2000, 2100), (3, 2, 1999, 2099), (1, 1), (1, 1)),
+    "large kernel": ((1, 1, 1200, 1300), (4, 1, 1199, 1299), (1, 1), (1, 1)),
     "large dilation": ((1, 2, 2600, 2600), (3, 2, 2, 2), (1, 1), (2590, 2595)),
     "large stride": ((1, 4, 2600, 2600), (4, 4, 3, 3), (1000, 1000), (1, 1)),
     "pointwise": ((1, 256, 128, 512), (64, 256, 1, 1), (1, 1), (1, 1)),

@@ -61,8 +61,9 @@ CASES = (
     Case("many channels", (1, 20, 6, 8), (40, 20, 3, 3), padding=(1, 1, 1, 1)),
     Case("one pixel", (1, 3, 3, 3), (2, 3, 3, 3)),
 )  # fmt: skip
-FAR_APART = Case(  # a row of pixels that does not fit shared memory
-    "far apart", (1, 1, 2, 9100), (2, 1, 1, 3), stride=(1, 500), dilation=(1, 4000)
+FAR_APART = (  # more pixels between taps than shared memory, or registers, hold
+    Case("far apart", (1, 1, 2, 9100), (2, 1, 1, 3), stride=(1, 500), dilation=(1, 4000)),
+    Case("apart", (1, 3, 3, 230), (4, 3, 2, 3), stride=(1, 2), dilation=(1, 100)),
 )
 PASSES = {
     "forward": direct.forward,
@@ -102,7 +103,7 @@ class Work:
 
 
 def _works() -> list[Work]:
-    works = [Work(case, direction) for case in (*CASES, FAR_APART) for direction in PASSES]
+    works = [Work(case, direction) for case in (*CASES, *FAR_APART) for direction in PASSES]
     for i, case in enumerate(CASES):
         for direction in PASSES:
             dtype = list(SCALARS)[i % len(SCALARS)]

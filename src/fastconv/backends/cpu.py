@@ -15,6 +15,8 @@ The input gradient *gathers* the output's gradient that each kernel row brings t
 input, multiplies it, ``(positions, tap rows * o) @ (tap rows * o, tap columns * i)``, and adds
 each tap column to the input columns that it reads.
 
+Depthwise kernels have no matrices worth the name: tap by tap, staged blocks are multiplied by it.
+
 Sums are kept in a block, in a wider type where the tensors' own is narrow, and rounded once.
 Channels may come first or last in memory; a block follows the tensor it is copied from.
 """
@@ -47,9 +49,8 @@ _EFFICIENT_DEPTH = 128
 # Smaller images share a block; larger ones are read in place, one by one.
 _EFFICIENT_POSITIONS = 2048
 
-# A group of one input channel and at most so many output channels is multiplied tap by tap:
-# its matrices would be too thin.
-_THIN = 4
+# The matrices of one input channel and at most so many output channels are thin.
+_THIN_CHANNELS = 4
 
 
 def forward(
@@ -129,7 +130,7 @@ def _add_outputs(
     total: Tensor, stage: Tensor, taps: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
 ) -> None:
     """Add the products of a stage and ``taps``: ``(groups, tap rows, tap columns, i, o)``."""
-    if stage.shape[-1] == 1 and total.shape[-1] <= _THIN:
+    if _is_thin(stage, total):
         for row, column, read in _tap_reads(stage, rows, columns):
             total.addcmul_(read, taps[:, row, column, 0])
     else:
@@ -141,7 +142,7 @@ def _add_weights(
     total: Tensor, stage: Tensor, grad: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
 ) -> None:
     """Add the products of a stage and ``grad``, to ``(groups, o, tap rows, tap columns, i)``."""
-    if stage.shape[-1] == 1 and grad.shape[-1] <= _THIN:
+    if _is_thin(stage, grad):
         products = scratch.take("products", *grad.shape)
         for row, column, read in _tap_reads(stage, rows, columns):
             torch.mul(read, grad, out=products)
@@ -167,6 +168,12 @@ def _staged(source: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch) -> T
         stage.zero_()
     stage[held_rows, :, held_columns].copy_(read)
     return stage
+
+
+def _is_thin(stage: Tensor, outputs: Tensor) -> bool:
+    """Whether matrices would be so thin, and outputs so many, that tap by tap is faster."""
+    thin = stage.shape[-1] == 1 and outputs.shape[-1] <= _THIN_CHANNELS
+    return thin and outputs.numel() >= _EFFICIENT_POSITIONS
 
 
 def _tap_reads(stage: Tensor, rows: _Axis, columns: _Axis) -> Iterator[tuple[int, int, Tensor]]:
@@ -219,7 +226,8 @@ def _gathered(
     zeros = rows.outputs * rows.taps - sum(held.stop - held.start for _, held in overlaps)
     if rows.taps == 1 or channels >= _EFFICIENT_DEPTH or 2 * zeros > rows.outputs * rows.taps:
         for tap, (read, held) in enumerate(overlaps):
-            yield slice(tap, tap + 1), held, scratch.held(grad[read])
+            if held.start < held.stop:
+                yield slice(tap, tap + 1), held, scratch.held(grad[read])
     else:
         gathered = scratch.take("held", rows.outputs, images, columns, groups, rows.taps, channels)
         for tap, (read, held) in enumerate(overlaps):
@@ -383,21 +391,27 @@ class _Extent(NamedTuple):
         return self.groups * self.channels * self.depth * self.tap_rows * self.tap_columns
 
 
-# The order in which a block is cut, each dimension down to the given size: at first what leaves
-# the products efficient, then whatever is needed.
-_CUTS = (
+# In what order a block is cut, each dimension down to the given size: first what leaves the
+# products efficient, then whatever is needed.
+_Cuts = tuple[tuple[str, int], ...]
+_KERNEL_CUTS: _Cuts = (
+    ("groups", 1),
+    ("channels", 128),
+    ("depth", 64),
+    ("tap_rows", 1),
+    ("tap_columns", 1),
+    ("depth", 1),
+    ("channels", 1),
+)
+_CUTS: _Cuts = (
     ("images", 1),
     ("rows", 8),
     ("groups", 1),
     ("columns", 512),
-    ("channels", 128),
-    ("depth", 64),
+    *_KERNEL_CUTS[1:3],
     ("rows", 1),
-    ("tap_rows", 1),
     ("columns", 64),
-    ("tap_columns", 1),
-    ("depth", 1),
-    ("channels", 1),
+    *_KERNEL_CUTS[3:],
     ("columns", 1),
 )
 
@@ -409,18 +423,31 @@ class _Tiling(NamedTuple):
     block: _Extent
 
     @classmethod
-    def fitting(cls, whole: _Extent, elements: Callable[[_Extent], int], limit: int) -> _Tiling:
-        """The largest blocks of at most ``limit`` elements."""
+    def fitting(
+        cls, whole: _Extent, elements: Callable[[_Extent], int], kernel_copies: int, limit: int
+    ) -> _Tiling:
+        """The largest blocks of at most ``limit`` elements, up to half of them for the kernel."""
+
+        def kernel(block: _Extent) -> int:
+            return kernel_copies * block.weights
+
         together = _EFFICIENT_POSITIONS // max(1, whole.rows * whole.columns)
         block = whole._replace(images=min(whole.images, max(1, together)))
-        for name, least in _CUTS:
-            while getattr(block, name) > least and elements(block) > limit:
-                block = block._replace(**{name: (getattr(block, name) + 1) // 2})
+        block = _cut(block, _KERNEL_CUTS, kernel, limit // 2)
+        block = _cut(block, _CUTS, lambda block: elements(block) + kernel(block), limit)
         return cls(whole, block)
 
     def spans(self, *names: str) -> Iterator[tuple[slice, ...]]:
         """The parts along these dimensions, in all combinations."""
         return product(*(_spans(getattr(self.whole, n), getattr(self.block, n)) for n in names))
+
+
+def _cut(block: _Extent, cuts: _Cuts, elements: Callable[[_Extent], int], limit: int) -> _Extent:
+    """``block`` with its dimensions halved until ``elements`` are within ``limit``."""
+    for name, least in cuts:
+        while getattr(block, name) > least and elements(block) > limit:
+            block = block._replace(**{name: (getattr(block, name) + 1) // 2})
+    return block
 
 
 def _spans(size: int, length: int) -> list[slice]:
@@ -439,10 +466,10 @@ def _lowered_tiling(problem: Problem, scratch: _Scratch, kernel_copies: int) -> 
         inputs = rows.span * columns.span + lowered_rows * columns.outputs * columns.taps
         outputs = 2 * rows.outputs * columns.outputs
         positions = inputs * block.depth + outputs * block.channels
-        return block.images * block.groups * positions + kernel_copies * block.weights
+        return block.images * block.groups * positions
 
     whole = _whole(problem, problem.output_size, problem.kernel_size)
-    return _Tiling.fitting(whole, elements, scratch.limit)
+    return _Tiling.fitting(whole, elements, kernel_copies, scratch.limit)
 
 
 def _spread_tiling(problem: Problem, rows: _Axis, scratch: _Scratch, kernel_copies: int) -> _Tiling:
@@ -455,10 +482,10 @@ def _spread_tiling(problem: Problem, rows: _Axis, scratch: _Scratch, kernel_copi
         spread = block.columns + readers * block.tap_columns
         gathered = 2 * readers * block.tap_rows
         positions = block.rows * (spread * block.depth + gathered * block.channels)
-        return block.images * block.groups * positions + kernel_copies * block.weights
+        return block.images * block.groups * positions
 
     whole = _whole(problem, (rows.outputs, columns.size), (rows.taps, columns.taps))
-    return _Tiling.fitting(whole, elements, scratch.limit)
+    return _Tiling.fitting(whole, elements, kernel_copies, scratch.limit)
 
 
 def _whole(problem: Problem, size: tuple[int, int], taps: tuple[int, int]) -> _Extent:

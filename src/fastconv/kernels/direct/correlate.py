@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fastconv.kernels.direct.tiling import (
+    MOST_WINDOW,
     STAGES,
     ceil_div,
     filled,
@@ -105,14 +106,17 @@ class Tile:
         return self.lanes_y * WARPS
 
     @property
+    def window(self) -> int:
+        return self.shift + self.columns.halo(PIXELS, self.part_taps)
+
+    @property
     def halo_rows(self) -> int:
         return self.rows.halo(self.height, self.stage_taps)
 
     @property
     def halo_columns(self) -> int:
         first_of_last = (self.width - PIXELS) * self.columns.stride_in_tile(self.part_taps)
-        window = self.shift + self.columns.halo(PIXELS, self.part_taps)
-        return round_up(first_of_last + round_up(window, 4), max(self.vector, 4))
+        return round_up(first_of_last + round_up(self.window, 4), max(self.vector, 4))
 
     @cached_property
     def pitch_padding(self) -> int:
@@ -300,7 +304,7 @@ def _choose_tile(
             rows, columns, operands, channels_per_thread, lanes_n // lanes_x, lanes_x,
             stage_channels, stage_taps, part_taps, vector, origin % vector,
         )  # fmt: skip
-        if tile.shared_bytes <= budget:
+        if tile.shared_bytes <= budget and tile.window <= MOST_WINDOW:
             return tile
     raise AssertionError("the last stage, one tap, has no halo and fits every GPU")
 

@@ -9,6 +9,9 @@ STAGES = 2
 
 MOST_UNROLLED_TAPS = 16
 
+MOST_WINDOW = 128
+"""Pixels of a row that a thread's taps may span: the compiler unrolls over all of them."""
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fastconv.kernels.direct.tiling import (
+    MOST_WINDOW,
     STAGES,
     ceil_div,
     filled,
@@ -73,11 +74,14 @@ class Tile:
         return self.channels_per_thread * self.inputs_per_thread * self.part_taps * self.block_taps
 
     @property
+    def window(self) -> int:
+        shift = -self.problem.padding.left % self.vector_input
+        return _window(self.problem, self.part_taps, shift)
+
+    @property
     def input_columns(self) -> int:
         stride = 1 if self.part_taps == 1 else self.problem.stride[1]
-        shift = -self.problem.padding.left % self.vector_input
-        window = _window(self.problem, self.part_taps, shift)
-        columns = (self.stage_columns - PIXELS) * stride + window
+        columns = (self.stage_columns - PIXELS) * stride + self.window
         return round_up(columns, max(self.vector_input, 4))
 
     @property
@@ -221,7 +225,7 @@ def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
         for columns in STAGE_COLUMNS:
             if tile.shared_bytes > budget and columns < tile.stage_columns:
                 tile = replace(tile, stage_columns=columns)
-        if tile.shared_bytes <= budget:
+        if tile.shared_bytes <= budget and tile.window <= MOST_WINDOW:
             return tile
     raise AssertionError("a single tap has no halo and fits every GPU")
 

@@ -1,0 +1,141 @@
+"""What the GPU tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastconv
+from fastconv import jit
+from fastconv.backends import cuda as backend
+from fastconv.jit import launch
+from fastconv.kernels.family import Kernel, Launch
+from fastconv.problem import Problem
+from strategies import Convolution
+
+CUDA = torch.device("cuda")
+FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+# --- Compiling many kernels at once ---------------------------------------------------------------
+
+
+@contextmanager
+def _noting_kernels() -> Iterator[dict[str, Kernel]]:
+    """Convolutions compute nothing, but note by their text the kernels they would have run."""
+    kernels: dict[str, Kernel] = {}
+
+    def prepare(launches: Sequence[Launch], *_: Any) -> Any:
+        kernels.update((launch.kernel.text, launch.kernel) for launch in launches)
+        return SimpleNamespace(run=lambda *addresses: None)
+
+    backend._ready.cache_clear()
+    with mock.patch.object(launch, "prepare", prepare):
+        try:
+            yield kernels
+        finally:
+            backend._ready.cache_clear()
+
+
+def precompile(calls: Iterable[Callable[[], Any]]) -> None:
+    """Compiles what the calls need, at once for all of them: alone, they would do it in turn.
+
+    The calls run, but their results are garbage. The kernels are left in the disk cache.
+    """
+    with _noting_kernels() as kernels:
+        for call in calls:
+            call()
+    if kernels:
+        arch = jit.architecture(CUDA)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(lambda kernel: jit.build(kernel, arch), kernels.values()))
+
+
+def all_passes(
+    tensors: Sequence[Tensor], layout: Callable[[Tensor], Tensor] = torch.clone, **geometry: Any
+) -> None:
+    """Runs the convolution and its gradients as :func:`oracle.assert_matches` does."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = fastconv.conv2d(*leaves, **geometry)
+    grad_output = layout(torch.zeros(output.shape, dtype=output.dtype, device=output.device))
+    torch.autograd.grad(output, leaves, grad_output)
+
+
+# --- Tensors in memory ----------------------------------------------------------------------------
+
+
+def _among_nans(tensor: Tensor, before: int) -> Tensor:
+    """The same tensor between NaNs, ``before`` elements of them in front."""
+    around = tensor.new_full((before + tensor.numel() + 64,), torch.nan)
+    return around.as_strided(tensor.shape, tensor.stride(), before).copy_(tensor)
+
+
+def _sliced(tensor: Tensor) -> Tensor:
+    """Every second element of a larger tensor, NaN in between."""
+    apart = tensor.new_full([2 * side + 1 for side in tensor.shape], torch.nan)
+    return apart[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
+
+
+# The same tensor elsewhere; whoever reads what is not part of it reads NaN.
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "aligned": lambda tensor: _among_nans(tensor, 64),
+    "misaligned": lambda tensor: _among_nans(tensor, 1),
+    "sliced": _sliced,
+    "channels last": lambda tensor: _among_nans(
+        tensor.movedim(-3, -1).contiguous().movedim(-1, -3) if tensor.dim() > 2 else tensor, 64
+    ),
+}
+
+# --- Geometries -----------------------------------------------------------------------------------
+
+MOST_PRODUCTS = 2 * 10**7  # of a convolution: the reference takes a fraction of a second
+MOST_CHANNELS = 70
+
+
+@st.composite
+def large_convolutions(draw: st.DrawFn) -> Convolution:
+    """Larger than those of ``strategies.convolutions``: many tiles, parts and stages."""
+
+    def pair(values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
+        return draw(values), draw(values)
+
+    kernel = pair(st.integers(1, 7) | st.integers(8, 31))
+    stride, dilation = pair(st.integers(1, 5)), pair(st.integers(1, 3) | st.integers(1, 12))
+    padding = pair(st.tuples(st.integers(0, 16), st.integers(0, 16)))
+    extent = tuple(step * (taps - 1) + 1 for step, taps in zip(dilation, kernel, strict=True))
+    size = tuple(
+        max(1, span - sum(sides)) + draw(st.integers(0, 70))
+        for span, sides in zip(extent, padding, strict=True)
+    )
+    batch = draw(st.integers(1, 4))
+    sides = (*padding[0], *padding[1])
+    single = Problem.of((batch, 1, *size), (1, 1, *kernel), stride, sides, dilation, 1)
+    most = max(1, MOST_PRODUCTS * 2 // single.flops)  # products of channels
+    kind = draw(st.sampled_from(["dense", "dense", "grouped", "depthwise"]))
+    most_groups = {"dense": 1, "grouped": 5, "depthwise": min(most, MOST_CHANNELS)}[kind]
+    groups = draw(st.integers(1, most_groups))
+    most_depth = 1 if kind == "depthwise" else min(most // groups, MOST_CHANNELS // groups)
+    depth = draw(st.integers(1, max(1, most_depth)))
+    most_multiplier = min(most // (groups * depth), 2 if kind == "depthwise" else MOST_CHANNELS)
+    multiplier = draw(st.integers(1, max(1, most_multiplier)))
+    return Convolution(
+        input_shape=(batch, groups * depth, *size),
+        weight_shape=(groups * multiplier, depth, *kernel),
+        bias=draw(st.booleans()),
+        batched=batch > 1 or draw(st.booleans()),
+        geometry={"stride": stride, "padding": padding, "dilation": dilation, "groups": groups},
+        formats=pair(st.sampled_from(list(FORMATS.values()))),
+    )
+
+
+def arguments_of(problem: Problem) -> tuple[Any, ...]:
+    """The operators' last arguments, with float32 in float32."""
+    return problem.stride, problem.padding, problem.dilation, problem.groups, "ieee"

@@ -1,0 +1,108 @@
+"""Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch.
+
+    for tool in memcheck racecheck synccheck initcheck; do
+        PYTHONPATH=src compute-sanitizer --tool $tool python3 tests/gpu/sanitize.py || break
+    done
+
+All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
+(making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import oracle
+from fastconv import ops
+from fastconv.problem import Problem
+
+DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+# Input and weight shape, stride, padding, dilation, groups.
+PROBLEMS = {
+    "asymmetric": ((2, 3, 9, 20), (5, 3, 5, 9), (1, 1), (2, 2, 4, 4), (1, 1), 1),
+    "dilated": ((1, 5, 15, 16), (9, 5, 3, 4), (1, 1), (2, 1, 4, 3), (2, 3), 1),
+    "strided": ((1, 4, 11, 14), (6, 4, 3, 3), (2, 3), (1, 1, 0, 2), (1, 1), 1),
+    "stride and dilation": ((1, 2, 13, 17), (3, 2, 3, 3), (4, 2), (3, 0, 1, 2), (2, 4), 1),
+    "pointwise": ((2, 17, 5, 7), (20, 17, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    "depthwise": ((1, 6, 8, 12), (6, 1, 3, 5), (1, 1), (1, 1, 2, 2), (1, 1), 6),
+    "grouped": ((1, 8, 6, 10), (12, 4, 3, 3), (1, 1), (1, 0, 0, 1), (1, 1), 2),
+    "wide kernel": ((1, 2, 4, 40), (2, 2, 1, 21), (1, 1), (0, 0, 10, 10), (1, 1), 1),
+    "many channels": ((1, 20, 6, 8), (40, 20, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+    "one pixel": ((1, 3, 3, 3), (2, 3, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    "far apart": ((1, 1, 2, 9100), (2, 1, 1, 3), (1, 500), (0, 0, 0, 0), (1, 4000), 1),
+    # Enough blocks on any GPU for the weights to be packed, and the pixels to be split.
+    "many blocks": ((400, 3, 7, 8), (4, 3, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+}
+
+
+def results(problem: Problem, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """All three passes, on the device of the tensors."""
+    input, weight, grad_output = tensors
+    last = (problem.stride, problem.padding, problem.dilation, problem.groups, "ieee")
+    return (
+        ops.forward(input, weight, None, *last),
+        ops.input_grad(grad_output, weight, problem.input_size, *last),
+        ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)[0],
+    )
+
+
+def reference(problem: Problem, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same by PyTorch, in float64 on the CPU."""
+    *leaves, grad_output = (oracle.exact(tensor) for tensor in tensors)
+    top, bottom, left, right = problem.padding
+    geometry: dict[str, Any] = {
+        "stride": problem.stride,
+        "padding": ((top, bottom), (left, right)),
+        "dilation": problem.dilation,
+        "groups": problem.groups,
+    }
+    return oracle.with_gradients(oracle.conv2d, leaves, grad_output, **geometry)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the GPU, one element past an aligned address."""
+    storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype).to("cuda")
+    return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+def check(problem: Problem, dtype: torch.dtype, memory_format: Any, aligned: bool) -> bool:
+    shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+    on_cpu = [oracle.random(s, dtype).contiguous(memory_format=memory_format) for s in shapes]
+    on_gpu = [tensor.to("cuda") if aligned else misaligned(tensor) for tensor in on_cpu]
+    actual = [result.cpu() for result in results(problem, on_gpu)]
+    expected = reference(problem, on_cpu)
+    sizes = reference(problem, [tensor.abs() for tensor in on_cpu])
+    try:
+        for name, *values in zip(
+            ("output", "input", "weight"), actual, expected, sizes, strict=True
+        ):
+            oracle.assert_within_rounding(name, *values)
+    except AssertionError as error:
+        print(f"wrong: {problem}, {dtype}, {memory_format}, aligned={aligned}: {error}")
+        return False
+    return True
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    correct = []
+    for index, arguments in enumerate(PROBLEMS.values()):
+        # Each problem in both layouts; dtypes and alignment take turns.
+        for turn, memory_format in enumerate(FORMATS):
+            dtype = DTYPES[(index + turn) % len(DTYPES)]
+            aligned = (index + 2 * turn) % 3 != 0
+            correct.append(check(Problem.of(*arguments), dtype, memory_format, aligned))
+    print(f"{sum(correct)} of {len(correct)} correct")
+    return 0 if all(correct) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

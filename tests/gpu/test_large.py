@@ -1,0 +1,106 @@
+"""Tensors of more than 2**31 elements, in many images or in a single one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from fastconv import ops
+from fastconv.problem import Problem
+from gpu.helpers import CUDA, FORMATS, arguments_of
+
+NEEDED_BYTES = 60 << 30
+layouts = pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < NEEDED_BYTES:
+        pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of GPU memory")
+    yield
+    torch.cuda.empty_cache()
+
+
+def _problem(batch: int, channels: int, height: int, width: int) -> Problem:
+    """As many channels out as in, so that all tensors are as large; 3 x 3, with padding."""
+    shapes = (batch, channels, height, width), (channels, channels, 3, 3)
+    return Problem.of(*shapes, (1, 1), (1, 1, 1, 1), (1, 1), 1)
+
+
+def _random(shape: tuple[int, ...], memory_format: Any) -> Tensor:
+    return torch.empty(shape, device=CUDA, memory_format=memory_format).normal_()
+
+
+def _exact(input: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
+    """The three results, in float64 on the CPU."""
+    tensors = (oracle.exact(input), oracle.exact(weight))
+    return oracle.with_gradients(oracle.conv2d, tensors, oracle.exact(grad_output), padding=1)
+
+
+def _assert_close(actual: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(actual.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@layouts
+def test_many_images(memory_format: Any) -> None:
+    problem = _problem(2**31 // (4 * 64 * 64) + 5, 4, 64, 64)
+    assert prod(problem.input_shape) > 2**31
+    input, weight, grad_output = (
+        _random(shape, memory_format)
+        for shape in (problem.input_shape, problem.weight_shape, problem.output_shape)
+    )
+    last = arguments_of(problem)
+    output = ops.forward(input, weight, None, *last)
+    input_grad = ops.input_grad(grad_output, weight, problem.input_size, *last)
+    for image in (0, problem.batch // 2, problem.batch - 6, problem.batch - 1):
+        at = slice(image, image + 1)
+        exact = _exact(input[at], weight, grad_output[at])
+        _assert_close(output[at], exact[0])
+        _assert_close(input_grad[at], exact[1])
+
+    def weight_grad(images: slice) -> Tensor:
+        tensors = (grad_output[images], input[images])
+        return ops.weight_grad(*tensors, problem.kernel_size, *last, False)[0]
+
+    middle = problem.batch // 2  # no half is that large
+    halves = [weight_grad(half).double() for half in (slice(middle), slice(middle, None))]
+    expected = halves[0] + halves[1]
+    error = (weight_grad(slice(None)).double() - expected).norm() / expected.norm()
+    assert error < 1e-5
+
+
+CORNER = 40  # rows and columns
+
+
+@layouts
+def test_single_image(memory_format: Any) -> None:
+    """The image's last rows and columns are compared: those with the largest offsets."""
+    problem = _problem(1, 2, 32800, 32800)
+    assert prod(problem.input_shape) > 2**31
+    input, weight = (
+        _random(shape, memory_format) for shape in (problem.input_shape, problem.weight_shape)
+    )
+    # Zero but for the last pixels, so that all of the weight's gradient comes from the corner.
+    grad_output = torch.empty_like(input).zero_()
+    grad_output[..., 2 - CORNER :, 2 - CORNER :].normal_()
+    last = arguments_of(problem)
+    exact = _exact(_corner(input), weight, _corner(grad_output))
+    # Next to where the corner is cut off, neighbours are missing.
+    inner = (..., slice(1, None), slice(1, None))
+    output = ops.forward(input, weight, None, *last)
+    _assert_close(_corner(output)[inner], exact[0][inner])
+    input_grad = ops.input_grad(grad_output, weight, problem.input_size, *last)
+    _assert_close(_corner(input_grad)[inner], exact[1][inner])
+    weight_grad, _ = ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)
+    _assert_close(weight_grad, exact[2])
+
+
+def _corner(image: Tensor) -> Tensor:
+    return image[..., -CORNER:, -CORNER:]
