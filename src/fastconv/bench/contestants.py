@@ -1,0 +1,156 @@
+"""What is compared: our passes and PyTorch's, as functions of the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d as torch_conv2d
+from torch.nn.functional import pad
+
+from fastconv import ops
+from fastconv.bench.cases import FORMATS, STEP, Case, Tensors
+from fastconv.bench.workloads import Workload
+
+Pass = Callable[[Tensors], Any]
+"""Computes a pass; returns its results."""
+
+
+def ours(case: Case) -> Pass:
+    """The case's pass through fastconv."""
+    workload = case.workload
+    geometry = (
+        workload.stride, workload.sides, workload.dilation, workload.groups, case.precision
+    )  # fmt: skip
+
+    def forward(at: Tensors) -> Tensor:
+        return ops.forward(at.input, at.weight, None, *geometry)
+
+    def input_grad(at: Tensors) -> Tensor:
+        return ops.input_grad(at.grad_output, at.weight, at.input.shape[2:], *geometry)
+
+    def weight_grad(at: Tensors) -> Tensor:
+        size = at.weight.shape[2:]
+        return ops.weight_grad(at.grad_output, at.input, size, *geometry, False)[0]
+
+    def layer(input: Tensor, weight: Tensor) -> Tensor:
+        return ops.forward(input, weight, None, *geometry)
+
+    step = _step(layer)
+    passes = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, STEP: step}
+    return passes[case.direction]
+
+
+def pytorch(case: Case) -> Pass:
+    """The case's pass through PyTorch's own operators, in the tensors' memory format."""
+    layer = _torch_layer(case.workload)
+    if case.direction == "forward":
+        return lambda at: layer(at.input, at.weight)
+    if case.direction == STEP:
+        return _step(layer)
+    return _torch_gradient(case.workload, case.direction)
+
+
+def other_format(case: Case) -> Pass:
+    """PyTorch in the memory format that the case does not have; converting is not timed."""
+    compute = pytorch(case)
+    (format,) = (value for name, value in FORMATS.items() if name != case.format)
+    converted: dict[int, Tensors] = {}
+
+    def run(at: Tensors) -> Any:
+        if id(at) not in converted:
+            converted[id(at)] = Tensors(*(t.contiguous(memory_format=format) for t in at))
+        return compute(converted[id(at)])
+
+    return run
+
+
+def compiled(case: Case) -> Pass:
+    """PyTorch's pass through ``torch.compile``, with every choice of kernel tried out.
+
+    Without CUDA graphs, which would copy each set of rotated inputs to a fixed place first.
+    """
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+    if case.direction == STEP:
+        return _step(torch.compile(_torch_layer(case.workload), **options))
+    return torch.compile(pytorch(case), **options)
+
+
+PEERS: dict[str, dict[str, Callable[[Case], Pass]]] = {
+    "pytorch": {"PyTorch": pytorch},
+    "best": {"PyTorch": pytorch, "PyTorch, other format": other_format},
+    "compile": {"torch.compile": compiled},
+}
+"""What ``--peer`` may be: the contestants beside ours, of which the fastest counts."""
+
+
+@contextmanager
+def settings(precision: str | None) -> Iterator[None]:
+    """PyTorch at its best: cuDNN tries its algorithms out; TF32 only where that is the mode."""
+    tf32 = precision == "tf32"
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=True, deterministic=False, allow_tf32=tf32
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+
+
+def _step(layer: Callable[[Tensor, Tensor], Tensor]) -> Pass:
+    def step(at: Tensors) -> tuple[Tensor, ...]:
+        input, weight = (tensor.detach().requires_grad_() for tensor in (at.input, at.weight))
+        output = layer(input, weight)
+        return output, *torch.autograd.grad(output, (input, weight), at.grad_output)
+
+    return step
+
+
+def _torch_layer(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+    symmetric, before = _split_padding(workload)
+
+    def layer(input: Tensor, weight: Tensor) -> Tensor:
+        if before is not None:
+            input = pad(input, before)
+        return torch_conv2d(
+            input, weight, None, workload.stride, symmetric, workload.dilation, workload.groups
+        )
+
+    return layer
+
+
+def _torch_gradient(workload: Workload, direction: str) -> Pass:
+    symmetric, before = _split_padding(workload)
+    wanted = (direction == "input_grad", direction == "weight_grad", False)
+    padded: dict[int, Tensor] = {}  # what autograd would have kept of the forward pass
+
+    def gradient(at: Tensors) -> Tensor:
+        input = at.input
+        if before is not None:
+            input = padded.get(id(at), input)
+            if input is at.input:
+                input = padded[id(at)] = pad(input, before)
+        grads = torch.ops.aten.convolution_backward(
+            at.grad_output, input, at.weight, None, workload.stride, symmetric,
+            workload.dilation, False, (0, 0), workload.groups, wanted,
+        )  # fmt: skip
+        grad = grads[wanted.index(True)]
+        if before is not None and wanted[0]:
+            grad = pad(grad, [-amount for amount in before])
+        return grad
+
+    return gradient
+
+
+def _split_padding(workload: Workload) -> tuple[tuple[int, int], list[int] | None]:
+    """PyTorch's padding argument, and what ``pad`` has to do first: its sides cannot differ."""
+    top, bottom, left, right = workload.sides
+    if top == bottom and left == right:
+        return (top, left), None
+    return (0, 0), [left, right, top, bottom]
