@@ -9,6 +9,7 @@ GPU_PYTHON ?= python3
 .PHONY: demo test lint types test-cpu test-gpu sanitize clean
 
 demo: .venv/ready
+	$(BIN)/fastconv verify
 	$(BIN)/fastconv bench
 
 test: lint types test-cpu

@@ -20,6 +20,7 @@ from fastconv.bench.results import Results, Row
 from fastconv.bench.timing import Effort
 from fastconv.bench.verify import Check
 from fastconv.bench.workloads import parse_shape, suite, unique
+from fastconv.kernels.family import Gpu, Kernel
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
 CPU_DIVISOR = 4
@@ -142,8 +143,8 @@ def _measure(
 
 
 def _build(
-    arguments: Namespace, selected: Sequence[Case], gpu: configurations.Gpu, found: Results
-) -> dict[Any, float]:
+    arguments: Namespace, selected: Sequence[Case], gpu: Gpu, found: Results
+) -> dict[Kernel, float]:
     """Compiles what all cases need before the first is timed, and says how long it took."""
     start = time.perf_counter()
     compiled = configurations.build(selected, gpu)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN_WIDTH = 150  # of tables that do not go to a terminal
+PLAIN_WIDTH = 170  # of tables that do not go to a terminal
 
 Item = TypeVar("Item")
 

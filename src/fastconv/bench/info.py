@@ -11,6 +11,7 @@ from fastconv import _precision, jit
 from fastconv.bench import configurations, environment
 from fastconv.bench.cases import Case
 from fastconv.jit import cache
+from fastconv.kernels.family import Gpu
 
 
 def gather(device: torch.device, cases: Sequence[Case]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return text
 
 
-def _case(case: Case, gpu: configurations.Gpu) -> dict[str, Any]:
+def _case(case: Case, gpu: Gpu) -> dict[str, Any]:
     legal = configurations.legal(case, gpu)
     return {
         "label": case.label,

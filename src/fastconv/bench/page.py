@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from html import escape
 
 from fastconv.bench import plots, report
 from fastconv.bench.results import Results, Row
 
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1440px;
        padding: 0 1rem; color: #222; background: #fff }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .scroll { overflow-x: auto }
@@ -81,27 +81,25 @@ the tooltip of its workload.</p>
 """
 
 
-def _table(rows: Iterable[Row]) -> str:
-    headings = "".join(
-        f'<th{_class(number)} scope="col">{escape(heading)}</th>'
-        for number, heading in enumerate(report.LEFT + report.RIGHT)
-    )
-    body = "\n".join(map(_row, rows))
+def _table(rows: Sequence[Row]) -> str:
+    headings = report.LEFT + report.RIGHT
+    shown = report.filled([report.row_cells(row) for row in rows], len(headings))
+    head = "".join(f'<th{_class(at)} scope="col">{escape(headings[at])}</th>' for at in shown)
+    body = "\n".join(_row(row, shown) for row in rows)
     return (
-        f'<table class="sortable"><thead><tr>{headings}</tr></thead>'
-        f"<tbody>\n{body}\n</tbody></table>"
+        f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
     )
 
 
-def _row(row: Row) -> str:
-    cells = report.row_cells(row)
-    tooltip = f' title="{escape(row.command)}"'
+def _row(row: Row, shown: Sequence[int]) -> str:
+    cells, tooltip = report.row_cells(row), f' title="{escape(row.command)}"'
     if row.error is not None:
-        head = "".join(_cell(n, cell, tooltip) for n, cell in enumerate(cells[:4]))
-        failure = escape(cells[4])
-        return f'<tr class="failed">{head}<td colspan="{len(report.RIGHT)}">{failure}</td></tr>'
-    kind = "faster" if (row.speedup or 0) >= 1 else "slower"
-    return f'<tr class="{kind}">{"".join(_cell(n, c, tooltip) for n, c in enumerate(cells))}</tr>'
+        kind, shown, rest = "failed", shown[: len(report.LEFT)], len(shown) - len(report.LEFT)
+        failure = f'<td colspan="{rest}">{escape(f"failed: {row.error}")}</td>'
+    else:
+        kind, failure = "faster" if (row.speedup or 0) >= 1 else "slower", ""
+    made = "".join(_cell(at, cells[at], tooltip) for at in shown)
+    return f'<tr class="{kind}">{made}{failure}</tr>'
 
 
 def _cell(number: int, text: str, tooltip: str) -> str:

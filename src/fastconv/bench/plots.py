@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = dict(zip((*PASSES, STEP), ("#3b6fb6", "#d9822b", "#3d9970", "#8e5ea2"), strict=True))
+MARKERS = ("o", "s", "^", "D", "v")  # of the modes in a roofline
 BAR_INCHES = 0.17
 
 
@@ -54,17 +55,17 @@ def roofline(results: Results) -> Figure:
     rows = results.measured
     if results.ceilings is not None and rows:
         _draw_roofs(axes, results.ceilings, rows)
-    for direction, colour in COLOURS.items():
-        points = [row for row in rows if row.case.direction == direction]
-        if points:
-            _draw_points(axes, points, direction, colour)
+    modes = list(dict.fromkeys(row.case.mode for row in rows))
+    markers = dict(zip(modes, MARKERS * len(modes), strict=False))
+    for row in rows:
+        _draw_point(axes, row, markers[row.case.mode])
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte that has to be moved")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"roofline: {report.title(results)}", fontsize=9)
     axes.grid(alpha=0.25, which="both", linewidth=0.4)
-    axes.legend(fontsize=8, loc="lower right")
+    _add_legend(axes, {row.case.direction for row in rows}, markers)
     return figure
 
 
@@ -129,15 +130,33 @@ def _draw_roofs(axes: Axes, ceilings: Ceilings, rows: Sequence[Row]) -> None:
                   fontsize=7, rotation=35, ha="left", va="bottom")  # fmt: skip
 
 
-def _draw_points(axes: Axes, rows: Sequence[Row], label: str, colour: str) -> None:
-    for row in rows:
-        if row.limit and row.ours and row.peer:
-            x, rates = row.limit.intensity, [_tflops(row, t.ms) for t in (row.ours, row.peer)]
-            axes.plot([x, x], rates, color=colour, linewidth=0.6, alpha=0.6)
-            axes.plot(x, rates[0], "o", color=colour, markersize=5, label=f"{label}, fastconv")
-            axes.plot(x, rates[1], "o", markerfacecolor="none", markeredgecolor=colour,
-                      markersize=5, label=f"{label}, peer")  # fmt: skip
-            label = f"_{label.lstrip('_')}"  # matplotlib leaves these out of the legend
+def _draw_point(axes: Axes, row: Row, marker: str) -> None:
+    """Ours, filled, and the peer, hollow, with a line between them."""
+    if row.limit and row.ours and row.peer:
+        x, rates = row.limit.intensity, [_tflops(row, t.ms) for t in (row.ours, row.peer)]
+        colour = COLOURS[row.case.direction]
+        axes.plot([x, x], rates, color=colour, linewidth=0.6, alpha=0.6)
+        axes.plot(x, rates[0], marker, color=colour, markersize=5)
+        axes.plot(x, rates[1], marker, mfc="none", mec=colour, markersize=5)
+
+
+def _add_legend(axes: Axes, directions: set[str], markers: dict[str, str]) -> None:
+    """Colours are passes, shapes are modes."""
+    line = extra("matplotlib.lines").Line2D
+    ours_and_peer = [
+        line([], [], marker="o", linestyle="", color="black", label="filled: fastconv"),
+        line([], [], marker="o", linestyle="", mfc="none", mec="black", label="hollow: peer"),
+    ]
+    passes = [
+        line([], [], linewidth=4, color=colour, label=direction)
+        for direction, colour in COLOURS.items()
+        if direction in directions
+    ]
+    modes = [
+        line([], [], marker=marker, linestyle="", color="grey", label=mode)
+        for mode, marker in markers.items()
+    ]
+    axes.legend(handles=[*ours_and_peer, *passes, *modes], fontsize=8, loc="lower right")
 
 
 def _tflops(row: Row, ms: float) -> float:

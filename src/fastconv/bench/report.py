@@ -26,6 +26,7 @@ RIGHT = (
     "compile s", "first call ms",
 )  # fmt: skip
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
+_STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
 _CHECK = ("part", "error", "PyTorch's", "max. error", "PyTorch's", "bound", "check")
 
 
@@ -47,11 +48,11 @@ def ceilings(results: Results) -> str:
 
 
 def row_cells(row: Row) -> Cells:
-    """The cells of a row; a failed one says why in the first of its figures."""
+    """The cells of a row; those of a failed one are empty but for the first of its figures."""
     case = row.case
     head = (case.workload.name, case.direction, case.mode, case.format)
     if row.error is not None or not (row.ours and row.peer and row.limit):
-        return (*head, f"failed: {row.error}", *[""] * (len(RIGHT) - 1))
+        return (*head, "failed", *[""] * (len(RIGHT) - 1))
     ours, peer = row.ours, row.peer
     compiled = "" if row.compile_s is None else f"{row.compile_s:.1f}"
     return (
@@ -67,6 +68,11 @@ def row_cells(row: Row) -> Cells:
         compiled,
         _pair(ours.first_call_ms, peer.first_call_ms),
     )
+
+
+def filled(rows: Sequence[Cells], columns: int) -> list[int]:
+    """The columns that at least one row fills."""
+    return [at for at in range(columns) if not rows or any(cells[at] for cells in rows)]
 
 
 def brief(row: Row) -> str:
@@ -85,14 +91,21 @@ def brief_check(check: Check) -> str:
 
 
 def results_table(results: Results) -> Table:
-    caption = f"{ceilings(results)}\n{NOTE}"
-    return _table(title(results), caption, LEFT, RIGHT, map(row_cells, results.rows))
+    caption = "\n".join((ceilings(results), NOTE, *failures(results)))
+    return _table(title(results), caption, LEFT, RIGHT, list(map(row_cells, results.rows)))
+
+
+def failures(results: Results) -> list[str]:
+    """A line for each row that failed."""
+    return [f"{row.case.label} failed: {row.error}" for row in results.rows if row.error]
 
 
 def results_markdown(results: Results) -> str:
     """A table for the documentation, with its legend."""
     rows = [row_cells(row) for row in results.rows]
-    return f"{title(results)}; {ceilings(results)}; {NOTE}.\n\n{_markdown(LEFT, RIGHT, rows)}"
+    failed = "".join(f"\n{line}\n" for line in failures(results))
+    legend = f"{title(results)}; {ceilings(results)}; {NOTE}."
+    return f"{legend}\n\n{_markdown(LEFT, RIGHT, rows)}{failed}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
@@ -104,7 +117,7 @@ def changes_table(changes: Sequence[Change]) -> Table:
             f"±{change.noise:.1%}", f"{change.peer_ratio - 1:+.1%}", change.verdict,
         )  # fmt: skip
 
-    return _table("what changed", "", LEFT, _CHANGE, map(cells, changes))
+    return _table("what changed", "", LEFT, _CHANGE, list(map(cells, changes)))
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
@@ -113,11 +126,11 @@ def checks_table(checks: Sequence[Check]) -> Table:
         head = (case.workload.name, case.direction, case.mode, case.format, check.part)
         bound = f"{check.bound:.0e}"
         if check.ours is None or check.peer is None:
-            return (*head, *["-"] * 4, bound, f"failed: {check.failure}")
+            return (*head, *["-"] * 4, bound, "failed")
         return (*head, *_errors(check.ours, check.peer), bound, "ok" if check.passed else "FAIL")
 
     caption = "error: ‖result - float64‖ / ‖float64‖; max. error: of an element, over the largest"
-    return _table("errors against float64", caption, LEFT, _CHECK, map(cells, checks))
+    return _table("errors against float64", caption, LEFT, _CHECK, list(map(cells, checks)))
 
 
 def _errors(ours: Error, peer: Error) -> Cells:
@@ -125,30 +138,35 @@ def _errors(ours: Error, peer: Error) -> Cells:
     return tuple(f"{figure:.1e}" for figure in figures)
 
 
-def _table(title: str, caption: str, left: Cells, right: Cells, rows: map[Cells]) -> Table:
-    table: Table = extra("rich.table").Table(title=title, caption=caption)
-    for heading in left:
-        table.add_column(heading, overflow="fold")
-    for heading in right:
-        table.add_column(heading, justify="right", overflow="fold")
+def _table(title: str, caption: str, left: Cells, right: Cells, rows: Sequence[Cells]) -> Table:
+    """A table without the columns that no row fills."""
+    table: Table = extra("rich.table").Table(
+        title=_escaped(title), caption=_escaped(caption), caption_justify="left"
+    )
+    shown = filled(rows, len(left + right))
+    for at in shown:
+        if at < len(left):
+            table.add_column(left[at], overflow="fold", no_wrap=at > 0)
+        else:
+            table.add_column(right[at - len(left)], justify="right", overflow="fold")
     for cells in rows:
-        colour = {"FAIL": "red", "slower": "red", "faster": "green"}.get(cells[-1])
-        failed = any(cell.startswith("failed") for cell in cells)
-        table.add_row(*map(_escaped, cells), style="red" if failed else colour)
+        verdict = next((cell for cell in cells if cell in _STYLES), "")
+        table.add_row(*(_escaped(cells[at]) for at in shown), style=_STYLES.get(verdict))
     return table
 
 
 def _markdown(left: Cells, right: Cells, rows: Sequence[Cells]) -> str:
-    lines = [
-        f"| {' | '.join(left + right)} |",
-        f"|{' --- |' * len(left)}{' ---: |' * len(right)}",
-        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows),
-    ]
+    shown = filled(rows, len(left + right))
+    rules = ["---"] * len(left) + ["---:"] * len(right)
+    lines = (
+        "| " + " | ".join(cells[at].replace("|", r"\|") for at in shown) + " |"
+        for cells in (left + right, rules, *rows)
+    )
     return "\n".join(lines) + "\n"
 
 
 def _escaped(cell: str) -> str:
-    return extra("rich.markup").escape(cell)  # type: ignore[no-any-return]
+    return extra("rich.markup").escape(cell)
 
 
 def _time(timing: Timing) -> str:

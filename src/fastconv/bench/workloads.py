@@ -218,8 +218,9 @@ def from_dict(entry: dict[str, Any]) -> Workload:
     known = {field.name for field in fields(Workload)}
     if unknown := entry.keys() - known:
         raise ValueError(f"unknown keys {sorted(unknown)}; a workload has {sorted(known)}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-    return _checked(Workload(**{"name": "", "about": "", **values}))
+    values: dict[str, Any] = {"name": "", "about": ""}
+    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    return _checked(Workload(**values))
 
 
 def to_dict(workload: Workload) -> dict[str, Any]:
