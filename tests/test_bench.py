@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastconv import cli
+from fastconv import cli, jit
 from fastconv.bench import configurations, contestants, limits, measure, results, timing, verify
 from fastconv.bench.cases import PASSES, STEP, Case, Tensors
 from fastconv.bench.limits import Ceilings
@@ -252,7 +252,7 @@ def test_interruption_keeps_what_was_measured(
     assert cli.main(["bench", *FAST, "--shape", SHAPE, "--output", str(path)]) == 130
     assert [row.case.direction for row in results.read(path).rows] == ["forward", "input_grad"]
     captured = capsys.readouterr()
-    assert "keeping what was measured" in captured.err
+    assert "keeping what was done" in captured.err
     assert "input_grad" in captured.out
 
 
@@ -283,6 +283,23 @@ def test_configurations_know_the_memory_format() -> None:
         (found,) = configurations.legal(case(format=format), configurations.H200)
         constants = dict(found.plan.launches[-1].kernel.constants)
         assert constants["in_channels_last"] is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_are_compiled_before_the_first_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, but for the compiler, which only counts, and for the device, which is a CPU."""
+    built: list[Any] = []
+    monkeypatch.setattr(configurations, "device_gpu", lambda device: configurations.H200)
+    monkeypatch.setattr(jit, "build", lambda kernel, arch: built.append((kernel, arch)))
+    arguments = ["bench", *FAST, "--shape", CAUSAL, "--precision", "ieee", "tf32", "--json"]
+    assert cli.main(arguments) == 0
+    assert all(arch == "sm_90a" for _, arch in built)
+    assert len(set(built)) == len(built) == 4  # the same for both precisions
+    captured = capsys.readouterr()
+    assert "compiling 4 kernels" in captured.err
+    assert all(row["compile_s"] > 0 for row in json.loads(captured.out)["rows"])
 
 
 # --- fastconv bench --compare ---------------------------------------------------------------------

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from fastconv.bench import info as information
 from fastconv.bench.cases import Case, cases
 from fastconv.bench.console import console, extra, work_through
 from fastconv.bench.measure import Bench
-from fastconv.bench.results import Results, Row
+from fastconv.bench.results import Results
 from fastconv.bench.timing import Effort
 from fastconv.bench.verify import Check
 from fastconv.bench.workloads import parse_shape, suite, unique
@@ -118,26 +121,22 @@ def _measure(
     arguments: Namespace, selected: Sequence[Case], device: torch.device, found: Results
 ) -> bool:
     """Fills in the results row by row; whether it got to the end."""
+    deadline = time.perf_counter() + (arguments.time_limit or math.inf)
     gpu = configurations.device_gpu(device)
+    compiled = {} if gpu is None else _build(arguments, selected, gpu, found)
+    _say(arguments, "measuring the machine's ceilings")
+    found.ceilings = limits.measure(selected, device)
     effort = Effort(arguments.repeats, arguments.row_seconds)
-    try:
-        _say(arguments, "measuring the machine's ceilings")
-        found.ceilings = limits.measure(selected, device)
-        compiled = {} if gpu is None else _build(arguments, selected, gpu, found)
-    except KeyboardInterrupt:
-        return False
     measuring = Bench(device, arguments.peer, effort, found.ceilings, gpu, compiled)
-    deadline = time.perf_counter() + arguments.time_limit if arguments.time_limit else None
 
     def work(case: Case) -> str:
-        if deadline is not None and time.perf_counter() > deadline:
-            row = Row(case, case.command(), error="not measured: the time limit was reached")
+        if time.perf_counter() > deadline:
+            found.rows.append(measuring.failed(case, "not measured: the time limit was reached"))
         else:
-            row = measuring.row(case)
-        found.rows.append(row)
+            found.rows.append(measuring.row(case))
         if arguments.output:
             found.write(arguments.output)
-        return report.brief(row)
+        return report.brief(found.rows[-1])
 
     return work_through(selected, lambda case: case.label, work, arguments.quiet)
 
@@ -145,12 +144,27 @@ def _measure(
 def _build(
     arguments: Namespace, selected: Sequence[Case], gpu: Gpu, found: Results
 ) -> dict[Kernel, float]:
-    """Compiles what all cases need before the first is timed, and says how long it took."""
-    start = time.perf_counter()
-    compiled = configurations.build(selected, gpu)
+    """Compiles what all cases need, side by side; seconds that each kernel took."""
+    start, seconds = time.perf_counter(), dict[Kernel, float]()
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        building = {
+            kernel: threads.submit(configurations.build_s, kernel, gpu)
+            for kernel in configurations.kernels(selected, gpu)
+        }
+        _say(arguments, f"compiling {len(building)} kernels")
+
+        def label(kernel: Kernel) -> str:
+            return f"compiling {kernel.entry}"
+
+        def work(kernel: Kernel) -> None:
+            seconds[kernel] = building[kernel].result()
+
+        if not work_through(list(building), label, work, arguments.quiet):
+            threads.shutdown(cancel_futures=True)
+            raise KeyboardInterrupt
     found.build_s = time.perf_counter() - start
-    _say(arguments, f"compiled or loaded {len(compiled)} kernels in {found.build_s:.1f} s")
-    return compiled
+    _say(arguments, f"compiled in {found.build_s:.1f} s")
+    return seconds
 
 
 def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.device) -> int:

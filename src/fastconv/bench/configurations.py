@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from os import cpu_count
 from typing import Any
 
 import torch
@@ -79,36 +77,30 @@ def device_gpu(device: torch.device) -> Gpu | None:
     return cuda.gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def build(cases: Iterable[Case], gpu: Gpu) -> dict[Kernel, float]:
-    """Compiles all kernels of the cases side by side; seconds that each took.
+def kernels(cases: Iterable[Case], gpu: Gpu) -> list[Kernel]:
+    """All kernels that the cases need, each once; a case without a plan is left to its row."""
+    needed: dict[Kernel, None] = {}
+    for case in cases:
+        with suppress(Exception):
+            plans = [configuration.plan for configuration in legal(case, gpu)]
+            needed |= {launch.kernel: None for plan in plans for launch in plan.launches}
+    return list(needed)
 
-    Kernels on disk already take next to none. One that does not compile is left for its row to
-    report.
+
+def build_s(kernel: Kernel, gpu: Gpu) -> float:
+    """Compiles a kernel unless it is on disk; seconds that took.
+
+    One that does not compile is left for its row to report.
     """
-    kernels = {kernel for case in cases for kernel in _kernels(case, gpu)}
-    with ThreadPoolExecutor(min(cpu_count() or 1, 32)) as threads:
-        taken = threads.map(lambda kernel: _build_s(kernel, gpu.architecture), kernels)
-        try:
-            return dict(zip(kernels, taken, strict=True))
-        except KeyboardInterrupt:
-            threads.shutdown(cancel_futures=True)
-            raise
+    start = time.perf_counter()
+    with suppress(jit.CompilationError, jit.GpuUnavailable):
+        jit.build(kernel, gpu.architecture)
+    return time.perf_counter() - start
 
 
 def compile_seconds(case: Case, gpu: Gpu, seconds: dict[Kernel, float]) -> float:
     """What compiling the case's kernels took, one after the other."""
-    return sum(seconds.get(kernel, 0.0) for kernel in _kernels(case, gpu))
-
-
-def _kernels(case: Case, gpu: Gpu) -> set[Kernel]:
-    return {launch.kernel for found in legal(case, gpu) for launch in found.plan.launches}
-
-
-def _build_s(kernel: Kernel, architecture: str) -> float:
-    start = time.perf_counter()
-    with suppress(jit.CompilationError, jit.GpuUnavailable):
-        jit.build(kernel, architecture)
-    return time.perf_counter() - start
+    return sum(seconds.get(kernel, 0.0) for kernel in kernels([case], gpu))
 
 
 def _direct(case: Case, direction: str, gpu: Gpu) -> Configuration:

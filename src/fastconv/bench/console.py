@@ -42,12 +42,13 @@ def console(stderr: bool = False) -> Console:
 def work_through(
     items: Sequence[Item],
     label: Callable[[Item], str],
-    work: Callable[[Item], str],
+    work: Callable[[Item], str | None],
     quiet: bool,
 ) -> bool:
     """Does the work for each item, showing on stderr what runs, what it gave and the time left.
 
-    Returns whether it got to the end: False after Ctrl-C, which stops the work and nothing else.
+    Work that gives nothing to tell is shown on a terminal only. Returns whether it got to the end:
+    False after Ctrl-C, which stops the work and nothing else.
     """
     start = time.perf_counter()
     with _display(len(items), quiet) as show:
@@ -58,7 +59,7 @@ def work_through(
             try:
                 outcome = work(item)
             except KeyboardInterrupt:
-                print("interrupted: keeping what was measured", file=sys.stderr)
+                print("interrupted: keeping what was done", file=sys.stderr)
                 return False
             show(done + 1, f"[{done + 1}/{len(items)}{left}] {label(item)}", outcome)
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch.nn.functional import conv2d as torch_conv2d
 from torch.nn.functional import pad
 
 from fastconv import ops
-from fastconv.bench.cases import FORMATS, STEP, Case, Tensors
+from fastconv.bench.cases import FORMATS, GRADIENTS, STEP, Case, Tensors
 from fastconv.bench.workloads import Workload
 
 Pass = Callable[[Tensors], Any]
 """Computes a pass; returns its results."""
+
+Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 
 
 def ours(case: Case) -> Pass:
@@ -44,14 +47,15 @@ def ours(case: Case) -> Pass:
     return passes[case.direction]
 
 
-def pytorch(case: Case) -> Pass:
-    """The case's pass through PyTorch's own operators, in the tensors' memory format."""
-    layer = _torch_layer(case.workload)
-    if case.direction == "forward":
-        return lambda at: layer(at.input, at.weight)
-    if case.direction == STEP:
-        return _step(layer)
-    return _torch_gradient(case.workload, case.direction)
+def pytorch(case: Case, wrap: Wrap = lambda function: function) -> Pass:
+    """The case's pass through PyTorch's own operators, in the tensors' memory format.
+
+    ``wrap`` is applied to what computes, a function of tensors alone.
+    """
+    if case.direction in GRADIENTS:
+        return _torch_gradient(case.workload, case.direction, wrap)
+    layer = wrap(_torch_layer(case.workload))
+    return _step(layer) if case.direction == STEP else lambda at: layer(at.input, at.weight)
 
 
 def other_format(case: Case) -> Pass:
@@ -74,10 +78,8 @@ def compiled(case: Case) -> Pass:
     Without CUDA graphs, which would copy each set of rotated inputs to a fixed place first.
     """
     torch._dynamo.reset()
-    options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
-    if case.direction == STEP:
-        return _step(torch.compile(_torch_layer(case.workload), **options))
-    return torch.compile(pytorch(case), **options)
+    compile = partial(torch.compile, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return pytorch(case, compile)
 
 
 PEERS: dict[str, dict[str, Callable[[Case], Pass]]] = {
@@ -89,14 +91,14 @@ PEERS: dict[str, dict[str, Callable[[Case], Pass]]] = {
 
 
 @contextmanager
-def settings(precision: str | None) -> Iterator[None]:
+def settings(precision: str | None, benchmark: bool = True) -> Iterator[None]:
     """PyTorch at its best: cuDNN tries its algorithms out; TF32 only where that is the mode."""
     tf32 = precision == "tf32"
     matmul = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
         with torch.backends.cudnn.flags(
-            enabled=True, benchmark=True, deterministic=False, allow_tf32=tf32
+            enabled=True, benchmark=benchmark, deterministic=False, allow_tf32=tf32
         ):
             yield
     finally:
@@ -125,27 +127,31 @@ def _torch_layer(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
     return layer
 
 
-def _torch_gradient(workload: Workload, direction: str) -> Pass:
+def _torch_gradient(workload: Workload, direction: str, wrap: Wrap) -> Pass:
     symmetric, before = _split_padding(workload)
     wanted = (direction == "input_grad", direction == "weight_grad", False)
-    padded: dict[int, Tensor] = {}  # what autograd would have kept of the forward pass
 
-    def gradient(at: Tensors) -> Tensor:
-        input = at.input
-        if before is not None:
-            input = padded.get(id(at), input)
-            if input is at.input:
-                input = padded[id(at)] = pad(input, before)
+    def compute(grad_output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
         grads = torch.ops.aten.convolution_backward(
-            at.grad_output, input, at.weight, None, workload.stride, symmetric,
+            grad_output, input, weight, None, workload.stride, symmetric,
             workload.dilation, False, (0, 0), workload.groups, wanted,
         )  # fmt: skip
-        grad = grads[wanted.index(True)]
+        grad: Tensor = grads[wanted.index(True)]
         if before is not None and wanted[0]:
             grad = pad(grad, [-amount for amount in before])
         return grad
 
-    return gradient
+    gradient = wrap(compute)
+    if before is None:
+        return lambda at: gradient(at.grad_output, at.input, at.weight)
+    padded: dict[int, Tensor] = {}  # what autograd would have kept of the forward pass
+
+    def run(at: Tensors) -> Tensor:
+        if id(at) not in padded:
+            padded[id(at)] = pad(at.input, before)
+        return gradient(at.grad_output, padded[id(at)], at.weight)
+
+    return run
 
 
 def _split_padding(workload: Workload) -> tuple[tuple[int, int], list[int] | None]:

@@ -30,16 +30,18 @@ class Bench:
 
     def row(self, case: Case) -> Row:
         """The case measured, or why it could not be."""
-        command = case.command("--peer", self.peer, "--device", self.device.type)
         try:
-            return self._measured(case, command)
+            return self._measured(case)
         except Exception as error:  # whatever it is, the other rows are worth having
-            return Row(case, command, error=reason(error))
+            return self.failed(case, reason(error))
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _measured(self, case: Case, command: str) -> Row:
+    def failed(self, case: Case, why: str) -> Row:
+        return Row(case, self._command(case), error=why)
+
+    def _measured(self, case: Case) -> Row:
         passes = {"fastconv": contestants.ours(case)}
         passes |= {name: make(case) for name, make in PEERS[self.peer].items()}
         with contestants.settings(case.precision):
@@ -49,13 +51,16 @@ class Bench:
         peer_name = min(by_name, key=lambda name: by_name[name].ms)
         return Row(
             case,
-            command,
+            self._command(case),
             ours,
             by_name[peer_name],
             peer_name,
             limits.limit(case, self.ceilings),
             self._compile_s(case),
         )
+
+    def _command(self, case: Case) -> str:
+        return case.command("--peer", self.peer, "--device", self.device.type)
 
     def _sets(self, case: Case) -> list[Tensors]:
         first = case.tensors(self.device)
@@ -77,7 +82,7 @@ def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) ->
             timing.spread(taken),
             len(taken),
             first,
-            timing.host_us(compute, sets),
+            timing.host_us(compute, sets, statistics.median(taken)),
             timing.extra_mib(compute, sets[0]),
         )
         for compute, taken, first in zip(passes, samples, first_calls, strict=True)

@@ -26,9 +26,10 @@ MEMORY_SHARE = 0.25  # of the free memory, at most, for all sets
 STEADY = 0.02  # a spread above this calls for more samples
 MOST_ROUNDS = 4  # of ``repeats`` samples each
 WARM_UP_MS = 5.0
-HOST_CALLS = 20
+HOST_MS = 5.0  # of device time, for the calls whose queueing is timed
 CPU_CACHE_BYTES = 32 << 20
 BUSY_CYCLES_PER_US = 2000  # at about 2 GHz
+MOST_BUSY_US = 20_000.0
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,21 @@ def spread(samples: Sequence[float]) -> float:
     return (third - first) / 2 / median
 
 
-def host_us(compute: Pass, sets: Sequence[Tensors]) -> float | None:
-    """Microseconds that the host takes to queue a call; None where it computes itself."""
+def host_us(compute: Pass, sets: Sequence[Tensors], ms: float) -> float | None:
+    """Microseconds that the host takes to queue a call; None where it computes itself.
+
+    ``ms`` is what a call takes on the device, which long calls should not have to do often.
+    """
     device = sets[0].input.device
     if device.type != "cuda":
         return None
-    best = float("inf")
+    calls, best = min(max(round(HOST_MS / ms), 2), MOST_CALLS), float("inf")
     for _ in range(3):
         synchronize(device)
         start = time.perf_counter()
-        for call in range(HOST_CALLS):
+        for call in range(calls):
             compute(sets[call % len(sets)])
-        best = min(best, (time.perf_counter() - start) / HOST_CALLS * 1e6)
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
     synchronize(device)
     return best
 
@@ -155,7 +159,7 @@ class _Stopwatch:
         if self._device.type == "cuda":
             once = _wall_us(self._run)
             synchronize(self._device)
-            self._busy_us = 1.5 * once + 20
+            self._busy_us = min(1.5 * once + 20, MOST_BUSY_US)
 
     def _run(self) -> None:
         for _ in range(self._calls):
