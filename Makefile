@@ -10,7 +10,7 @@ GPU_PYTHON ?= python3
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
-	$(BIN)/fastconv bench
+	$(BIN)/fastconv bench --row-seconds 3
 
 test: lint types test-cpu
 

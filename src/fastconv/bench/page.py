@@ -29,10 +29,10 @@ svg { max-width: 100%; height: auto }
 _SCRIPT = """
 document.querySelectorAll("table.sortable").forEach(table => {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
-  const key = (row, at) => row.cells[at] ? row.cells[at].dataset.value : "";
+  const key = (row, at) => row.cells[at]?.dataset.value ?? "";
   const order = (a, b) => {
     const x = parseFloat(a), y = parseFloat(b);
-    return isNaN(x) || isNaN(y) ? a.localeCompare(b) : x - y;
+    return isNaN(x) || isNaN(y) ? a.localeCompare(b) : x - y;  // failed rows, "", come first
   };
   const sort = (head, at) => {
     const up = head.getAttribute("aria-sort") !== "ascending";
