@@ -24,6 +24,7 @@ MOST_SETS = 64
 CACHES = 3  # the sets together are as large as this many last-level caches
 MEMORY_SHARE = 0.25  # of the free memory, at most, for all sets
 STEADY = 0.02  # a spread above this calls for more samples
+LEAST_SAMPLES = 3  # however long they take
 MOST_ROUNDS = 4  # of ``repeats`` samples each
 WARM_UP_MS = 5.0
 HOST_MS = 5.0  # of device time, for the calls whose queueing is timed
@@ -37,7 +38,7 @@ class Effort:
     """How long to measure a row."""
 
     repeats: int = 7  # samples of each contestant in a round
-    seconds: float = 10.0  # no further round begins after this long
+    seconds: float = 10.0  # no further sample is taken after this long
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ def take_turns(
     """Milliseconds of a call, sample by sample, of each contestant."""
     stopwatches = [_Stopwatch(compute, sets) for compute in contestants]
     samples: list[list[float]] = [[] for _ in contestants]
-    start = time.perf_counter()
-    for _ in range(MOST_ROUNDS):
-        for _ in range(effort.repeats):
-            for taken, stopwatch in zip(samples, stopwatches, strict=True):
-                taken.append(stopwatch.sample())
-        steady = all(spread(taken) <= STEADY for taken in samples)
-        if steady or time.perf_counter() - start > effort.seconds:
+    end = time.perf_counter() + effort.seconds
+    for taken in range(1, MOST_ROUNDS * effort.repeats + 1):
+        for of_one, stopwatch in zip(samples, stopwatches, strict=True):
+            of_one.append(stopwatch.sample())
+        late = taken >= LEAST_SAMPLES and time.perf_counter() > end
+        round_ends = taken % effort.repeats == 0
+        if late or (round_ends and all(spread(of_one) <= STEADY for of_one in samples)):
             break
     return samples
 
