@@ -9,7 +9,8 @@ GPU_PYTHON ?= python3
 .PHONY: demo test lint types test-cpu test-gpu sanitize clean
 
 demo: .venv/ready
-	$(BIN)/fastconv bench
+	$(BIN)/fastconv verify
+	$(BIN)/fastconv bench --row-seconds 3
 
 test: lint types test-cpu
 

@@ -1,62 +1,54 @@
-"""The ``fastconv bench`` command."""
+"""The ``fastconv`` command: bench, verify, info."""
 
 from __future__ import annotations
 
 import json
-import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from fastconv import cli
-from fastconv.bench import measure
-from fastconv.bench.workloads import FOUNDING
-
-SMALL = ["bench", "--device", "cpu", "--divisor", "16", "--repeats", "2"]
-
-
-def test_checks_and_times_every_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, table = tmp_path / "results.json", tmp_path / "table.md"
-    assert cli.main([*SMALL, "--json", str(results), "--markdown", str(table)]) == 0
-    written = json.loads(results.read_text(encoding="utf-8"))
-    found = [(row["workload"]["name"], row["direction"]) for row in written["rows"]]
-    assert found == [(w.name, direction) for w in FOUNDING for direction in measure.PASSES]
-    assert {"commit", "torch", "machine"} <= written["environment"].keys()
-    for row in written["rows"]:
-        assert 0 < row["ours_error"] <= row["bound"]
-        assert row["speedup"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
-    assert len(re.findall(r"\| ok \|", table.read_text(encoding="utf-8"))) == 9
-    shown = capsys.readouterr().out
-    assert "speed-up" in shown
-    assert all(shown.count(workload.name) == 3 for workload in FOUNDING)
-
-
-def test_wrong_results_fail(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(measure.ERROR_BOUND, "ieee", 1e-12)
-    assert cli.main(SMALL) == 1
-    assert "is above the bound 1e-12" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--suite", "none"], "none"),
-        (["--repeats", "0"], "at least 1, but got 0"),
-        (["--divisor", "two"], "two"),
-        (["--device", "abacus"], "abacus"),
-    ],
+from fastconv import cli, jit
+from fastconv.bench import configurations, contestants, limits, measure, results, timing, verify
+from fastconv.bench.cases import PASSES, STEP, Case, Tensors
+from fastconv.bench.limits import Ceilings
+from fastconv.bench.results import Results, Row
+from fastconv.bench.timing import Effort, Timing
+from fastconv.bench.workloads import (
+    FOUNDING,
+    ODD,
+    REAL,
+    SUITES,
+    Workload,
+    WorkloadError,
+    from_dict,
+    parse_shape,
+    suite,
+    to_dict,
 )
-def test_bad_arguments_are_named(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = cli.main(["bench", *arguments])
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    assert named in capsys.readouterr().err
+
+SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
+CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"
+FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings of tiny products and copies: what they are does not matter here."""
+    monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
+    monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
+
+
+def case(direction: str = "forward", shape: str = SHAPE, format: str = "nchw") -> Case:
+    return Case(parse_shape(shape), direction, "float32", "ieee", format)
+
+
+# --- Workloads ------------------------------------------------------------------------------------
 
 
 def test_founding_workloads_have_the_sizes_they_are_known_by() -> None:
@@ -66,3 +58,371 @@ def test_founding_workloads_have_the_sizes_they_are_known_by() -> None:
         "asym5x9": (8, 64, 508, 504),
         "square3x3": (16, 128, 1022, 1022),
     }
+
+
+def test_suites_are_many_and_valid() -> None:
+    everything = [workload for name in SUITES for workload in suite(name)]
+    assert len(REAL) + len(ODD) >= 7 + 20
+    assert len({workload.name for workload in everything}) == len(everything)
+    for workload in everything:
+        assert parse_shape(workload.shape).problem == workload.problem
+        assert from_dict(json.loads(json.dumps(to_dict(workload)))) == workload
+        assert workload.scaled(64).problem.flops > 0
+
+
+def test_shapes_are_read_as_written() -> None:
+    workload = parse_shape(SHAPE)
+    assert workload == Workload(
+        workload.name, "", (2, 4, 9, 11), (6, 2, 3, 5), (2, 2), (1, 2), (1, 2), 2
+    )
+    assert parse_shape(CAUSAL).sides == (1, 0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        ("8x32", "not enough values"),
+        ("1x1x8x8 1x1x3xq", "'q'"),
+        ("1x1x8x8 1x1x3x3 pad=1", "'pad'"),
+        ("1x1x8x8 1x1x3x3 padding=1,2,3", "padding"),
+        ("1x1x2x2 1x1x3x3", "Kernel size can't be greater"),
+        ("1x3x8x8 1x1x3x3", "channels"),
+    ],
+)
+def test_malformed_shapes_are_explained(shape: str, named: str) -> None:
+    with pytest.raises(WorkloadError, match="malformed shape") as raised:
+        parse_shape(shape)
+    assert named in str(raised.value)
+    assert "NxCxHxW" in str(raised.value)
+
+
+def test_suite_files(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps([{"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3]}]))
+    (workload,) = suite(str(path))
+    assert workload.name == "1x1x8x8 1x1x3x3"
+    path.write_text('[{"input": [1, 1, 8, 8], "wait": []}]')
+    with pytest.raises(WorkloadError, match="unknown keys"):
+        suite(str(path))
+
+
+# --- Timing ---------------------------------------------------------------------------------------
+
+
+def test_contestants_take_turns_on_rotating_inputs() -> None:
+    seen: list[tuple[str, int]] = []
+    sets = [case().tensors(torch.device("cpu"), seed) for seed in range(3)]
+    places = {id(at): number for number, at in enumerate(sets)}
+
+    def contestant(name: str) -> contestants.Pass:
+        return lambda at: seen.append((name, places[id(at)]))
+
+    samples = timing.take_turns([contestant("a"), contestant("b")], sets, Effort(7, 0.0))
+    assert [len(taken) for taken in samples] == [timing.LEAST_SAMPLES] * 2
+    assert {place for _, place in seen} == {0, 1, 2}
+    last = [name for name, _ in seen[-2 * timing.MOST_CALLS :]]
+    assert set(last) == {"a", "b"}
+
+
+def test_samples_are_repeated_while_they_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = case().tensors(torch.device("cpu"))
+    for spread, rounds in ((1.0, timing.MOST_ROUNDS), (0.0, 1)):
+        monkeypatch.setattr(timing, "spread", lambda taken, spread=spread: spread)
+        (taken,) = timing.take_turns([lambda _: None], [at], Effort(3, 60.0))
+        assert len(taken) == 3 * rounds
+
+
+def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = case().tensors(torch.device("cpu"))
+    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 10 * at.bytes)
+    assert timing.set_count(at, torch.device("cpu")) == timing.CACHES * 10 + 1
+
+
+# --- Contestants ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [SHAPE, CAUSAL])
+@pytest.mark.parametrize("direction", [*PASSES, STEP])
+@pytest.mark.parametrize("peer", ["pytorch", "best"])
+def test_contestants_compute_the_same(shape: str, direction: str, peer: str) -> None:
+    one = case(direction, shape)
+    at = one.tensors(torch.device("cpu"))
+    expected = contestants.ours(one)(at)
+    for make in contestants.PEERS[peer].values():
+        torch.testing.assert_close(make(one)(at), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_other_format_is_converted_once() -> None:
+    one, seen = case(format="nhwc"), []
+    at = one.tensors(torch.device("cpu"))
+    assert at.input.is_contiguous(memory_format=torch.channels_last)
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    compute = contestants.other_format(one)
+    compute(at)
+    with Spy():
+        compute(at)
+    assert seen == ["convolution"]
+
+
+# --- Limits ---------------------------------------------------------------------------------------
+
+
+def test_the_binding_limit() -> None:
+    ceilings = Ceilings({"float32 ieee": 50.0}, copy_tb_s=4.0)
+    founding = Case(FOUNDING[0], "forward", "float32", "ieee", "nchw")
+    found = limits.limit(founding, ceilings)
+    assert (found.name, found.flops) == ("compute", FOUNDING[0].problem.flops)
+    assert found.ms == pytest.approx(371.5 / 50, rel=1e-3)
+    (strip,) = (workload for workload in REAL if workload.name == "strip1x21dw")
+    found = limits.limit(Case(strip, "forward", "float32", "ieee", "nchw"), ceilings)
+    assert found.name == "memory"
+    assert found.bytes == 4 * (2 * 8 * 256 * 128 * 128 + 256 * 21)
+
+
+# --- fastconv bench -------------------------------------------------------------------------------
+
+
+def test_measures_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    arguments = ["bench", *FAST, "--shape", SHAPE, "--shape", CAUSAL, "--pass", *PASSES, STEP]
+    arguments += ["--dtype", "float32", "bfloat16", "--precision", "ieee", "tf32"]
+    assert cli.main([*arguments, "--format", "nchw", "nhwc", "--output", str(path)]) == 0
+    found = results.read(path)
+    assert len(found.measured) == 2 * 4 * 3 * 2
+    assert {"commit", "torch", "system"} <= found.environment.keys()
+    assert found.ceilings is not None
+    assert found.ceilings.tflops.keys() == {"float32 ieee", "float32 tf32", "bfloat16"}
+    for row in found.rows:
+        assert row.ours
+        assert row.peer
+        assert row.limit
+        assert row.speedup == row.peer.ms / row.ours.ms
+    captured = capsys.readouterr()
+    assert "speed-up" in captured.out
+    assert "[48/48" in captured.err
+
+
+def test_a_row_reproduces_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", *FAST, "--quiet", "--json", "--shape", CAUSAL, "--pass", "input_grad"]
+    assert cli.main([*arguments, "--dtype", "float16", "--format", "nhwc"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    (row,) = json.loads(captured.out)["rows"]
+    _, *command = shlex.split(row["command"])
+    assert cli.main([*command, *FAST, "--json"]) == 0
+    (again,) = json.loads(capsys.readouterr().out)["rows"]
+    keys = ("workload", "direction", "dtype", "precision", "format")
+    assert [again[key] for key in keys] == [row[key] for key in keys]
+
+
+def test_one_failing_row_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = measure.Bench._sets
+
+    def sets(self: measure.Bench, case: Case) -> list[Tensors]:
+        if case.direction == "input_grad":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, case)
+
+    monkeypatch.setattr(measure.Bench, "_sets", sets)
+    assert cli.main(["bench", *FAST, "--shape", SHAPE]) == 1
+    captured = capsys.readouterr()
+    assert "input_grad float32 ieee nchw failed: out of memory" in " ".join(captured.out.split())
+    assert captured.err.count("PyTorch") == 2
+
+
+def test_interruption_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = measure.Bench.row
+
+    def row(self: measure.Bench, case: Case) -> Row:
+        if case.direction == "weight_grad":
+            raise KeyboardInterrupt
+        return original(self, case)
+
+    monkeypatch.setattr(measure.Bench, "row", row)
+    path = tmp_path / "results.json"
+    assert cli.main(["bench", *FAST, "--shape", SHAPE, "--output", str(path)]) == 130
+    assert [row.case.direction for row in results.read(path).rows] == ["forward", "input_grad"]
+    captured = capsys.readouterr()
+    assert "keeping what was done" in captured.err
+    assert "input_grad" in captured.out
+
+
+def test_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", *FAST, "--shape", SHAPE, "--time-limit", "1e-9", "--json"]
+    assert cli.main(arguments) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all("time limit" in row["error"] for row in rows)
+
+
+def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--dry-run", "--suite", "founding", "--pass", "step", "--divisor", "1"]
+    assert cli.main([*arguments, "--device", "cpu", "--commands"]) == 0
+    shown = capsys.readouterr().out
+    assert "no GPU here" in shown
+    for workload in FOUNDING:
+        assert f"{workload.name} step float32 ieee nchw: {workload.shape}" in shown
+    for kernel in ("pack", "correlate", "weight_grad", "reduce"):
+        assert shown.count(f" {kernel}: grid") >= 3
+    assert shown.count("fastconv bench --shape") == 3
+    assert cli.main([*arguments, "--device", "cpu", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [len(row["configurations"]) for row in listed] == [3, 3, 3]
+
+
+def test_configurations_know_the_memory_format() -> None:
+    for format, expected in (("nchw", False), ("nhwc", True)):
+        (found,) = configurations.legal(case(format=format), configurations.H200)
+        constants = dict(found.plan.launches[-1].kernel.constants)
+        assert constants["in_channels_last"] is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_are_compiled_before_the_first_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, but for the compiler, which only counts, and for the device, which is a CPU."""
+    built: list[Any] = []
+    monkeypatch.setattr(configurations, "device_gpu", lambda device: configurations.H200)
+    monkeypatch.setattr(jit, "build", lambda kernel, arch: built.append((kernel, arch)))
+    arguments = ["bench", *FAST, "--shape", CAUSAL, "--precision", "ieee", "tf32", "--json"]
+    assert cli.main(arguments) == 0
+    assert all(arch == "sm_90a" for _, arch in built)
+    assert len(set(built)) == len(built) == 4  # the same for both precisions
+    captured = capsys.readouterr()
+    assert "compiling 4 kernels" in captured.err
+    assert all(row["compile_s"] > 0 for row in json.loads(captured.out)["rows"])
+
+
+# --- fastconv bench --compare ---------------------------------------------------------------------
+
+
+def write_results(path: Path, ms: Sequence[float]) -> str:
+    rows = [
+        Row(case(direction), "", Timing(value, 0.01, 7, 1.0), Timing(2.0, 0.01, 7, 1.0), "PyTorch")
+        for direction, value in zip(PASSES, ms, strict=False)
+    ]
+    Results({"gpu": "abacus"}, None, rows).write(path)
+    return str(path)
+
+
+def test_compare_says_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = write_results(tmp_path / "old.json", [1.0, 1.0, 1.0])
+    new = write_results(tmp_path / "new.json", [1.01, 1.5, 0.5])
+    assert cli.main(["bench", "--compare", old, new, "--json"]) == 0
+    verdicts = [change["verdict"] for change in json.loads(capsys.readouterr().out)]
+    assert verdicts == ["same", "slower", "faster"]
+    assert cli.main(["bench", "--compare", old, new]) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 3 rows changed beyond noise" in shown
+    assert "+50.0%" in shown
+
+
+def test_compare_knows_rows_of_one_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = write_results(tmp_path / "old.json", [1.0])
+    new = write_results(tmp_path / "new.json", [1.0, 1.0])
+    assert cli.main(["bench", "--compare", old, new]) == 0
+    assert "0 rows are in the old results alone, 1 in the new alone" in capsys.readouterr().out
+
+
+# --- fastconv verify ------------------------------------------------------------------------------
+
+CHECKED = ["verify", "--device", "cpu", "--shape", SHAPE, "--shape", CAUSAL]
+
+
+def test_verify_compares_with_float64(capsys: pytest.CaptureFixture[str]) -> None:
+    modes = ["--dtype", "float32", "bfloat16", "float16", "float64", "--format", "nchw", "nhwc"]
+    assert cli.main([*CHECKED, *modes, "--json", "--quiet"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert len(checks) == 2 * 3 * 4 * 2
+    for check in checks:
+        assert 0 <= check["ours"]["relative"] <= check["bound"]
+        assert check["passed"]
+    assert any(check["part"] == "batch of 2" for check in checks)
+
+
+def test_verify_fails_above_the_bound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(verify.BOUNDS, "float32 ieee", 1e-12)
+    assert cli.main(CHECKED) == 1
+    captured = capsys.readouterr()
+    assert "is above the bound 1e-12" in captured.err
+    assert "FAIL" in captured.out
+
+
+def test_verify_sees_a_wrong_last_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = contestants.ours
+
+    def wrong(case: Case) -> contestants.Pass:
+        def compute(at: Tensors) -> Any:
+            result = original(case)(at)
+            result[-1, 0, 0, 0] += 1
+            return result
+
+        return compute
+
+    monkeypatch.setattr(contestants, "ours", wrong)
+    workload = parse_shape("5x1x8x8 1x1x3x3")
+    found = verify.check(
+        Case(workload, "forward", "float32", "ieee", "nchw"), torch.device("cpu")
+    )  # fmt: skip
+    assert found.part == "images 1 and 5 of 5"
+    assert not found.passed
+
+
+# --- fastconv info --------------------------------------------------------------------------------
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--device", "cpu", "--shape", SHAPE]) == 0
+    shown = capsys.readouterr().out
+    for text in ("torch", "nvrtc", "cache", "direct", "correlate: grid", "the only family"):
+        assert text in shown
+    assert cli.main(["info", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cache"]["entries"] >= 0
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["bench", "--suite", "none"], "no suite 'none': it should be one of founding, real, odd"),
+        (["bench", "--shape", "1x2"], "malformed shape '1x2'"),
+        (["bench", "--repeats", "0"], "at least 1, but got 0"),
+        (["bench", "--divisor", "two"], "two"),
+        (["bench", "--device", "abacus"], "abacus"),
+        (["bench", "--device", "meta"], "it should be cpu, cuda"),
+        (["bench", "--dtype", "int8"], "int8"),
+        (["bench", "--compare", "a.json", "b.json"], "cannot read a.json"),
+        (["verify", "--pass", "step"], "step"),
+        (["report", "none.json"], "cannot read none.json"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert "no device 'cuda' here" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The ``fastconv`` command."""
+"""The ``fastconv`` command: measures, verifies and describes this installation."""
 
 from __future__ import annotations
 
@@ -7,37 +7,150 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from fastconv.bench import commands
+from fastconv.bench.cases import DTYPES, FORMATS, PASSES, PRECISIONS, STEP
+from fastconv.bench.console import MissingExtra
+from fastconv.bench.contestants import PEERS
+from fastconv.bench.results import ResultsError
+from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 
-from fastconv.bench import measure
-from fastconv.bench.report import Report
-from fastconv.bench.workloads import SUITES
-
-# On a CPU the founding workloads take minutes at full size: 1/4 of each side is 1/16 of the work.
-CPU_DIVISOR = 4
-PLAIN_WIDTH = 120  # of tables that do not go to a terminal
+_BAD_INPUT = (commands.UsageError, WorkloadError, ResultsError, MissingExtra)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 1 when a check failed, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="fastconv", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    bench = commands.add_parser(
-        "bench", help="check fastconv against PyTorch and compare their speed"
-    )
-    bench.add_argument("--suite", choices=sorted(SUITES), default="founding")
-    bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    bench.add_argument(
-        "--divisor", type=_positive, metavar="N",
-        help=f"divide height and width by N (default: 1 on a GPU, {CPU_DIVISOR} on a CPU)",
-    )  # fmt: skip
-    bench.add_argument("--repeats", type=_positive, default=7, help="timings of each (default: 7)")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
-    bench.add_argument("--markdown", type=Path, metavar="FILE", help="also write a table there")
-    bench.set_defaults(run=_bench)
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
+    """Runs a command and returns its exit status.
+
+    0: all went well; 1: a row failed, or an error is above its bound; 2: bad arguments;
+    130: interrupted, with what was measured kept.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except _BAD_INPUT as error:
+        print(f"fastconv: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return commands.INTERRUPTED
     return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastconv", description=__doc__)
+    subcommands = parser.add_subparsers(required=True, metavar="command")
+    output = _output_options()
+    _add_bench(subcommands.add_parser(
+        "bench", parents=[output], help="compare fastconv's speed with PyTorch's"
+    ))  # fmt: skip
+    _add_report(subcommands.add_parser(
+        "report", parents=[output], help="tables, plots and a page from the results of bench"
+    ))  # fmt: skip
+    _add_verify(subcommands.add_parser(
+        "verify", parents=[output], help="compare fastconv's and PyTorch's errors with float64"
+    ))  # fmt: skip
+    _add_info(subcommands.add_parser(
+        "info", parents=[output], help="describe the machine, and what a shape would run"
+    ))  # fmt: skip
+    return parser
+
+
+def _output_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    options.add_argument("--quiet", action="store_true", help="show no progress")
+    return options
+
+
+def _add_selection(parser: argparse.ArgumentParser, passes: Sequence[str]) -> None:
+    """What to work on; each option may be given several values."""
+    parser.add_argument("--shape", action="append", metavar="SHAPE", help=SHAPE_SYNTAX)
+    parser.add_argument(
+        "--pass", dest="passes", nargs="+", choices=passes, default=list(PASSES), metavar="PASS",
+        help=f"of {', '.join(passes)} (default: {', '.join(PASSES)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=["float32"], metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)} (default: float32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", nargs="+", choices=PRECISIONS, default=["ieee"], metavar="PRECISION",
+        help="arithmetic of float32: ieee (the default), tf32",
+    )  # fmt: skip
+    parser.add_argument(
+        "--format", nargs="+", choices=FORMATS, default=["nchw"], metavar="FORMAT",
+        help="memory format: nchw (the default), nhwc (channels last)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
+    )
+
+
+def _add_suites(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--suite", nargs="+", metavar="SUITE",
+        help=f"of {', '.join(SUITES)}, or JSON files (default: founding, unless --shape is given)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--divisor", type=_positive, metavar="N",
+        help="divide height and width by N (default: 1; for suites on a CPU "
+        f"{commands.CPU_DIVISOR})",
+    )  # fmt: skip
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser, (*PASSES, STEP))
+    _add_suites(parser)
+    parser.add_argument(
+        "--peer", choices=PEERS, default="pytorch",
+        help="PyTorch in the same memory format (the default), the best of both formats, or "
+        "torch.compile with max-autotune",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=_positive, default=7, metavar="N",
+        help="samples of each before looking at their spread (default: 7)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--row-seconds", type=float, default=10.0, metavar="S",
+        help="take no further samples of a row after this long (default: 10)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="begin no row after this many seconds"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the results there, row by row"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="list every row and every legal kernel configuration, and run nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--commands", action="store_true", help="print the command that reproduces each row"
+    )
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"),
+        help="say what changed beyond noise between two results, and run nothing",
+    )  # fmt: skip
+    parser.set_defaults(run=commands.bench)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", type=Path, help="what bench --output wrote")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a table there")
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="write PNG and SVG plots there"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page there")
+    parser.set_defaults(run=commands.report_results)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser, PASSES)
+    _add_suites(parser)
+    parser.set_defaults(run=commands.verify_errors)
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser, PASSES)
+    parser.set_defaults(run=commands.info, suite=None, divisor=None)
 
 
 def _positive(text: str) -> int:
@@ -45,51 +158,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"should be at least 1, but got {value}")
     return value
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        print("fastconv bench needs rich: pip install 'fastconv[bench]'", file=sys.stderr)
-        return 2
-    try:
-        device = torch.device(arguments.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        print(f"fastconv bench: no device {arguments.device!r} here: {reason}", file=sys.stderr)
-        return 2
-    divisor = arguments.divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
-    workloads = [workload.scaled(divisor) for workload in SUITES[arguments.suite]]
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
-    with torch.backends.cudnn.flags(
-        enabled=True, benchmark=True, deterministic=False, allow_tf32=False
-    ):
-        rows = list(
-            track(
-                measure.measure(workloads, device, arguments.repeats, "ieee"),
-                description="measuring",
-                total=len(workloads) * len(measure.PASSES),
-                console=console,
-            )
-        )
-    report = Report.of(rows, device, divisor)
-    console.print(report.table())
-    if arguments.json:
-        arguments.json.write_text(report.json(), encoding="utf-8")
-    if arguments.markdown:
-        arguments.markdown.write_text(report.markdown(), encoding="utf-8")
-    failed = [row for row in rows if not row.passed]
-    for row in failed:
-        console.print(
-            f"[red]{row.workload.name} {row.direction}: error {row.ours_error:.1e} is above the "
-            f"bound {row.bound:.0e}"
-        )
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

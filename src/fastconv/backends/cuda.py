@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,17 +127,22 @@ def _ready(
     aligned: bool,
     index: int,
 ) -> _Ready:
+    operands = operands_of(
+        dtype, input_channels_last, output_channels_last, weight_strides, aligned
+    )  # fmt: skip
+    plan = planner(problem, operands, gpu(index))
+    device = torch.device("cuda", index)
+    return _Ready(launch.prepare(plan.launches, device, _TENSORS[planner]), plan.scratch_bytes)
+
+
+def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:
+    """Operands of this type; ``layout`` is the rest of their fields, in order."""
     if dtype not in _SCALARS:
         raise NotImplementedError(
             f"fastconv is not implemented for {dtype} on a GPU; "
             "it takes float16, bfloat16, float32, float64 and the complex types"
         )
-    operands = Operands(
-        *_SCALARS[dtype], input_channels_last, output_channels_last, weight_strides, aligned
-    )
-    plan = planner(problem, operands, gpu(index))
-    device = torch.device("cuda", index)
-    return _Ready(launch.prepare(plan.launches, device, _TENSORS[planner]), plan.scratch_bytes)
+    return Operands(*_SCALARS[dtype], *layout)
 
 
 @cache

@@ -1,151 +1,97 @@
-"""Ours and PyTorch on the same data: errors against float64, times taken in turn."""
+"""Measures cases row by row; a row that fails says why and costs no other."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn.functional import conv2d as torch_conv2d
 
-from fastconv import ops
-from fastconv.bench.workloads import Workload
-
-PASSES = ("forward", "input_grad", "weight_grad")
-# Bound on ‖ours - float64‖ / ‖float64‖ for float32 results: strict arithmetic lands near 3e-7,
-# TF32, whose operands have 10 bits of mantissa, near 3e-4.
-ERROR_BOUND = {"ieee": 2e-6, "tf32": 1e-3}
+from fastconv.bench import configurations, contestants, limits, timing
+from fastconv.bench.cases import Case, Tensors
+from fastconv.bench.contestants import PEERS, Pass
+from fastconv.bench.limits import Ceilings
+from fastconv.bench.results import Row
+from fastconv.bench.timing import Effort, Timing
+from fastconv.kernels.family import Gpu, Kernel
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was found for one pass of one workload."""
+class Bench:
+    """All that rows have in common."""
 
-    workload: Workload
-    direction: str
-    ours_ms: float
-    peer_ms: float
-    ours_spread: float  # half the interquartile range, as a share of the median
-    peer_spread: float
-    ours_error: float
-    peer_error: float
-    bound: float
+    device: torch.device
+    peer: str
+    effort: Effort
+    ceilings: Ceilings
+    gpu: Gpu | None
+    compiled: dict[Kernel, float]  # seconds
 
-    @property
-    def speedup(self) -> float:
-        return self.peer_ms / self.ours_ms
+    def row(self, case: Case) -> Row:
+        """The case measured, or why it could not be."""
+        try:
+            return self._measured(case)
+        except Exception as error:  # whatever it is, the other rows are worth having
+            return self.failed(case, reason(error))
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
-    @property
-    def passed(self) -> bool:
-        return self.ours_error <= self.bound  # also false for NaN
+    def failed(self, case: Case, why: str) -> Row:
+        return Row(case, self._command(case), error=why)
 
-
-def measure(
-    workloads: Sequence[Workload], device: torch.device, repeats: int, precision: str
-) -> Iterator[Row]:
-    """One row for each pass of each workload, as soon as it is measured."""
-    for workload in workloads:
-        for direction in PASSES:
-            yield _measure_pass(workload, direction, device, repeats, precision)
-
-
-def _measure_pass(
-    workload: Workload, direction: str, device: torch.device, repeats: int, precision: str
-) -> Row:
-    generator = torch.Generator().manual_seed(0)
-    problem = workload.problem
-    shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
-    tensors = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    ours, peer = _ours(workload, direction, precision), _peer(workload, direction)
-    reference = peer(*(tensor.double() for tensor in tensors))
-    ours_error, peer_error = (_error(compute(*tensors), reference) for compute in (ours, peer))
-    del reference
-    ours_times, peer_times = _times((ours, peer), tensors, repeats)
-    return Row(
-        workload,
-        direction,
-        statistics.median(ours_times),
-        statistics.median(peer_times),
-        _spread(ours_times),
-        _spread(peer_times),
-        ours_error,
-        peer_error,
-        ERROR_BOUND[precision],
-    )
-
-
-def _ours(workload: Workload, direction: str, precision: str) -> Callable[..., Tensor]:
-    padding = workload.problem.padding
-    geometry = (workload.stride, padding, workload.dilation, workload.groups, precision)
-
-    def compute(input: Tensor, weight: Tensor, grad_output: Tensor) -> Tensor:
-        if direction == "forward":
-            return ops.forward(input, weight, None, *geometry)
-        if direction == "input_grad":
-            return ops.input_grad(grad_output, weight, input.shape[2:], *geometry)
-        return ops.weight_grad(grad_output, input, weight.shape[2:], *geometry, False)[0]
-
-    return compute
-
-
-def _peer(workload: Workload, direction: str) -> Callable[..., Tensor]:
-    geometry = (workload.stride, workload.padding, workload.dilation)
-
-    def compute(input: Tensor, weight: Tensor, grad_output: Tensor) -> Tensor:
-        if direction == "forward":
-            return torch_conv2d(input, weight, None, *geometry, workload.groups)
-        wanted = (direction == "input_grad", direction == "weight_grad", False)
-        grads = torch.ops.aten.convolution_backward(
-            grad_output, input, weight, None, *geometry, False, (0, 0), workload.groups, wanted
+    def _measured(self, case: Case) -> Row:
+        passes = {"fastconv": contestants.ours(case)}
+        passes |= {name: make(case) for name, make in PEERS[self.peer].items()}
+        with contestants.settings(case.precision):
+            found = _timings(list(passes.values()), self._sets(case), self.effort)
+        by_name = dict(zip(passes, found, strict=True))
+        ours = by_name.pop("fastconv")
+        peer_name = min(by_name, key=lambda name: by_name[name].ms)
+        return Row(
+            case,
+            self._command(case),
+            ours,
+            by_name[peer_name],
+            peer_name,
+            limits.limit(case, self.ceilings),
+            self._compile_s(case),
         )
-        return grads[wanted.index(True)]
 
-    return compute
+    def _command(self, case: Case) -> str:
+        return case.command("--peer", self.peer, "--device", self.device.type)
+
+    def _sets(self, case: Case) -> list[Tensors]:
+        first = case.tensors(self.device)
+        count = timing.set_count(first, self.device)
+        return [first, *(case.tensors(self.device, seed) for seed in range(1, count))]
+
+    def _compile_s(self, case: Case) -> float | None:
+        if self.gpu is None:
+            return None
+        return configurations.compile_seconds(case, self.gpu, self.compiled)
 
 
-def _error(result: Tensor, reference: Tensor) -> float:
-    return float(torch.linalg.vector_norm(result - reference) / torch.linalg.vector_norm(reference))
-
-
-def _times(
-    computations: Sequence[Callable[..., Tensor]], tensors: Sequence[Tensor], repeats: int
-) -> list[list[float]]:
-    """Milliseconds of each computation, taken in turn, so that the machine's moods hit all."""
-    stopwatch = _cuda_ms if tensors[0].is_cuda else _wall_ms
-    for compute in computations:
-        stopwatch(lambda: compute(*tensors))  # noqa: B023
+def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) -> list[Timing]:
+    first_calls = [timing.first_call_ms(compute, sets[0]) for compute in passes]
+    samples = timing.take_turns(passes, sets, effort)
     return [
-        list(times)
-        for times in zip(
-            *(
-                [stopwatch(lambda: compute(*tensors)) for compute in computations]  # noqa: B023
-                for _ in range(repeats)
-            ),
-            strict=True,
+        Timing(
+            statistics.median(taken),
+            timing.spread(taken),
+            len(taken),
+            first,
+            timing.host_us(compute, sets, statistics.median(taken)),
+            timing.extra_mib(compute, sets[0]),
         )
+        for compute, taken, first in zip(passes, samples, first_calls, strict=True)
     ]
 
 
-def _wall_ms(run: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
-
-
-def _cuda_ms(run: Callable[[], Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def _spread(times: Sequence[float]) -> float:
-    if len(times) < 2:
-        return 0.0
-    first, median, third = statistics.quantiles(times, n=4)
-    return (third - first) / 2 / median
+def reason(error: Exception) -> str:
+    """Why a row failed, in one line."""
+    line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
+        return "out of memory: a smaller batch, or --divisor 2, would fit"
+    return f"{type(error).__name__}: {line}"

@@ -1,111 +1,180 @@
-"""Results as a terminal table, as Markdown and as JSON."""
+"""Tables of results: for the terminal and as Markdown."""
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-import fastconv
-from fastconv.bench.measure import Row
+from fastconv.bench.console import extra
+from fastconv.bench.results import Change, Results, Row
+from fastconv.bench.timing import Timing
+from fastconv.bench.verify import Check, Error
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LEFT = ("workload", "pass")
-_RIGHT = ("fastconv ms", "PyTorch ms", "speed-up", "TFLOP/s", "error", "PyTorch's", "check")
-_NOTE = (
-    "median of interleaved runs ± half the interquartile range; "
-    "error: ‖result - float64‖ / ‖float64‖"
+Cells = tuple[str, ...]
+
+NOTE = (
+    "median of interleaved samples ± half the interquartile range; share: of the limit that binds, "
+    "as measured on this machine; first call: with compiling and trying out algorithms; "
+    "host: to queue a call; extra: peak memory beyond the results"
 )
+LEFT = ("workload", "pass", "mode", "format")
+RIGHT = (
+    "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's", "host µs", "extra MiB",
+    "compile s", "first call ms",
+)  # fmt: skip
+_CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
+_STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
+_CHECK = ("part", "error", "PyTorch's", "max. error", "PyTorch's", "bound", "check")
 
 
-@dataclass(frozen=True)
-class Report:
-    """Rows and where they come from."""
-
-    rows: Sequence[Row]
-    environment: dict[str, str]
-    title: str
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], device: torch.device, divisor: int) -> Report:
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        scale = "" if divisor == 1 else f", 1/{divisor} of the height and width"
-        title = f"fastconv and PyTorch {torch.__version__}, strict float32, NCHW, {where}{scale}"
-        return cls(rows, _environment(device), title)
-
-    def table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title=self.title, caption=_NOTE)
-        for heading in _LEFT:
-            table.add_column(heading, no_wrap=True)
-        for heading in _RIGHT:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in self.rows:
-            *cells, check = _cells(row)
-            table.add_row(*cells, f"[{'green' if row.passed else 'red'}]{check}")
-        return table
-
-    def markdown(self) -> str:
-        lines = [
-            f"{self.title}; {_NOTE}.",
-            "",
-            f"| {' | '.join(_LEFT + _RIGHT)} |",
-            f"|{' --- |' * len(_LEFT)}{' ---: |' * len(_RIGHT)}",
-            *(f"| {' | '.join(_cells(row))} |" for row in self.rows),
-        ]
-        return "\n".join(lines) + "\n"
-
-    def json(self) -> str:
-        rows = [{**asdict(row), "speedup": row.speedup} for row in self.rows]
-        return json.dumps({"environment": self.environment, "rows": rows}, indent=1) + "\n"
+def title(results: Results) -> str:
+    """What was compared, and where."""
+    about = results.environment
+    where = about.get("gpu", f"CPU, {about['threads']} threads")
+    return f"fastconv {about['fastconv']} ({about['commit']}) and PyTorch {about['torch']}, {where}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def ceilings(results: Results) -> str:
+    """The measured limits, and the time spent compiling, in a line."""
+    if results.ceilings is None:
+        return "ceilings not measured"
+    products = [f"{mode} {value:.3g}" for mode, value in results.ceilings.tflops.items()]
+    copy = results.ceilings.copy_tb_s
+    compiled = f"; kernels compiled in {results.build_s:.1f} s" if results.build_s else ""
+    return f"ceilings: {', '.join(products)} TFLOP/s; copy {copy:.3g} TB/s{compiled}"
+
+
+def row_cells(row: Row) -> Cells:
+    """The cells of a row; those of a failed one are empty but for the first of its figures."""
+    case = row.case
+    head = (case.workload.name, case.direction, case.mode, case.format)
+    if row.error is not None or not (row.ours and row.peer and row.limit):
+        return (*head, "failed", *[""] * (len(RIGHT) - 1))
+    ours, peer = row.ours, row.peer
+    compiled = "" if row.compile_s is None else f"{row.compile_s:.1f}"
     return (
-        row.workload.name,
-        row.direction,
-        f"{row.ours_ms:.3f} ±{row.ours_spread:.0%}",
-        f"{row.peer_ms:.3f} ±{row.peer_spread:.0%}",
+        *head,
+        _time(ours),
+        _time(peer) + ("*" if "other" in row.peer_name else ""),
         f"{row.speedup:.2f}x",
-        f"{row.workload.problem.flops / row.ours_ms * 1e-9:.2f}",
-        f"{row.ours_error:.1e}",
-        f"{row.peer_error:.1e}",
-        "ok" if row.passed else "FAIL",
+        row.limit.name,
+        f"{row.share(ours):.0%}",
+        f"{row.share(peer):.0%}",
+        _pair(ours.host_us, peer.host_us),
+        _pair(ours.extra_mib, peer.extra_mib),
+        compiled,
+        _pair(ours.first_call_ms, peer.first_call_ms),
     )
 
 
-def _environment(device: torch.device) -> dict[str, str]:
-    environment = {
-        "fastconv": fastconv.__version__,
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": str(torch.get_num_threads()),
-    }
-    if device.type == "cuda":
-        environment["gpu"] = torch.cuda.get_device_name(device)
-        environment["cuda"] = str(torch.version.cuda)
-        environment["cudnn"] = str(torch.backends.cudnn.version())
-    return environment
+def filled(rows: Sequence[Cells], columns: int) -> list[int]:
+    """The columns that at least one row fills."""
+    return [at for at in range(columns) if not rows or any(cells[at] for cells in rows)]
 
 
-def _commit() -> str:
-    """The commit of a checkout that fastconv runs from, or "unknown"."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
+def brief(row: Row) -> str:
+    """A row's outcome in a few words."""
+    if row.error is not None or not (row.ours and row.peer):
+        return f"failed: {row.error}"
+    return f"{_time(row.ours)} ms, {row.peer_name} {_time(row.peer)} ms, {row.speedup:.2f}x"
+
+
+def brief_check(check: Check) -> str:
+    """A check's outcome in a few words."""
+    if check.failure is not None or not (check.ours and check.peer):
+        return f"failed: {check.failure}"
+    verdict = "ok" if check.passed else "FAIL"
+    return f"{verdict}, error {check.ours.relative:.1e}, PyTorch's {check.peer.relative:.1e}"
+
+
+def results_table(results: Results) -> Table:
+    caption = "\n".join((ceilings(results), NOTE, *failures(results)))
+    return _table(title(results), caption, LEFT, RIGHT, list(map(row_cells, results.rows)))
+
+
+def failures(results: Results) -> list[str]:
+    """A line for each row that failed."""
+    return [f"{row.case.label} failed: {row.error}" for row in results.rows if row.error]
+
+
+def results_markdown(results: Results) -> str:
+    """A table for the documentation, with its legend."""
+    rows = [row_cells(row) for row in results.rows]
+    failed = "".join(f"\n{line}\n" for line in failures(results))
+    legend = f"{title(results)}; {ceilings(results)}; {NOTE}."
+    return f"{legend}\n\n{_markdown(LEFT, RIGHT, rows)}{failed}"
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    def cells(change: Change) -> Cells:
+        case = change.case
+        return (
+            case.workload.name, case.direction, case.mode, case.format,
+            _time(change.old), _time(change.new), f"{change.ratio - 1:+.1%}",
+            f"±{change.noise:.1%}", f"{change.peer_ratio - 1:+.1%}", change.verdict,
+        )  # fmt: skip
+
+    return _table("what changed", "", LEFT, _CHANGE, list(map(cells, changes)))
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    def cells(check: Check) -> Cells:
+        case = check.case
+        head = (case.workload.name, case.direction, case.mode, case.format, check.part)
+        bound = f"{check.bound:.0e}"
+        if check.ours is None or check.peer is None:
+            return (*head, *["-"] * 4, bound, "failed")
+        return (*head, *_errors(check.ours, check.peer), bound, "ok" if check.passed else "FAIL")
+
+    caption = "error: ‖result - float64‖ / ‖float64‖; max. error: of an element, over the largest"
+    return _table("errors against float64", caption, LEFT, _CHECK, list(map(cells, checks)))
+
+
+def _errors(ours: Error, peer: Error) -> Cells:
+    figures = (ours.relative, peer.relative, ours.maximum, peer.maximum)
+    return tuple(f"{figure:.1e}" for figure in figures)
+
+
+def _table(title: str, caption: str, left: Cells, right: Cells, rows: Sequence[Cells]) -> Table:
+    """A table without the columns that no row fills."""
+    table: Table = extra("rich.table").Table(
+        title=_escaped(title), caption=_escaped(caption), caption_justify="left"
+    )
+    shown = filled(rows, len(left + right))
+    for at in shown:
+        if at < len(left):
+            table.add_column(left[at], overflow="fold", no_wrap=at > 0)
+        else:
+            table.add_column(right[at - len(left)], justify="right", overflow="fold")
+    for cells in rows:
+        verdict = next((cell for cell in cells if cell in _STYLES), "")
+        table.add_row(*(_escaped(cells[at]) for at in shown), style=_STYLES.get(verdict))
+    return table
+
+
+def _markdown(left: Cells, right: Cells, rows: Sequence[Cells]) -> str:
+    shown = filled(rows, len(left + right))
+    rules = ["---"] * len(left) + ["---:"] * len(right)
+    lines = (
+        "| " + " | ".join(cells[at].replace("|", r"\|") for at in shown) + " |"
+        for cells in (left + right, rules, *rows)
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(cell: str) -> str:
+    return extra("rich.markup").escape(cell)
+
+
+def _time(timing: Timing) -> str:
+    return f"{timing.ms:.4g} ±{timing.spread:.0%}"
+
+
+def _pair(ours: float | None, peer: float | None) -> str:
+    """Ours and the peer's figure, or nothing where it was not measured."""
+    if ours is None or peer is None:
+        return ""
+    return f"{ours:.0f} / {peer:.0f}"

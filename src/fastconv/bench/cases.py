@@ -1,0 +1,114 @@
+"""What one row measures: a workload, a pass, a number format, a memory format."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastconv.bench.workloads import Workload
+
+GRADIENTS = ("input_grad", "weight_grad")
+PASSES = ("forward", *GRADIENTS)
+STEP = "step"  # a training step: the forward pass and both gradients, through autograd
+
+DTYPES = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
+}  # fmt: skip
+PRECISIONS = ("ieee", "tf32")
+FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+
+class Tensors(NamedTuple):
+    """What a pass reads, and the gradient that comes in from above."""
+
+    input: Tensor
+    weight: Tensor
+    grad_output: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row before it is measured; ``precision`` is None unless the dtype is float32."""
+
+    workload: Workload
+    direction: str
+    dtype: str
+    precision: str | None
+    format: str
+
+    @property
+    def mode(self) -> str:
+        """Number format and arithmetic: "float32 ieee", "bfloat16"."""
+        return self.dtype if self.precision is None else f"{self.dtype} {self.precision}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.workload.name} {self.direction} {self.mode} {self.format}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that select this case alone."""
+        words = ["--shape", self.workload.shape, "--pass", self.direction, "--dtype", self.dtype]
+        if self.precision is not None:
+            words += ["--precision", self.precision]
+        return [*words, "--format", self.format]
+
+    def command(self, *more: str) -> str:
+        """The one-line command that measures this case alone."""
+        return shlex.join(["fastconv", "bench", *self.arguments(), *more])
+
+    def tensors(self, device: torch.device, seed: int = 0) -> Tensors:
+        """Random tensors, the same for the same seed; on the device "meta" without data."""
+        problem = self.workload.problem
+        shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+        if device.type == "meta":
+            made = [torch.empty(shape, dtype=self.torch_dtype, device="meta") for shape in shapes]
+        else:
+            generator = torch.Generator(device).manual_seed(seed)
+            made = [
+                torch.randn(shape, generator=generator, device=device).to(self.torch_dtype)
+                for shape in shapes
+            ]
+        memory_format = FORMATS[self.format]
+        return Tensors(*(tensor.contiguous(memory_format=memory_format) for tensor in made))
+
+
+def cases(
+    workloads: Sequence[Workload],
+    passes: Sequence[str],
+    dtypes: Sequence[str],
+    precisions: Sequence[str],
+    formats: Sequence[str],
+) -> list[Case]:
+    """Every combination once; precisions concern float32 alone."""
+    modes = [
+        (dtype, precision)
+        for dtype in dtypes
+        for precision in (precisions if dtype == "float32" else (None,))
+    ]
+    return [
+        Case(workload, direction, dtype, precision, format)
+        for workload, (dtype, precision), format, direction in product(
+            workloads, modes, formats, passes
+        )
+    ]
+
+
+def case_from(entry: dict[str, Any], workload: Workload) -> Case:
+    """The case that a row of a results file describes."""
+    return Case(
+        workload, entry["direction"], entry["dtype"], entry["precision"], entry["format"]
+    )  # fmt: skip

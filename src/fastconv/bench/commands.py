@@ -1,0 +1,264 @@
+"""What the subcommands of ``fastconv`` do, from parsed arguments to exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from fastconv.bench import configurations, environment, limits, report, results, verify
+from fastconv.bench import info as information
+from fastconv.bench.cases import Case, cases
+from fastconv.bench.console import console, extra, work_through
+from fastconv.bench.measure import Bench
+from fastconv.bench.results import Results
+from fastconv.bench.timing import Effort
+from fastconv.bench.verify import Check
+from fastconv.bench.workloads import parse_shape, suite, unique
+from fastconv.kernels.family import Gpu, Kernel
+
+# On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
+CPU_DIVISOR = 4
+INTERRUPTED = 130
+
+
+class UsageError(ValueError):
+    """Arguments that cannot be honoured; says why."""
+
+
+def bench(arguments: Namespace) -> int:
+    """``fastconv bench``: measures, or lists what it would measure, or compares two results."""
+    if arguments.compare:
+        return _compare(arguments)
+    device = _device(arguments.device)
+    selected = _select(arguments, device)
+    if arguments.dry_run:
+        return _dry_run(arguments, selected, device)
+    if not arguments.json:
+        extra("rich")  # before the work, not after it
+    found = Results(environment.describe(device))
+    finished = _measure(arguments, selected, device, found)
+    if arguments.json:
+        print(found.json(), end="")
+    else:
+        console().print(report.results_table(found))
+    if arguments.commands and not arguments.json:
+        print("\n".join(row.command for row in found.rows))
+    if not finished:
+        return INTERRUPTED
+    return 1 if len(found.measured) < len(found.rows) else 0
+
+
+def report_results(arguments: Namespace) -> int:
+    """``fastconv report``: tables, plots and a page from results."""
+    found = results.read(arguments.results)
+    if arguments.markdown:
+        arguments.markdown.write_text(report.results_markdown(found), encoding="utf-8")
+    if arguments.plots:
+        _plots().write(found, arguments.plots)
+    if arguments.html:
+        _plots()
+        from fastconv.bench import page
+
+        arguments.html.write_text(page.html(found), encoding="utf-8")
+    if arguments.json:
+        print(found.json(), end="")
+    elif not arguments.quiet:
+        console().print(report.results_table(found))
+    return 0
+
+
+def verify_errors(arguments: Namespace) -> int:
+    """``fastconv verify``: errors against float64; status 1 if one of ours is above its bound."""
+    device = _device(arguments.device)
+    selected = _select(arguments, device)
+    if not arguments.json:
+        extra("rich")
+    checks: list[Check] = []
+
+    def work(case: Case) -> str:
+        checks.append(verify.check(case, device))
+        return report.brief_check(checks[-1])
+
+    finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
+    failed = [check for check in checks if not check.passed]
+    if arguments.json:
+        _print_json(
+            {
+                "environment": environment.describe(device),
+                "checks": [check.to_dict() for check in checks],
+            }
+        )
+    else:
+        console().print(report.checks_table(checks))
+    for check in failed:
+        print(f"{check.case.label}: {_complaint(check)}", file=sys.stderr)
+    if not finished:
+        return INTERRUPTED
+    return 1 if failed else 0
+
+
+def info(arguments: Namespace) -> int:
+    """``fastconv info``: the machine, and what the given shapes would run."""
+    device = _device(arguments.device)
+    found = information.gather(device, _select(arguments, device) if arguments.shape else [])
+    if arguments.json:
+        _print_json(found)
+    else:
+        print("\n".join(information.lines(found)))
+    return 0
+
+
+def _measure(
+    arguments: Namespace, selected: Sequence[Case], device: torch.device, found: Results
+) -> bool:
+    """Fills in the results row by row; whether it got to the end."""
+    deadline = time.perf_counter() + (arguments.time_limit or math.inf)
+    gpu = configurations.device_gpu(device)
+    compiled = {} if gpu is None else _build(arguments, selected, gpu, found)
+    _say(arguments, "measuring the machine's ceilings")
+    found.ceilings = limits.measure(selected, device)
+    effort = Effort(arguments.repeats, arguments.row_seconds)
+    measuring = Bench(device, arguments.peer, effort, found.ceilings, gpu, compiled)
+
+    def work(case: Case) -> str:
+        if time.perf_counter() > deadline:
+            found.rows.append(measuring.failed(case, "not measured: the time limit was reached"))
+        else:
+            found.rows.append(measuring.row(case))
+        if arguments.output:
+            found.write(arguments.output)
+        return report.brief(found.rows[-1])
+
+    return work_through(selected, lambda case: case.label, work, arguments.quiet)
+
+
+def _build(
+    arguments: Namespace, selected: Sequence[Case], gpu: Gpu, found: Results
+) -> dict[Kernel, float]:
+    """Compiles what all cases need, side by side; seconds that each kernel took."""
+    start, seconds = time.perf_counter(), dict[Kernel, float]()
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        building = {
+            kernel: threads.submit(configurations.build_s, kernel, gpu)
+            for kernel in configurations.kernels(selected, gpu)
+        }
+        _say(arguments, f"compiling {len(building)} kernels")
+
+        def label(kernel: Kernel) -> str:
+            return f"compiling {kernel.entry}"
+
+        def work(kernel: Kernel) -> None:
+            seconds[kernel] = building[kernel].result()
+
+        if not work_through(list(building), label, work, arguments.quiet):
+            threads.shutdown(cancel_futures=True)
+            raise KeyboardInterrupt
+    found.build_s = time.perf_counter() - start
+    _say(arguments, f"compiled in {found.build_s:.1f} s")
+    return seconds
+
+
+def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.device) -> int:
+    gpu = configurations.device_gpu(device)
+    legal = {case: configurations.legal(case, gpu or configurations.H200) for case in selected}
+    if arguments.json:
+        _print_json(
+            [
+                {
+                    "label": case.label,
+                    "command": case.command(),
+                    "configurations": [configuration.to_dict() for configuration in found],
+                }
+                for case, found in legal.items()
+            ]
+        )
+        return 0
+    print(f"{len(selected)} rows; kernels as on {'this GPU' if gpu else 'an H200: no GPU here'}")
+    for case, found in legal.items():
+        print(f"{case.label}: {case.workload.shape}")
+        for configuration in found:
+            print("\n".join(f"  {line}" for line in configuration.lines()))
+        if arguments.commands:
+            print(f"  {case.command()}")
+    return 0
+
+
+def _compare(arguments: Namespace) -> int:
+    old, new = map(results.read, arguments.compare)
+    found = list(results.changes(old, new))
+    changed = [change for change in found if change.verdict != "same"]
+    gone, added = results.unmatched(old, new)
+    if arguments.json:
+        _print_json([change.to_dict() for change in found])
+        return 0
+    where = [r.environment.get("gpu", "CPU") for r in (old, new)]
+    if where[0] != where[1]:
+        print(f"beware: {where[0]} and {where[1]} are different machines")
+    if changed:
+        console().print(report.changes_table(changed))
+    same = len(found) - len(changed)
+    print(f"{len(changed)} of {len(found)} rows changed beyond noise, {same} did not")
+    if gone or added:
+        print(f"{len(gone)} rows are in the old results alone, {len(added)} in the new alone")
+    return 0
+
+
+def _select(arguments: Namespace, device: torch.device) -> list[Case]:
+    """The cases that the arguments ask for."""
+    workloads = [parse_shape(shape) for shape in arguments.shape or ()]
+    # A suite is scaled down where it would take too long; a shape is taken as it is given.
+    divisor = arguments.divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
+    if arguments.divisor:
+        workloads = [workload.scaled(divisor) for workload in workloads]
+    for name in arguments.suite or ([] if workloads else ["founding"]):
+        workloads += [workload.scaled(divisor) for workload in suite(name)]
+    return cases(
+        unique(workloads), arguments.passes, arguments.dtype, arguments.precision, arguments.format
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    """The device asked for, or a GPU if there is one; a UsageError if it is not there."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it should be cpu, cuda or cuda:N")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"no device {name!r} here: {str(error).splitlines()[0]}") from error
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def _plots() -> Any:
+    extra("matplotlib")
+    from fastconv.bench import plots
+
+    return plots
+
+
+def _complaint(check: Check) -> str:
+    if check.ours is None:
+        return f"failed: {check.failure}"
+    return f"error {check.ours.relative:.1e} is above the bound {check.bound:.0e}"
+
+
+def _say(arguments: Namespace, text: str) -> None:
+    if not arguments.quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))

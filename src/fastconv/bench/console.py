@@ -1,0 +1,97 @@
+"""What long work shows: a progress bar on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_WIDTH = 170  # of tables that do not go to a terminal
+
+Item = TypeVar("Item")
+
+
+class MissingExtra(RuntimeError):
+    """A package of the ``bench`` extra is not installed."""
+
+
+def extra(name: str) -> ModuleType:
+    """A module of the ``bench`` extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise MissingExtra(f"this needs {package}: pip install 'fastconv[bench]'") from error
+
+
+def console(stderr: bool = False) -> Console:
+    """Where tables go; wide enough for them if it is not a terminal."""
+    made: Console = extra("rich.console").Console(stderr=stderr, highlight=False)
+    if not made.is_terminal:
+        made.width = PLAIN_WIDTH
+    return made
+
+
+def work_through(
+    items: Sequence[Item],
+    label: Callable[[Item], str],
+    work: Callable[[Item], str | None],
+    quiet: bool,
+) -> bool:
+    """Does the work for each item, showing on stderr what runs, what it gave and the time left.
+
+    Work that gives nothing to tell is shown on a terminal only. Returns whether it got to the end:
+    False after Ctrl-C, which stops the work and nothing else.
+    """
+    start = time.perf_counter()
+    with _display(len(items), quiet) as show:
+        for done, item in enumerate(items):
+            taken = time.perf_counter() - start
+            left = f", {_clock(taken / done * (len(items) - done))} left" if done else ""
+            show(done, f"[{done + 1}/{len(items)}{left}] {label(item)}", None)
+            try:
+                outcome = work(item)
+            except KeyboardInterrupt:
+                print("interrupted: keeping what was done", file=sys.stderr)
+                return False
+            show(done + 1, f"[{done + 1}/{len(items)}{left}] {label(item)}", outcome)
+    return True
+
+
+Show = Callable[[int, str, str | None], None]
+"""Shows how many items are done, the one at hand, and what it gave once that is known."""
+
+
+@contextmanager
+def _display(total: int, quiet: bool) -> Iterator[Show]:
+    if quiet:
+        yield lambda done, text, outcome: None
+    elif not sys.stderr.isatty():
+        yield _plain
+    else:
+        progress = extra("rich.progress").Progress(console=console(stderr=True), transient=True)
+        task = progress.add_task("", total=total)
+
+        def show(done: int, text: str, outcome: str | None) -> None:
+            progress.update(task, completed=done, description=extra("rich.markup").escape(text))
+            if outcome is not None:
+                progress.console.print(f"{text}: {outcome}", markup=False)
+
+        with progress:
+            yield show
+
+
+def _plain(done: int, text: str, outcome: str | None) -> None:
+    if outcome is not None:
+        print(f"{text}: {outcome}", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -1,0 +1,162 @@
+"""What is compared: our passes and PyTorch's, as functions of the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d as torch_conv2d
+from torch.nn.functional import pad
+
+from fastconv import ops
+from fastconv.bench.cases import FORMATS, GRADIENTS, STEP, Case, Tensors
+from fastconv.bench.workloads import Workload
+
+Pass = Callable[[Tensors], Any]
+"""Computes a pass; returns its results."""
+
+Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+
+
+def ours(case: Case) -> Pass:
+    """The case's pass through fastconv."""
+    workload = case.workload
+    geometry = (
+        workload.stride, workload.sides, workload.dilation, workload.groups, case.precision
+    )  # fmt: skip
+
+    def forward(at: Tensors) -> Tensor:
+        return ops.forward(at.input, at.weight, None, *geometry)
+
+    def input_grad(at: Tensors) -> Tensor:
+        return ops.input_grad(at.grad_output, at.weight, at.input.shape[2:], *geometry)
+
+    def weight_grad(at: Tensors) -> Tensor:
+        size = at.weight.shape[2:]
+        return ops.weight_grad(at.grad_output, at.input, size, *geometry, False)[0]
+
+    def layer(input: Tensor, weight: Tensor) -> Tensor:
+        return ops.forward(input, weight, None, *geometry)
+
+    step = _step(layer)
+    passes = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, STEP: step}
+    return passes[case.direction]
+
+
+def pytorch(case: Case, wrap: Wrap = lambda function: function) -> Pass:
+    """The case's pass through PyTorch's own operators, in the tensors' memory format.
+
+    ``wrap`` is applied to what computes, a function of tensors alone.
+    """
+    if case.direction in GRADIENTS:
+        return _torch_gradient(case.workload, case.direction, wrap)
+    layer = wrap(_torch_layer(case.workload))
+    return _step(layer) if case.direction == STEP else lambda at: layer(at.input, at.weight)
+
+
+def other_format(case: Case) -> Pass:
+    """PyTorch in the memory format that the case does not have; converting is not timed."""
+    compute = pytorch(case)
+    (format,) = (value for name, value in FORMATS.items() if name != case.format)
+    converted: dict[int, Tensors] = {}
+
+    def run(at: Tensors) -> Any:
+        if id(at) not in converted:
+            converted[id(at)] = Tensors(*(t.contiguous(memory_format=format) for t in at))
+        return compute(converted[id(at)])
+
+    return run
+
+
+def compiled(case: Case) -> Pass:
+    """PyTorch's pass through ``torch.compile``, with every choice of kernel tried out.
+
+    Without CUDA graphs, which would copy each set of rotated inputs to a fixed place first.
+    """
+    torch._dynamo.reset()
+    compile = partial(torch.compile, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return pytorch(case, compile)
+
+
+PEERS: dict[str, dict[str, Callable[[Case], Pass]]] = {
+    "pytorch": {"PyTorch": pytorch},
+    "best": {"PyTorch": pytorch, "PyTorch, other format": other_format},
+    "compile": {"torch.compile": compiled},
+}
+"""What ``--peer`` may be: the contestants beside ours, of which the fastest counts."""
+
+
+@contextmanager
+def settings(precision: str | None, benchmark: bool = True) -> Iterator[None]:
+    """PyTorch at its best: cuDNN tries its algorithms out; TF32 only where that is the mode."""
+    tf32 = precision == "tf32"
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=benchmark, deterministic=False, allow_tf32=tf32
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+
+
+def _step(layer: Callable[[Tensor, Tensor], Tensor]) -> Pass:
+    def step(at: Tensors) -> tuple[Tensor, ...]:
+        input, weight = (tensor.detach().requires_grad_() for tensor in (at.input, at.weight))
+        output = layer(input, weight)
+        return output, *torch.autograd.grad(output, (input, weight), at.grad_output)
+
+    return step
+
+
+def _torch_layer(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+    symmetric, before = _split_padding(workload)
+
+    def layer(input: Tensor, weight: Tensor) -> Tensor:
+        if before is not None:
+            input = pad(input, before)
+        return torch_conv2d(
+            input, weight, None, workload.stride, symmetric, workload.dilation, workload.groups
+        )
+
+    return layer
+
+
+def _torch_gradient(workload: Workload, direction: str, wrap: Wrap) -> Pass:
+    symmetric, before = _split_padding(workload)
+    wanted = (direction == "input_grad", direction == "weight_grad", False)
+
+    def compute(grad_output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        grads = torch.ops.aten.convolution_backward(
+            grad_output, input, weight, None, workload.stride, symmetric,
+            workload.dilation, False, (0, 0), workload.groups, wanted,
+        )  # fmt: skip
+        grad: Tensor = grads[wanted.index(True)]
+        if before is not None and wanted[0]:
+            grad = pad(grad, [-amount for amount in before])
+        return grad
+
+    gradient = wrap(compute)
+    if before is None:
+        return lambda at: gradient(at.grad_output, at.input, at.weight)
+    padded: dict[int, Tensor] = {}  # what autograd would have kept of the forward pass
+
+    def run(at: Tensors) -> Tensor:
+        if id(at) not in padded:
+            padded[id(at)] = pad(at.input, before)
+        return gradient(at.grad_output, padded[id(at)], at.weight)
+
+    return run
+
+
+def _split_padding(workload: Workload) -> tuple[tuple[int, int], list[int] | None]:
+    """PyTorch's padding argument, and what ``pad`` has to do first: its sides cannot differ."""
+    top, bottom, left, right = workload.sides
+    if top == bottom and left == right:
+        return (top, left), None
+    return (0, 0), [left, right, top, bottom]

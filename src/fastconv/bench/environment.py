@@ -1,0 +1,64 @@
+"""Where results come from: the machine, its clocks, the versions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import fastconv
+
+_CLOCKS = {
+    "driver": "driver_version",
+    "sm_clock": "clocks.sm",
+    "sm_clock_max": "clocks.max.sm",
+    "memory_clock": "clocks.mem",
+    "power_limit": "power.limit",
+}
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Everything about this machine that a result depends on."""
+    found = {
+        "fastconv": fastconv.__version__,
+        "commit": _output(["git", "describe", "--always", "--dirty"]) or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device.type,
+        "threads": str(torch.get_num_threads()),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    return found | (_gpu(device) if device.type == "cuda" else {})
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    properties = torch.cuda.get_device_properties(device)
+    found = {
+        "gpu": properties.name,
+        "gpu_memory": f"{properties.total_memory / 2**30:.0f} GiB",
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+    }
+    uuid = getattr(properties, "uuid", None)
+    which = [f"--id=GPU-{uuid}"] if uuid else []
+    query = f"--query-gpu={','.join(_CLOCKS.values())}"
+    line = _output(["nvidia-smi", *which, query, "--format=csv,noheader"])
+    values = line.splitlines()[0].split(", ") if line else ["unknown"] * len(_CLOCKS)
+    return found | dict(zip(_CLOCKS, values, strict=False))
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What a command prints, or None where it is missing or fails."""
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,62 @@
+"""What a bug report needs: machine, versions, kernel cache, and what a case would run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastconv import _precision, jit
+from fastconv.bench import configurations, environment
+from fastconv.bench.cases import Case
+from fastconv.jit import cache
+from fastconv.kernels.family import Gpu
+
+
+def gather(device: torch.device, cases: Sequence[Case]) -> dict[str, Any]:
+    """Everything, as values for JSON."""
+    size = cache.size()
+    gpu = configurations.device_gpu(device)
+    return {
+        "environment": environment.describe(device),
+        "nvrtc": _nvrtc(),
+        "float32_convolutions": _precision.pytorch_setting(),
+        "cache": {"folder": str(cache.folder()), "entries": size.entries, "bytes": size.bytes},
+        "planned_for": "this GPU" if gpu else "an H200, for want of a GPU",
+        "cases": [_case(case, gpu or configurations.H200) for case in cases],
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for reading."""
+    kept = found["cache"]
+    width = max(map(len, found["environment"]))
+    text = [f"{name:{width}}  {value}" for name, value in found["environment"].items()]
+    text += [
+        f"{'nvrtc':{width}}  {found['nvrtc']}",
+        f"{'float32':{width}}  {found['float32_convolutions']} (PyTorch's setting, on GPUs)",
+        f"{'cache':{width}}  {kept['folder']}: {kept['entries']} kernels, "
+        f"{kept['bytes'] / 2**20:.1f} MiB",
+    ]
+    if found["cases"]:
+        text += ["", f"planned for {found['planned_for']}; on a CPU, the CPU backend runs instead"]
+    for case in found["cases"]:
+        text += [case["label"], *(f"  {line}" for line in case["lines"])]
+    return text
+
+
+def _case(case: Case, gpu: Gpu) -> dict[str, Any]:
+    legal = configurations.legal(case, gpu)
+    return {
+        "label": case.label,
+        "configurations": [configuration.to_dict() for configuration in legal],
+        "lines": [line for configuration in legal for line in configuration.lines()],
+    }
+
+
+def _nvrtc() -> str:
+    try:
+        return ".".join(map(str, jit.nvrtc_version()))
+    except (jit.GpuUnavailable, jit.CompilationError) as error:
+        return f"unavailable: {error}"

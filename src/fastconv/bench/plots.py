@@ -1,0 +1,163 @@
+"""Plots of results: speed-ups, and a roofline with every row as a point."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastconv.bench import report
+from fastconv.bench.cases import PASSES, STEP
+from fastconv.bench.console import extra
+from fastconv.bench.limits import Ceilings
+from fastconv.bench.results import Results, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = dict(zip((*PASSES, STEP), ("#3b6fb6", "#d9822b", "#3d9970", "#8e5ea2"), strict=True))
+MARKERS = ("o", "s", "^", "D", "v")  # of the modes in a roofline
+BAR_INCHES = 0.17
+
+
+def speedups(results: Results) -> Figure:
+    """A bar for each row: how many times as fast as the peer, on a logarithmic scale."""
+    rows = results.measured
+    names = list(dict.fromkeys(_bar_name(row) for row in rows))
+    directions = [d for d in COLOURS if any(row.case.direction == d for row in rows)]
+    figure, axes = _figure(9, 1.6 + BAR_INCHES * (len(rows) + len(names)))
+    height = 0.85 / max(len(directions), 1)
+    for number, direction in enumerate(directions):
+        found = {_bar_name(row): row.speedup for row in rows if row.case.direction == direction}
+        places = [names.index(name) + (number + 0.5) * height - 0.425 for name in found]
+        bars = axes.barh(
+            places, [(s or 1) - 1 for s in found.values()], height, left=1,
+            color=COLOURS[direction], label=direction,
+        )  # fmt: skip
+        axes.bar_label(bars, [f"{s:.2f}x" for s in found.values()], fontsize=6, padding=2)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    _plain_ticks(axes.xaxis, [row.speedup or 1 for row in rows])
+    axes.set_xlabel("speed-up over the peer (right of 1: fastconv is faster)")
+    axes.set_title(report.title(results), fontsize=9)
+    axes.margins(x=0.12)
+    axes.legend(fontsize=8, loc="best")
+    return figure
+
+
+def roofline(results: Results) -> Figure:
+    """Operations per byte against operations per second, ours and the peer's, under the roofs."""
+    figure, axes = _figure(9, 6)
+    rows = results.measured
+    if results.ceilings is not None and rows:
+        _draw_roofs(axes, results.ceilings, rows)
+    modes = list(dict.fromkeys(row.case.mode for row in rows))
+    markers = dict(zip(modes, MARKERS * len(modes), strict=False))
+    for row in rows:
+        _draw_point(axes, row, markers[row.case.mode])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations per byte that has to be moved")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"roofline: {report.title(results)}", fontsize=9)
+    axes.grid(alpha=0.25, which="both", linewidth=0.4)
+    _add_legend(axes, {row.case.direction for row in rows}, markers)
+    return figure
+
+
+PLOTS: dict[str, Callable[[Results], Figure]] = {"speedups": speedups, "roofline": roofline}
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Every plot as PNG and as SVG; the files written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, draw in PLOTS.items():
+        figure = draw(results)
+        for suffix in ("png", "svg"):
+            written.append(folder / f"{name}.{suffix}")
+            figure.savefig(written[-1], dpi=150, metadata=_undated(suffix))
+    return written
+
+
+def inline_svg(figure: Figure) -> str:
+    """The figure as an SVG element for a page."""
+    buffer = io.StringIO()
+    with extra("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastconv"}):
+        figure.savefig(buffer, format="svg", metadata=_undated("svg"))
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _undated(suffix: str) -> dict[str, Any]:
+    return {"Date": None} if suffix == "svg" else {}
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure that needs no display: the canvas is Agg's unless a file asks for another."""
+    figure: Figure = extra("matplotlib.figure").Figure((width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _bar_name(row: Row) -> str:
+    return f"{row.case.workload.name} · {row.case.mode} · {row.case.format}"
+
+
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Ticks 0.5, 1, 2, ... rather than powers of ten."""
+    ticks = [2.0**power for power in range(-6, 9)]
+    low, high = min([*values, 1.0]), max([*values, 1.0])
+    axis.set_ticks([t for t in ticks if low / 2 <= t <= high * 2], minor=False)
+    axis.set_major_formatter("{x:g}x")
+    axis.set_minor_formatter("")
+
+
+def _draw_roofs(axes: Axes, ceilings: Ceilings, rows: Sequence[Row]) -> None:
+    intensities = [row.limit.intensity for row in rows if row.limit]
+    low, high = min(intensities) / 2, max(intensities) * 2
+    for mode, tflops in ceilings.tflops.items():
+        knee = tflops / ceilings.copy_tb_s
+        steps = sorted({low, min(max(knee, low), high), high})
+        roof = [min(tflops, x * ceilings.copy_tb_s) for x in steps]
+        axes.plot(steps, roof, color="black", linewidth=1)
+        axes.annotate(f"{mode}: {tflops:.3g} TFLOP/s", (high, roof[-1]), fontsize=7,
+                      ha="right", va="bottom")  # fmt: skip
+    axes.annotate(f"copy: {ceilings.copy_tb_s:.3g} TB/s", (low, low * ceilings.copy_tb_s),
+                  fontsize=7, rotation=35, ha="left", va="bottom")  # fmt: skip
+
+
+def _draw_point(axes: Axes, row: Row, marker: str) -> None:
+    """Ours, filled, and the peer, hollow, with a line between them."""
+    if row.limit and row.ours and row.peer:
+        x, rates = row.limit.intensity, [_tflops(row, t.ms) for t in (row.ours, row.peer)]
+        colour = COLOURS[row.case.direction]
+        axes.plot([x, x], rates, color=colour, linewidth=0.6, alpha=0.6)
+        axes.plot(x, rates[0], marker, color=colour, markersize=5)
+        axes.plot(x, rates[1], marker, mfc="none", mec=colour, markersize=5)
+
+
+def _add_legend(axes: Axes, directions: set[str], markers: dict[str, str]) -> None:
+    """Colours are passes, shapes are modes."""
+    line = extra("matplotlib.lines").Line2D
+    ours_and_peer = [
+        line([], [], marker="o", linestyle="", color="black", label="filled: fastconv"),
+        line([], [], marker="o", linestyle="", mfc="none", mec="black", label="hollow: peer"),
+    ]
+    passes = [
+        line([], [], linewidth=4, color=colour, label=direction)
+        for direction, colour in COLOURS.items()
+        if direction in directions
+    ]
+    modes = [
+        line([], [], marker=marker, linestyle="", color="grey", label=mode)
+        for mode, marker in markers.items()
+    ]
+    axes.legend(handles=[*ours_and_peer, *passes, *modes], fontsize=8, loc="lower right")
+
+
+def _tflops(row: Row, ms: float) -> float:
+    return row.limit.flops / ms * 1e-9 if row.limit else 0.0

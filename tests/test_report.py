@@ -1,0 +1,118 @@
+"""``fastconv report``: tables, plots, and the page as a browser shows it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fastconv import cli
+from fastconv.bench.cases import PASSES, Case
+from fastconv.bench.limits import Ceilings, Limit
+from fastconv.bench.results import Results, Row
+from fastconv.bench.timing import Timing
+from fastconv.bench.workloads import FOUNDING
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Nine rows as if measured on a GPU, the last of them failed."""
+    rows = [
+        Row(
+            Case(workload, direction, "float32", "ieee", "nchw"),
+            f"fastconv bench --shape '{workload.shape}' <&>",
+            Timing(8.0 + number, 0.01, 7, 900.0, 20.0, 1.5),
+            Timing(16.0, 0.02, 7, 300.0, 30.0, 0.0),
+            "PyTorch",
+            Limit("compute", 7.2, workload.problem.flops, 10**9),
+            1.25,
+        )
+        for number, (workload, direction) in enumerate((w, d) for w in FOUNDING for d in PASSES)
+    ]
+    rows[-1] = Row(rows[-1].case, rows[-1].command, error="out of memory <script>")
+    environment = {"fastconv": "0", "commit": "abc", "torch": "2", "gpu": "Abacus", "threads": "1"}
+    path = tmp_path / "results.json"
+    Results(environment, Ceilings({"float32 ieee": 51.0}, 4.3), rows, 12.0).write(path)
+    return path
+
+
+def test_terminal_table(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(results)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("dilated5x9", "2.00x", "90%", "20 / 30", "out of memory", "copy 4.3 TB/s"):
+        assert text in shown
+
+
+def test_markdown(results: Path, tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    assert cli.main(["report", str(results), "--quiet", "--markdown", str(table)]) == 0
+    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    assert len(lines) == 2 + 9
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_plots(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "plots"
+    assert cli.main(["report", str(results), "--quiet", "--plots", str(folder)]) == 0
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert written.keys() == {"speedups.png", "speedups.svg", "roofline.png", "roofline.svg"}
+    assert all(written[name].startswith(b"\x89PNG") for name in written if name.endswith("png"))
+    assert all(b"<svg" in written[name] for name in written if name.endswith("svg"))
+
+
+@pytest.fixture
+def page(results: Path, tmp_path: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "page.html"
+    assert cli.main(["report", str(results), "--quiet", "--html", str(path)]) == 0
+    return path
+
+
+def test_page_loads_nothing(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text)
+    assert "@import" not in text
+    assert "<script>" in text
+    assert "out of memory &lt;script&gt;" in text
+
+
+def browse(page: Path, tmp_path: Path, *arguments: str) -> str:
+    """What headless Chromium prints for the page."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}", *arguments, page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    return done.stdout
+
+
+def test_page_sorts_in_a_browser(page: Path, tmp_path: Path) -> None:
+    """The page, with a script at its end that sorts by every column, then by speed-up, twice."""
+    click = (
+        "<script>document.querySelectorAll('.sortable th').forEach(head => head.click());"
+        "for (let i = 0; i < 2; i++) document.querySelector('th.speedup').click()"
+    )
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", f"{click}</script></body>"), encoding="utf-8")
+    shown = browse(page, tmp_path, "--dump-dom")
+    assert 'aria-sort="descending"' in shown
+    speedups = [float(value) for value in re.findall(r'speedup" data-value="([\d.]+)x"', shown)]
+    assert len(speedups) == 8
+    assert speedups == sorted(speedups, reverse=True)
+    assert shown.count("<svg") == 2
+
+
+def test_page_is_drawn(page: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    browse(page, tmp_path, "--window-size=1400,2400", f"--screenshot={picture}")
+    assert picture.stat().st_size > 50_000
