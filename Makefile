@@ -15,8 +15,8 @@ demo: .venv/ready
 test: lint types test-cpu
 
 lint: .venv/ready
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
 
 types: .venv/ready
