@@ -92,7 +92,7 @@ def browse(page: Path, tmp_path: Path, *arguments: str) -> str:
         "--disable-component-update", "--disable-sync", "--no-first-run",
         f"--user-data-dir={tmp_path / 'profile'}", *arguments, page.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=50, check=True)
     return done.stdout
 
 

@@ -290,7 +290,7 @@ def _digest(how: str, folder: Path, *arguments: str) -> str:
         [sys.executable, "-c", PROGRAM.format(FIRST_USES[how]), *arguments],
         env={**os.environ, "FASTCONV_CACHE_DIR": str(folder)},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert process.returncode == 0, process.stderr

@@ -57,7 +57,7 @@ def _output(command: Sequence[str]) -> str | None:
     """What a command prints, or None where it is missing or fails."""
     try:
         found = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            command, cwd=Path(__file__).parent, capture_output=True, encoding="utf-8", check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
