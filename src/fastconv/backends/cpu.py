@@ -480,7 +480,7 @@ def _spread_tiling(problem: Problem, rows: _Axis, scratch: _Scratch, kernel_copi
         span = block.columns + columns.reach * (block.tap_columns - 1)
         readers = min(columns.outputs, span // columns.step + 1)
         spread = block.columns + readers * block.tap_columns
-        gathered = 2 * readers * block.tap_rows
+        gathered = readers * block.tap_rows
         positions = block.rows * (spread * block.depth + gathered * block.channels)
         return block.images * block.groups * positions
 
