@@ -106,23 +106,19 @@ def input_grad(problem: Problem, grad_output: Tensor, weight: Tensor, out: Tenso
     scratch = _Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
     groups, columns = problem.groups, _axes(problem)[1]
     grad = _by_position(grad_output, groups)
-    taps = _by_group(weight, 0, groups).permute(0, 3, 1, 4, 2)
+    weights = _by_group(weight, 0, groups).permute(0, 3, 1, 4, 2)
     for phase in _row_phases(problem):
         target = _by_position(out[:, :, phase.positions], groups)
-        kernel, copies = scratch.packed(taps[:, phase.taps], last=4)
+        kernel, copies = scratch.packed(weights[:, phase.taps], last=4)
         tiling = _spread_tiling(problem, phase.axis, scratch, copies)
         for g, i, n, r, c in tiling.spans("groups", "depth", "images", "rows", "columns"):
             piece = target[r, n, c, g, i]
             total = scratch.take("total", *piece.shape).zero_()
             for o, p, q in tiling.spans("channels", "tap_rows", "tap_columns"):
-                right = scratch.plain(kernel[g, p, o, q, i])
-                read = grad[:, n, columns.readers(c, q), g, o]
-                shape = (*total.shape[:2], *read.shape[2:4], *right.shape[3:])
-                spread = scratch.take("spread", *shape).zero_()
-                for some, rows, left in _gathered(read, phase.axis.part(r, p), scratch):
-                    matrix = right[:, some].flatten(3).flatten(1, 2)
-                    _matrices(spread[rows].flatten(4)).baddbmm_(_matrices(left), matrix)
-                _add_columns(total, spread, columns, c, q)
+                readers = columns.readers(c, q)
+                taps = scratch.plain(kernel[g, p, o, q, i])
+                parts = phase.axis.part(r, p), columns.part(readers, q).window(c)
+                _add_inputs(total, grad[:, n, readers, g, o], taps, *parts, scratch)
             piece.copy_(total)
 
 
@@ -151,6 +147,23 @@ def _add_weights(
         left = _matrices(grad).transpose(1, 2)
         for some, lowered in _lowered(stage, rows, columns, scratch):
             total[:, :, some].flatten(2).baddbmm_(left, lowered)
+
+
+def _add_inputs(
+    total: Tensor, grad: Tensor, taps: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
+) -> None:
+    """Add the products of ``grad`` and ``taps``: ``(groups, tap rows, o, tap columns, i)``."""
+    shape = (*total.shape[:2], *grad.shape[2:4], *taps.shape[3:])
+    spread = scratch.take("spread", *shape).zero_()
+    for some, read, gathered in _gathered(grad, rows, scratch):
+        right = taps[:, some].flatten(3).flatten(1, 2)
+        _matrices(spread[read].flatten(4)).baddbmm_(_matrices(gathered), right)
+    for tap in range(columns.taps):
+        readers = columns.readers(slice(0, columns.size), slice(tap, tap + 1))
+        if readers.start < readers.stop:
+            first = readers.start * columns.step + tap * columns.reach - columns.before
+            brought = spread[:, :, readers, :, tap]
+            total[:, :, first :: columns.step][:, :, : brought.shape[2]] += brought
 
 
 def _staged(source: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch) -> Tensor:
@@ -237,20 +250,6 @@ def _gathered(
         yield slice(None), slice(None), gathered.flatten(4)
 
 
-def _add_columns(
-    total: Tensor, spread: Tensor, columns: _Axis, elements: slice, taps: slice
-) -> None:
-    """Add what the tap columns bring, ``(..., tap columns, i)``, to the columns they read."""
-    first = columns.readers(elements, taps).start
-    for tap in range(taps.start, taps.stop):
-        readers = columns.readers(elements, slice(tap, tap + 1))
-        if readers.start < readers.stop:
-            start = readers.start * columns.step + tap * columns.reach - columns.before
-            read = total[:, :, start - elements.start :: columns.step]
-            brought = spread[:, :, readers.start - first : readers.stop - first]
-            read[:, :, : brought.shape[2]] += brought[..., tap - taps.start, :]
-
-
 def _sum_positions(grad_output: Tensor, out: Tensor) -> None:
     """Fill ``out`` with the sums over images, rows and columns."""
     if out.dtype in _SUM_DTYPES:
@@ -312,6 +311,12 @@ class _Axis(NamedTuple):
             outputs=outputs.stop - outputs.start,
             taps=taps.stop - taps.start,
             before=self.before - outputs.start * self.step - taps.start * self.reach,
+        )
+
+    def window(self, elements: slice) -> _Axis:
+        """These elements only, counted from the first of them."""
+        return self._replace(
+            size=elements.stop - elements.start, before=self.before + elements.start
         )
 
     def overlap(self) -> tuple[slice, slice]:
@@ -515,6 +520,7 @@ class _Scratch:
         """The buffer of this name, uninitialised."""
         size = prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers.pop(name, None)  # not to hold both
             self._buffers[name] = torch.empty(size, dtype=self.dtype)
         buffer = self._buffers[name][:size]
         if self._channels_last:
