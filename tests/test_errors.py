@@ -250,6 +250,16 @@ MISUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         (GRAD_OUTPUT, INPUT.half(), (3, 3), *GEOMETRY, False),
         "grad_output type (torch.float32) and input type (torch.float16)",
     ),
+    "input_grad, sparse": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT.to_sparse(), (8, 8), *GEOMETRY),
+        "weight has torch.sparse_coo",
+    ),
+    "weight_grad, sparse": (
+        ops.weight_grad,
+        (GRAD_OUTPUT, INPUT.to_sparse(), (3, 3), *GEOMETRY, False),
+        "input has torch.sparse_coo",
+    ),
 }
 
 

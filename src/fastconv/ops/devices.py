@@ -81,7 +81,7 @@ def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
 
 def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        result = describe_gradient(_input_grad_result, *args)
+        result = describe_gradient(_input_grad_result, "weight", *args)
         grad = result.new()
         if grad.numel():
             grad_output, weight, *_ = args
@@ -93,7 +93,7 @@ def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
 
 def _weight_grad_on(backend: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        result = describe_gradient(_weight_grad_result, *args)
+        result = describe_gradient(_weight_grad_result, "input", *args)
         grad_output, input, *_, bias = args
         grad, bias_grad = result.new(), new_bias_grad(result, bias)
         backend.weight_grad(result.problem, grad_output, input, grad, bias_grad if bias else None)

@@ -214,6 +214,7 @@ def describe_forward(
 
 def describe_gradient(
     check: Check,
+    other_name: str,
     grad_output: Tensor,
     other: Tensor,
     size: Sequence[int],
@@ -227,7 +228,7 @@ def describe_gradient(
     """Of either gradient: ``other`` and ``size`` are the weight and the input's, or vice versa."""
     return check(
         Form.of("grad_output", grad_output),
-        Form.of("input" if check is weight_grad_result else "weight", other),
+        Form.of(other_name, other),
         tuple(size),
         tuple(stride),
         tuple(padding),
@@ -249,11 +250,11 @@ def _fake_forward(*args: Any) -> Tensor:
 
 
 def _fake_input_grad(*args: Any) -> Tensor:
-    return describe_gradient(input_grad_result, *args).new()
+    return describe_gradient(input_grad_result, "weight", *args).new()
 
 
 def _fake_weight_grad(*args: Any) -> tuple[Tensor, Tensor]:
-    result = describe_gradient(weight_grad_result, *args)
+    result = describe_gradient(weight_grad_result, "input", *args)
     return result.new(), new_bias_grad(result, args[-1])
 
 
