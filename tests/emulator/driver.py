@@ -124,12 +124,18 @@ def _program(kernel: Kernel) -> Path:
         "}\n"
     )
     # The whole program but for the runtime: other entries of the same file are left out.
-    return _compile(_title(kernel), text, ["-fwhole-program", _runtime()])
+    return _compile(_title(kernel), text, ["-fwhole-program", *_runtime()])
 
 
 @functools.cache
-def _runtime() -> Path:
-    return _compile("the emulator", '#include "runtime.cc"\n', ["-c"])
+def _runtime() -> list[Path]:
+    """What all programs share."""
+    fast = ["-O3", "-fno-sanitize=all"]
+    options = {"runtime.cc": [], "sm90.cc": [], "product.cc": fast}
+    return [
+        _compile("the emulator", f'#include "{file}"\n', ["-c", *more])
+        for file, more in options.items()
+    ]
 
 
 def _compile(title: str, text: str, options: Sequence[str | Path]) -> Path:

@@ -26,6 +26,7 @@ class Snippet(Kernel):
     @property
     def text(self) -> str:
         return f"""#include "include/scalar.cuh"
+#include "include/wgmma.cuh"
 using namespace fastconv;
 extern "C" __global__ void __launch_bounds__(1024) {self.entry}(
     const float* in, float* out, int n) {{
@@ -163,6 +164,210 @@ ORDERED = {
     "blocks_share_output": "out[i % 64] = in[i];",
 }
 
+# On sm_90a: a product of 64 by 24 sums, over 64 bytes of each row, by one warpgroup.
+COLUMNS = 24
+SCALARS = {"Tf32": torch.float32, "Float16": torch.float16, "Bfloat16": torch.bfloat16}
+
+PRODUCT = """
+  const int kBytes = 64 * (64 + 24);
+  Barrier* const loaded = reinterpret_cast<Barrier*>(tile + 2048);
+  const int row = i / 32 * 16 + i % 32 / 4, column = i % 4 * 2;
+  float sums[12];
+  if (i == 0) barrier_init(loaded, 1);
+  barrier_init_fence();
+  __syncthreads();
+  if (i == 0) barrier_arrive_expect(loaded, kBytes);
+  if (i == 0) bulk_load(tile, in, kBytes, loaded);
+  barrier_wait(loaded, 0);
+  const Matrix left = matrix(tile, 128, 512), right = matrix(tile + 1024, 128, 512);
+  wgmma_fence();
+  wgmma<24>(Tf32(), sums, left, right, false);
+  wgmma<24>(Tf32(), sums, left + 256 / 16, right + 256 / 16, true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  __syncthreads();  // the sums overwrite the matrices
+  for (int j = 0; j < 12; ++j) {
+    tile[(row + j / 2 % 2 * 8) * 24 + j / 4 * 8 + column + j % 2] = sums[j];
+  }
+  fence_async_shared();
+  __syncthreads();
+  if (i == 0) bulk_store(out, tile, 64 * 24 * 4);
+  if (i == 0) bulk_store_commit();
+  if (i == 0) bulk_store_wait_read<0>();
+"""
+
+RING = """
+  Barrier* const full = reinterpret_cast<Barrier*>(tile + 2048);
+  Barrier* const empty = full + 1;
+  if (i == 0) { barrier_init(full, 1); barrier_init(empty, 128); }
+  __syncthreads();
+  for (int step = 0; step < 4; ++step) {
+    if (i == 0) barrier_wait(empty, (step + 1) % 2);
+    if (i == 0) barrier_arrive_expect(full, 128);
+    if (i == 0) bulk_load(tile, in + 32 * step, 128, full);
+    barrier_wait(full, step % 2);
+    if (i / 32 == step) out[i] = tile[i % 32];
+    barrier_arrive(empty);
+  }
+"""
+
+# What is done to PRODUCT, and what the message has to say.
+FAULTY_PRODUCTS = {
+    "barrier_uninitialised": (("barrier_init(loaded, 1)", "0"), "byte 8192.* is not initialised"),
+    "barrier_initialised_twice": (("(i == 0) barrier_init", "(true) barrier_init"), "twice"),
+    "barrier_misaligned": (("tile + 2048", "tile + 2049"), "misaligned barrier"),
+    "barrier_overwritten": (("wgmma_fence();", "tile[2048] = 0;"), r"at byte 8192 of shared"),
+    "arrival_missing": (
+        ("barrier_arrive_expect(loaded, kBytes)", "0"),
+        r"threads 0 to 127: waits in barrier_wait, .*\n.*phase 0 lacks 1 of 1 arrivals",
+    ),
+    "arrival_too_many": (("if (i == 0) barrier_arrive", "barrier_arrive"), "barrier's 1 arrivals"),
+    "bytes_too_many": (("(loaded, kBytes)", "(loaded, 16)"), "5632 bytes, .* expects only 16"),
+    "bytes_missing": (
+        ("(loaded, kBytes)", "(loaded, kBytes + 16)"),
+        r"deadlock.*\n.*barrier_wait, .*\n.*0 of 1 arrivals and 16 bytes",
+    ),
+    "parity_wrong": (("barrier_wait(loaded, 0)", "barrier_wait(loaded, 2)"), "2 is no parity"),
+    "load_not_awaited": (("barrier_wait(loaded, 0);", ""), r"without waiting for bulk_load, .*:\d"),
+    "load_awaited_late": (
+        ("barrier_wait(loaded, 0);", "if (i) barrier_wait(loaded, 0);"),
+        r"changed under a wgmma, .*:\d+\n.*thread 0\n",
+    ),
+    "load_target_written": (
+        ("barrier_wait(loaded, 0)", "tile[7] = 0; barrier_wait(loaded, 0)"),
+        "shared memory was written under a bulk_load",
+    ),
+    "load_source_written": (
+        ("barrier_wait(loaded, 0)", "const_cast<float*>(in)[7] = 0; barrier_wait(loaded, 0)"),
+        "global memory changed under a bulk_load",
+    ),
+    "load_to_misaligned": (("(tile, in", "(tile + 2, in"), "bulk_load: misaligned .* shared"),
+    "load_from_misaligned": (("(tile, in", "(tile, in + 1"), "bulk_load: misaligned .* global"),
+    "load_of_odd_size": (("in, kBytes", "in, kBytes - 4"), "5628 bytes, not a multiple"),
+    "load_past_the_end": (("(tile, in", "(tile, in + 4"), "at byte 5632 of in"),
+    "load_past_shared_memory": (("(tile, in", "(tile + 1024, in"), "at byte 8192 of shared"),
+    "load_from_shared_memory": (("(tile, in", "(tile, tile"), "does not lie in a tensor"),
+    "load_to_global_memory": (("(tile, in", "(out, in"), "does not lie in shared memory"),
+    "product_without_fence": (("wgmma_fence();", ""), "wgmma without a wgmma_fence"),
+    "product_not_committed": (("wgmma_commit();", ""), "without waiting for its products"),
+    "product_not_awaited": (("wgmma_wait<0>", "wgmma_wait<1>"), "without waiting for its products"),
+    "product_misses_a_warp": (
+        ("wgmma_fence();", "if (i / 32 == 2) return; wgmma_fence();"),
+        r"threads 0 to 63: waits in __syncthreads, .*\n +threads 64 to 95: exited",
+    ),
+    "product_by_some_threads": (
+        ("wgmma<24>(Tf32(), sums, left +", "if (i != 77) wgmma<24>(Tf32(), sums, left +"),
+        "threads 0 and 77 of a warpgroup executed different wgmma",
+    ),
+    "matrix_outside_shared_memory": (
+        ("tile, 128, 512", "tile, 128, 1280"),
+        r"64 rows from byte 0 to byte 9216 of shared memory, which has 8208\n.*thread 0\n",
+    ),
+    "matrix_misaligned": (("matrix(tile, ", "matrix(tile + 1, "), "no matrix starts at byte 4 "),
+    "matrix_overwritten": (
+        ("__syncthreads();  // the sums", "// the sums"),
+        r"shared memory changed under a wgmma, .*:\d+\n.*thread 32\n",
+    ),
+    "matrix_refilled": (
+        (
+            "wgmma_wait<0>();",
+            "if (i == 127) barrier_arrive_expect(loaded, 16);"
+            "if (i == 127) bulk_load(tile, in, 16, loaded);"
+            "wgmma_wait<0>(); barrier_wait(loaded, 1);",
+        ),
+        r"shared memory changed under a wgmma, .*:\d+\n.*thread 0\n",
+    ),
+    "sums_written_under_way": (
+        ("wgmma_wait<0>", "sums[3] = 0; wgmma_wait<0>"),
+        "sums were written under a wgmma",
+    ),
+    "store_not_awaited": (
+        ("if (i == 0) bulk_store_wait_read<0>();", ""),
+        "without waiting for its bulk stores",
+    ),
+    "store_not_committed": (
+        ("if (i == 0) bulk_store_commit();", ""),
+        "without waiting for its bulk stores",
+    ),
+    "store_source_overwritten": (
+        ("if (i == 0) bulk_store_wait_read<0>();", "bulk_store_wait_read<0>(); tile[i] = 0;"),
+        r"shared memory changed under a bulk_store, .*:\d+\n.*thread 0\n",
+    ),
+    "store_past_the_end": (("(out, tile", "(out + 4, tile"), "at byte 6144 of out"),
+    "store_to_misaligned": (("(out, tile", "(out + 2, tile"), "bulk_store: misaligned .* global"),
+}
+
+UNAWAITED_LOAD = """
+  Barrier* const loaded = reinterpret_cast<Barrier*>(tile + 2048);
+  if (i == 0) { barrier_init(loaded, 1); barrier_arrive_expect(loaded, 512); }
+  if (i == 0) bulk_load(tile, in, 512, loaded);
+  __syncthreads();
+  out[i] = tile[i];
+  barrier_wait(loaded, 0);
+"""
+
+
+def change(body: str, old: str, new: str) -> str:
+    assert old in body
+    return body.replace(old, new, 1)
+
+
+UNAWAITED_SUMS = change(
+    PRODUCT,
+    "wgmma_wait<0>();",
+    """
+  float more[12];
+  wgmma<24>(Tf32(), more, left, right, false);
+  wgmma_commit();
+  wgmma_wait<1>();
+  sums[0] = more[0];
+  wgmma_wait<0>();
+""",
+)
+UNAWAITED_ROUND = change(RING, "if (i == 0) barrier_wait(empty, (step + 1) % 2);", "")
+
+
+def sm90_launch(name: str, body: str) -> Launch:
+    return Launch(Snippet(body, name, ()), (1, 1, 1), 128, 4 * 2048 + 16, ("in", "out", 0))
+
+
+def in_cores(matrix: Tensor) -> Tensor:
+    """Rows of 64 bytes, as wgmma reads them: cores of 8 rows by 16 bytes, row by row."""
+    return matrix.view(len(matrix) // 8, 8, 4, -1).transpose(1, 2).flatten()
+
+
+def product_tensors(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor]:
+    """The memory before :data:`PRODUCT`, and the product."""
+    generator = torch.Generator().manual_seed(0)
+    length = 64 // dtype.itemsize
+    left, right = (
+        torch.randn(rows, length, generator=generator).to(dtype) for rows in (64, COLUMNS)
+    )
+    memory = {
+        "in": torch.cat([in_cores(left), in_cores(right)]),
+        "out": torch.full((64, COLUMNS), torch.inf),
+    }
+    if dtype == torch.float32:  # the tensor cores see 10 bits of the mantissa
+        left, right = ((matrix.view(torch.int32) & ~0x1FFF).view(dtype) for matrix in (left, right))
+    return memory, (left.double() @ right.double().T).float()
+
+
+SM90 = {
+    launch.kernel.entry: launch
+    for launch in (
+        *(sm90_launch(f"product_{scalar}", PRODUCT.replace("Tf32", scalar)) for scalar in SCALARS),
+        *(
+            sm90_launch(name, change(PRODUCT, *fault))
+            for name, (fault, _) in FAULTY_PRODUCTS.items()
+        ),
+        sm90_launch("ring", RING),
+        sm90_launch("unawaited_load", UNAWAITED_LOAD),
+        sm90_launch("unawaited_sums", UNAWAITED_SUMS),
+        sm90_launch("unawaited_round", UNAWAITED_ROUND),
+    )
+}
+ROUND_TO_TF32 = launch("round_to_tf32", "out[i] = round_to_tf32(in[i]);", blocks=2)
+
 HALF_TO_FLOAT = launch(
     "half_to_float_all",
     "out[i] = half_to_float(reinterpret_cast<const unsigned short*>(in)[i]);",
@@ -180,7 +385,8 @@ def _compiled() -> None:
     bodies = {name: body for name, (body, _) in (SOUND | FAULTY).items()} | ORDERED
     del bodies["static_shared_memory"]
     launches = [launch(name, body) for name, body in bodies.items()]
-    precompile(launch.kernel for launch in [*launches, HALF_TO_FLOAT, FLOAT_TO_HALF])
+    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, ROUND_TO_TF32, *SM90.values()]
+    precompile(launch.kernel for launch in launches)
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -204,6 +410,40 @@ def test_kernel_that_depends_on_order(name: str) -> None:
     blocks = 2 if name == "blocks_share_output" else 1
     with pytest.raises(EmulatorError, match=f"{name}.*: out depends on the order"):
         run_both_orders([launch(name, ORDERED[name], blocks)], tensors(blocks))
+
+
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_product(scalar: str) -> None:
+    memory, expected = product_tensors(SCALARS[scalar])
+    run_both_orders([SM90[f"product_{scalar}"]], memory)
+    assert_close(memory["out"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FAULTY_PRODUCTS)
+def test_faulty_product(name: str) -> None:
+    with pytest.raises(EmulatorError, match=FAULTY_PRODUCTS[name][1]):
+        run([SM90[name]], product_tensors()[0])
+
+
+def test_loads_through_a_ring() -> None:
+    memory, _ = product_tensors()
+    run_both_orders([SM90["ring"]], memory)
+    assert_close(memory["out"].flatten()[:128], memory["in"][:128], rtol=0, atol=0)
+    with pytest.raises(EmulatorError, match="out depends on the order"):
+        run_both_orders([SM90["unawaited_round"]], memory)
+
+
+def test_load_that_is_not_awaited() -> None:
+    memory, _ = product_tensors()
+    run_both_orders([SM90["unawaited_load"]], memory)
+    assert memory["out"].flatten()[:128].isnan().all()
+
+
+def test_sums_that_are_not_awaited() -> None:
+    memory, expected = product_tensors()
+    run_both_orders([SM90["unawaited_sums"]], memory)
+    expected.view(4, 2, 8, COLUMNS)[:, 0, :, 0:8:2] = torch.nan  # every thread's sums[0]
+    assert_close(memory["out"], expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_constants_grid_and_absent_tensors(tmp_path: Path) -> None:
@@ -276,10 +516,32 @@ def test_float_to_half() -> None:
     assert_close(out, floats.half(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_instruction_has_a_twin() -> None:
+def test_round_to_tf32() -> None:
+    """To nearest, ties away from zero; what is infinite or NaN stays so."""
+    kept = [0.0, -0.0, 1.0, -1.5, 2.0**-126, torch.inf, -torch.inf, torch.nan]
+    ulp = 2.0**-10
+    rounded = {
+        1 + ulp / 2: 1 + ulp,
+        -1 - ulp / 2: -1 - ulp,
+        1 + ulp / 2 - 2.0**-23: 1.0,
+        1 + 1.5 * ulp: 1 + 2 * ulp,
+        2 - ulp / 4: 2.0,
+    }
+    inputs, expected = ([*kept, *values] for values in (rounded, rounded.values()))
+    memory = {"in": torch.zeros(2 * THREADS), "out": torch.empty(2 * THREADS)}
+    memory["in"][: len(inputs)] = torch.tensor(inputs)
+    run([ROUND_TO_TF32], memory)
+    out = memory["out"][: len(inputs)]
+    assert_close(out, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("header", ["ptx", "sm90", "wgmma"])
+def test_every_instruction_has_a_twin(header: str) -> None:
     def functions(folder: Path) -> set[str]:
-        text = (folder / "include/ptx.cuh").read_text()
+        text = (folder / f"include/{header}.cuh").read_text()
         return set(re.findall(r"(?:inline|__forceinline__|__device__) [\w ]+\*? ?\b(\w+)\(", text))
 
-    assert "copy_async" in functions(FOLDER)
-    assert functions(FOLDER) <= functions(HOST), "add the new functions to host/include/ptx.cuh"
+    assert functions(FOLDER)
+    assert functions(FOLDER) <= functions(HOST), (
+        f"add the new functions to host/include/{header}.cuh"
+    )

@@ -54,9 +54,14 @@ _THIN_CHANNELS = 4
 
 
 def forward(
-    problem: Problem, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+    problem: Problem,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    precision: str | None = None,
 ) -> None:
-    """Fill ``out`` with the convolution of ``input``."""
+    """Fill ``out`` with the convolution of ``input``; in full precision, whatever ``precision``."""
     scratch = _Scratch(out.dtype, channels_last=input.stride(1) == 1)
     groups, (row_axis, column_axis) = problem.groups, _axes(problem)
     source, target = _by_position(input, groups), _by_position(out, groups)
@@ -78,7 +83,12 @@ def forward(
 
 
 def weight_grad(
-    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, bias_out: Tensor | None
+    problem: Problem,
+    grad_output: Tensor,
+    input: Tensor,
+    out: Tensor,
+    bias_out: Tensor | None,
+    precision: str | None = None,
 ) -> None:
     """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
     if bias_out is not None:
@@ -101,7 +111,13 @@ def weight_grad(
         piece.copy_(total)
 
 
-def input_grad(problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor) -> None:
+def input_grad(
+    problem: Problem,
+    grad_output: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    precision: str | None = None,
+) -> None:
     """Fill ``out`` with the gradient of the input."""
     scratch = _Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
     groups, columns = problem.groups, _axes(problem)[1]

@@ -6,16 +6,17 @@ workspace and launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastconv import _precision
 from fastconv.jit import launch
-from fastconv.kernels import direct
-from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels import planner
+from fastconv.kernels.family import Gpu, Operands
+from fastconv.kernels.planner import Planner
 from fastconv.problem import Problem
 
 _SCALARS = {
@@ -25,13 +26,19 @@ _SCALARS = {
     torch.float64: ("double", 8),
 }
 
-Planner = Callable[[Problem, Operands, Gpu], Plan]
-
 
 def forward(
-    problem: Problem, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+    problem: Problem,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    precision: str | None = None,
 ) -> None:
-    """Fill ``out`` with the convolution of ``input``."""
+    """Fill ``out`` with the convolution of ``input``.
+
+    ``precision`` is that of float32 products; None follows PyTorch's setting, in all three passes.
+    """
     if problem.in_channels == 0:
         out.zero_()
         if bias is not None:
@@ -39,29 +46,41 @@ def forward(
     elif out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
         planes = None if bias is None else torch.view_as_real(bias).flatten()
-        forward(_real(problem), _planes(input), _real_weight(weight), planes, real)
+        forward(_real(problem), _planes(input), _real_weight(weight), planes, real, precision)
         _set_planes(out, real)
     else:
         input, weight = _dense(input), _dense(weight)
-        ready = _ready_for(direct.forward, problem, input, out, weight)
+        ready = _ready_for(planner.forward, problem, input, out, weight, precision)
         ready.run(input, weight, None if bias is None else bias.contiguous(), out)
 
 
-def input_grad(problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor) -> None:
+def input_grad(
+    problem: Problem,
+    grad_output: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    precision: str | None = None,
+) -> None:
     """Fill ``out`` with the gradient of the input."""
     if out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
         # The real weight's transpose conjugates; the operator itself does not.
-        input_grad(_real(problem), _planes(grad_output), _real_weight(weight.conj()), real)
+        planes = _planes(grad_output)
+        input_grad(_real(problem), planes, _real_weight(weight.conj()), real, precision)
         _set_planes(out, real)
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
-    ready = _ready_for(direct.input_grad, problem, grad_output, out, weight)
+    ready = _ready_for(planner.input_grad, problem, grad_output, out, weight, precision)
     ready.run(grad_output, weight, None, out)
 
 
 def weight_grad(
-    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, bias_out: Tensor | None
+    problem: Problem,
+    grad_output: Tensor,
+    input: Tensor,
+    out: Tensor,
+    bias_out: Tensor | None,
+    precision: str | None = None,
 ) -> None:
     """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
     if bias_out is not None:
@@ -69,18 +88,18 @@ def weight_grad(
     if problem.batch == 0 or out.numel() == 0:
         out.zero_()
     elif out.is_complex():
-        _complex_weight_grad(problem, grad_output, input, out)
+        _complex_weight_grad(problem, grad_output, input, out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
-        ready = _ready_for(direct.weight_grad, problem, input, grad_output, out)
+        ready = _ready_for(planner.weight_grad, problem, input, grad_output, out, precision)
         ready.run(grad_output, input, out)
 
 
 # The names that launches know a pass's tensors by, in the order of _Ready.run.
 _TENSORS: dict[Planner, tuple[str, ...]] = {
-    direct.forward: ("input", "weight", "bias", "output", "scratch"),
-    direct.input_grad: ("input", "weight", "bias", "output", "scratch"),
-    direct.weight_grad: ("grad_output", "input", "output", "scratch"),
+    planner.forward: ("input", "weight", "bias", "output", "scratch"),
+    planner.input_grad: ("input", "weight", "bias", "output", "scratch"),
+    planner.weight_grad: ("grad_output", "input", "output", "scratch"),
 }
 
 
@@ -101,38 +120,50 @@ class _Ready(NamedTuple):
 
 
 def _ready_for(
-    planner: Planner, problem: Problem, input: Tensor, output: Tensor, weight: Tensor
+    plan: Planner,
+    problem: Problem,
+    input: Tensor,
+    output: Tensor,
+    weight: Tensor,
+    precision: str | None,
 ) -> _Ready:
     """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
+    dtype = input.dtype
+    if dtype != torch.float32:
+        precision = "ieee"
+    elif precision is None:
+        precision = _precision.pytorch_setting()
     return _ready(
-        planner,
+        plan,
         problem,
-        input.dtype,
+        dtype,
         not input.is_contiguous(),
         not output.is_contiguous(),
         weight.stride(),
         (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
+        precision,
         output.device.index,
     )
 
 
 @lru_cache(maxsize=4096)
 def _ready(
-    planner: Planner,
+    plan: Planner,
     problem: Problem,
     dtype: torch.dtype,
     input_channels_last: bool,
     output_channels_last: bool,
     weight_strides: tuple[int, int, int, int],
     aligned: bool,
+    precision: str,
     index: int,
 ) -> _Ready:
     operands = operands_of(
-        dtype, input_channels_last, output_channels_last, weight_strides, aligned
-    )  # fmt: skip
-    plan = planner(problem, operands, gpu(index))
+        dtype, input_channels_last, output_channels_last, weight_strides, aligned, precision
+    )
+    planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
-    return _Ready(launch.prepare(plan.launches, device, _TENSORS[planner]), plan.scratch_bytes)
+    return _Ready(launch.prepare(planned.launches, device, _TENSORS[plan]), planned.scratch_bytes)
 
 
 def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:
@@ -197,10 +228,12 @@ def _real_weight(weight: Tensor) -> Tensor:
     return torch.stack(rows, 1).flatten(2, 3).flatten(0, 1)
 
 
-def _complex_weight_grad(problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor) -> None:
+def _complex_weight_grad(
+    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, precision: str | None
+) -> None:
     real = _real(problem)
     blocks = torch.empty(real.weight_shape, dtype=out.real.dtype, device=out.device)
-    weight_grad(real, _planes(grad_output), _planes(input), blocks, None)
+    weight_grad(real, _planes(grad_output), _planes(input), blocks, None, precision)
     blocks = blocks.unflatten(1, (-1, 2)).unflatten(0, (-1, 2))
     (real_real, real_imaginary), (imaginary_real, imaginary_imaginary) = (
         row.unbind(2) for row in blocks.unbind(1)

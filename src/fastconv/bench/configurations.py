@@ -15,7 +15,7 @@ from fastconv import jit
 from fastconv.backends import cuda
 from fastconv.bench import contestants
 from fastconv.bench.cases import PASSES, STEP, Case
-from fastconv.kernels import direct
+from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Plan
 
 H200 = Gpu("sm_90a", 132, 232448, 233472)
@@ -27,6 +27,9 @@ _CHOSEN = (
     "warps", "warps_m", "warps_n", "warps_k", "stage_channels", "stage_taps", "part_taps",
     "block_taps", "stage_rows", "stage_columns", "vector", "vector_input", "vector_grad",
     "two_level", "flush_channels", "flush_units", "packed", "blocks_per_sm",
+    "parts", "channel_groups", "stack", "pixels", "tile_rows", "tile_columns", "pitch", "lead", "rolling",
+    "segment_tiles", "k_steps", "stage_taps", "input_stages", "weight_stages", "resident",
+    "pass_pixels", "bulk_stores", "vector_loads", "vector_stores",
 )  # fmt: skip
 
 
@@ -35,21 +38,19 @@ class Configuration:
     """One way to compute one pass on one GPU."""
 
     direction: str
-    family: str
-    why: str
     plan: Plan
 
     def lines(self) -> list[str]:
         """For reading: a line for each launch."""
         scratch = f"{self.plan.scratch_bytes / 2**20:.1f} MiB of workspace"
         launches = dict.fromkeys(map(_describe, self.plan.launches))
-        return [f"{self.direction}: {self.family}, {scratch} ({self.why})", *launches]
+        return [f"{self.direction}: {self.plan.family}, {scratch} ({self.plan.why})", *launches]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "direction": self.direction,
-            "family": self.family,
-            "why": self.why,
+            "family": self.plan.family,
+            "why": self.plan.why,
             "scratch_bytes": self.plan.scratch_bytes,
             "launches": [
                 {
@@ -67,7 +68,7 @@ class Configuration:
 def legal(case: Case, gpu: Gpu) -> list[Configuration]:
     """Every configuration that may compute the case, the one that would first of its pass."""
     directions = PASSES if case.direction == STEP else (case.direction,)
-    return [_direct(case, direction, gpu) for direction in directions]
+    return [_planned(case, direction, gpu) for direction in directions]
 
 
 def device_gpu(device: torch.device) -> Gpu | None:
@@ -103,29 +104,29 @@ def compile_seconds(case: Case, gpu: Gpu, seconds: dict[Kernel, float]) -> float
     return sum(seconds.get(kernel, 0.0) for kernel in kernels([case], gpu))
 
 
-def _direct(case: Case, direction: str, gpu: Gpu) -> Configuration:
-    planner, operands = _roles(case, direction)
+def _planned(case: Case, direction: str, gpu: Gpu) -> Configuration:
+    plan, operands = _roles(case, direction)
     layout = (
         not operands[0].is_contiguous(),
         not operands[1].is_contiguous(),
         operands[2].stride(),
         True,
+        case.precision or "ieee",
     )
-    plan = planner(case.workload.problem, cuda.operands_of(case.torch_dtype, *layout), gpu)
-    why = "the only family there is: any geometry and dtype, on plain CUDA cores"
-    return Configuration(direction, "direct", why, plan)
+    planned = plan(case.workload.problem, cuda.operands_of(case.torch_dtype, *layout), gpu)
+    return Configuration(direction, planned)
 
 
-def _roles(case: Case, direction: str) -> tuple[cuda.Planner, Sequence[Tensor]]:
+def _roles(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
     """The planner of a pass, and the tensors whose layouts it asks for, without data."""
     at = case.tensors(torch.device("meta"))
     one = Case(case.workload, direction, case.dtype, case.precision, case.format)
     result: Tensor = contestants.ours(one)(at)
     if direction == "forward":
-        return direct.forward, (at.input, result, at.weight)
+        return planner.forward, (at.input, result, at.weight)
     if direction == "input_grad":
-        return direct.input_grad, (at.grad_output, result, at.weight)
-    return direct.weight_grad, (at.input, at.grad_output, result)
+        return planner.input_grad, (at.grad_output, result, at.weight)
+    return planner.weight_grad, (at.input, at.grad_output, result)
 
 
 def _describe(launch: Launch) -> str:

@@ -60,12 +60,21 @@ def _member(name: str, value: Constant) -> str:
     return f"using {name} = {value};"
 
 
+class Declined(Exception):
+    """A family does not take a problem; the message says what it is that it does not take."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How a pass is computed: launches in order, and bytes of workspace (tensor ``scratch``)."""
+    """How a pass is computed: launches in order, and bytes of workspace (tensor ``scratch``).
+
+    ``why`` says in a few words why this family, and why in this way.
+    """
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
+    family: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Operands:
 
     The two activations (what the pass reads, or the input and the output's gradient; and what it
     writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
-    of 16 bytes.
+    of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32".
     """
 
     scalar: str  # name of the element type in device code
@@ -93,6 +102,7 @@ class Operands:
     output_channels_last: bool
     weight_strides: tuple[int, int, int, int]
     aligned: bool
+    precision: str = "ieee"
 
     @property
     def sum_bytes(self) -> int:

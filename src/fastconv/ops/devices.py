@@ -72,8 +72,8 @@ def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
         result = describe_forward(_forward_result, *args)
         output = result.new()
         if output.numel():
-            input, weight, bias, *_ = args
-            backend.forward(result.problem, input, weight, bias, output)
+            input, weight, bias, *_, precision = args
+            backend.forward(result.problem, input, weight, bias, output, precision)
         return output
 
     return run
@@ -84,8 +84,8 @@ def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
         result = describe_gradient(_input_grad_result, "weight", *args)
         grad = result.new()
         if grad.numel():
-            grad_output, weight, *_ = args
-            backend.input_grad(result.problem, grad_output, weight, grad)
+            grad_output, weight, *_, precision = args
+            backend.input_grad(result.problem, grad_output, weight, grad, precision)
         return grad
 
     return run
@@ -94,9 +94,11 @@ def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
 def _weight_grad_on(backend: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*args: Any) -> tuple[Tensor, Tensor]:
         result = describe_gradient(_weight_grad_result, "input", *args)
-        grad_output, input, *_, bias = args
+        grad_output, input, *_, precision, bias = args
         grad, bias_grad = result.new(), new_bias_grad(result, bias)
-        backend.weight_grad(result.problem, grad_output, input, grad, bias_grad if bias else None)
+        backend.weight_grad(
+            result.problem, grad_output, input, grad, bias_grad if bias else None, precision
+        )
         return grad, bias_grad
 
     return run

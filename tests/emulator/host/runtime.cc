@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "sm90.h"
+
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
@@ -143,6 +145,9 @@ bool reverse;
 Site barrier_site;
 unsigned barrier_arrived, barrier_generation;
 
+// Of wait_long.
+unsigned long_waits, long_generation;
+
 // The stack that the scheduler runs on.
 void* scheduler_stack_pointer;
 const void* scheduler_stack;
@@ -187,6 +192,7 @@ __attribute__((no_sanitize("address"))) void start() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   run_thread(arguments.data(), static_cast<int>(arguments.size()));
   if (!running->copies.empty()) fail("the thread exits without waiting for its copies");
+  sm90_exit_thread();
   running->exited = true;
   switch_to_scheduler(nullptr);
 }
@@ -233,12 +239,23 @@ std::string state(const Thread& thread) {
               state(threads[i]);
     first = i + 1;
   }
-  fail("deadlock: no thread can go on%s", states.c_str());
+  fail("deadlock: no thread can go on%s%s", states.c_str(), sm90_describe_barriers());
+}
+
+// For when no thread can go on: finishes what takes long on hardware; returns whether there was
+// any. First copies, then the rest: a thread that only waits for copies goes on meanwhile.
+bool finish_something() {
+  if (sm90_advance()) return true;
+  if (long_waits == 0) return false;
+  long_waits = 0;
+  ++long_generation;
+  return true;
 }
 
 // Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
 // two barriers, then, whichever of two warps runs first in one order runs last in the other.
 void run_block() {
+  sm90_begin_block();
   memset(shared.begin, kPoison, shared.bytes);
   barrier_arrived = 0;
   for (Thread& thread : threads) {
@@ -261,10 +278,12 @@ void run_block() {
       ++barrier_generation;
       any = true;
     }
+    if (!any) any = finish_something();
   }
   for (const Thread& thread : threads) {
     if (!thread.exited) fail_stuck();
   }
+  sm90_end_block();
 }
 
 void run_grid() {
@@ -304,6 +323,23 @@ void wait(Site site, bool (*ready)(const void*), const void* context) {
   running->context = context;
   switch_to_scheduler(&running->fake_stack);
   __sanitizer_finish_switch_fiber(running->fake_stack, nullptr, nullptr);
+}
+
+void wait_long(Site site) {
+  ++long_waits;
+  const unsigned generation = long_generation;
+  wait(site, [=] { return long_generation != generation; });
+}
+
+bool is_near_tensor(const void* address) {
+  for (const Buffer& buffer : buffers) {
+    const ptrdiff_t offset = static_cast<const unsigned char*>(address) - buffer.begin;
+    if (buffer.begin != shared.begin && -kGuardBytes <= offset &&
+        offset < buffer.bytes + kGuardBytes) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void barrier(Site site) {

@@ -41,6 +41,9 @@ void wait(Site site, const Ready& ready) {
   wait(site, [](const void* context) { return (*static_cast<const Ready*>(context))(); }, &ready);
 }
 
+// Waits until no thread of the block can go on: as long as an operation of the hardware might take.
+void wait_long(Site site);
+
 // Waits for all threads of the block, at the same site.
 void barrier(Site site);
 
@@ -59,6 +62,9 @@ struct Shared {
   unsigned bytes;
 };
 extern Shared shared;
+
+// Whether an address lies in a tensor, or so close to one that ASan knows.
+bool is_near_tensor(const void* address);
 
 // Copies of `bytes` that land in shared memory at copy_async_wait and not before; until then the
 // target is poisoned. Nothing is read from `global` unless `valid`: zeros land.

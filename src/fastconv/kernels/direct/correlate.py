@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.direct.tiling import (
+    FAMILY,
     MOST_WINDOW,
     STAGES,
-    ceil_div,
+    WHY,
     filled,
     geometry_constants,
     part_sizes,
     pitch_padding,
     power_of_two_for,
-    round_up,
     shared_budget,
 )
 from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan
@@ -218,7 +219,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         ("input", "weight", "scratch", "bias", "output", problem.batch),
     )
     if not constants["packed"]:
-        return Plan((correlate,), 0)
+        return Plan((correlate,), 0, FAMILY, WHY)
     packed = tile.packed_elements(problem, group_in, group_out)
     pack = Launch(
         _kernel("pack", constants),
@@ -227,7 +228,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         0,
         ("weight", "scratch"),
     )
-    return Plan((pack, correlate), packed * operands.sum_bytes)
+    return Plan((pack, correlate), packed * operands.sum_bytes, FAMILY, WHY)
 
 
 def _flush_channels(tile: Tile, group_in: int) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Constant, Gpu, Operands
 from fastconv.problem import Problem
+
+FAMILY = "direct"
+WHY = "plain CUDA cores: any geometry and dtype, on every GPU"
 
 STAGES = 2
 """Of every tile in shared memory: one is read while the next is loaded."""
@@ -12,14 +16,6 @@ MOST_UNROLLED_TAPS = 16
 
 MOST_WINDOW = 128
 """Pixels of a row that a thread's taps may span: the compiler unrolls over all of them."""
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
 
 
 def filled(size: int, tile: int) -> float:

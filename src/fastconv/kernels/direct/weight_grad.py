@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.direct.tiling import (
+    FAMILY,
     MOST_WINDOW,
     STAGES,
-    ceil_div,
+    WHY,
     filled,
     geometry_constants,
     part_sizes,
     pitch_padding,
     power_of_two_for,
-    round_up,
     shared_budget,
 )
 from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan
@@ -198,7 +199,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
                 ("scratch", "output", first, tiles, splits),
             )
         )
-    return Plan(tuple(launches), tiles_at_once * splits * block_bytes)
+    return Plan(tuple(launches), tiles_at_once * splits * block_bytes, FAMILY, WHY)
 
 
 def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:

@@ -1,0 +1,16 @@
+"""Small sums that plans need."""
+
+from __future__ import annotations
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    return [i for i in range(1, n + 1) if n % i == 0]

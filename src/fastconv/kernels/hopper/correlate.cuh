@@ -1,0 +1,939 @@
+// Convolution on Hopper's tensor cores: forward passes, and input gradients of stride 1, which are
+// forward convolutions with flipped and transposed weights.
+//
+// A warpgroup multiplies 64 output channels (rows of wgmma) by `pixels` output pixels (columns), 16
+// or 8 input channels at a time, and adds up over taps. Both operands lie in shared memory:
+//
+//   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
+//   weights [tap][2][64 output channels][16 bytes]
+//
+// Neighbouring pixels are 16 bytes apart, as the tensor core wants its columns, so that a tap is
+// nothing but another start address in the same tile, whatever the dilation:
+//
+//   tap (kh, kw) begins (kh * pitch + kw * dilation) * 16 bytes after tap (0, 0).
+//
+// Dilated rows: output rows that are equal modulo the dilation share input rows; a tile takes only
+// such (every dilation-th) rows, and is dense again. Strides: an axis of stride s falls into s
+// phases of every s-th position; a tile holds its phases one after the other, and a tap reads one
+// of them, where neighbours are neighbours again.
+//
+// Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns between
+// two rows are computed and thrown away.
+//
+// Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
+// row t as kernel row t - j, for which there are zero weights above and below the kernel.
+//
+// One block per processor, of three warpgroups that work at the same time:
+//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1 to 3
+//              load input pixels to registers, round or split them, and write them to a ring of
+//              input stages. The transposition of NCHW and the padding are part of this copy.
+//   consumers  two warpgroups, of different channels (channel_groups = 2) or different rows; they
+//              multiply, and store their sums through shared memory.
+// An input stage is either the halo tile of a chunk of the input channels, or, with `rolling`, one
+// row of all channels: then a block walks down the image, and each row is loaded once.
+//
+// float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
+// high_x low_y + high_x high_y: three products. The tensor core truncates as it accumulates, so
+// sums move to registers of their own after every stage of weights.
+#pragma once
+#include "include/tile.cuh"
+#include "include/wgmma.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using C = Config;
+using Scalar = C::Scalar;
+
+// What the tensor core takes the elements for.
+template <class T>
+struct OperandOf;
+template <>
+struct OperandOf<float> {
+  using type = Tf32;
+};
+template <>
+struct OperandOf<float16> {
+  using type = Float16;
+};
+template <>
+struct OperandOf<bfloat16> {
+  using type = Bfloat16;
+};
+using Operand = OperandOf<Scalar>::type;
+
+// --- The tile: what a block computes, and where it lies in shared memory --------------------------
+
+constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
+constexpr int kChunkPlanes = 2 * C::k_steps;
+constexpr int kChunkChannels = kChunkPlanes * kVector;
+constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
+
+// Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
+constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
+
+// Along columns, where output pixels are neighbours.
+constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
+constexpr int kColumnPhases = C::stride_width / kColumnUnit;
+constexpr int kColumnStep = C::dilation_width / kColumnUnit;
+constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
+
+constexpr int kTapRows = C::kernel_height + C::stack - 1;
+constexpr int kTaps = kTapRows * C::kernel_width;
+constexpr int kWeightStages = kTaps / C::stage_taps;  // of a chunk
+static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
+
+constexpr int kConsumers = 2;
+constexpr int kPixelGroups = kConsumers / C::channel_groups;
+constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consumer
+constexpr int kTileRows = kPixelGroups * kGroupRows;
+constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
+static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <= C::pitch,
+              "a row holds its halo");
+
+constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
+static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
+constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
+constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_padding;
+constexpr int kPlaneBytes = kPlanePixels * 16;
+constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
+// Products come in eights of pixels: the last may reach a little beyond the tile's last row.
+constexpr int kSlack = C::pixels - (C::tile_rows - 1) * C::pitch - C::tile_columns - C::lead;
+static_assert(kSlack >= 0, "a product covers the tile");
+constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
+
+constexpr int kOutputs = 64;  // channels of a product
+constexpr int kStackChannels = kOutputs / C::stack;
+constexpr int kProductBytes = kOutputs * 32;
+constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
+constexpr int kWeightBytes = C::stage_taps * kTapBytes;
+
+// Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
+// of pass_pixels. Channels-last outputs: every warpgroup has its own, for pass_pixels of 64 channels.
+// Pitches spread a warp's accesses over all banks.
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kRowPitch = round_up(C::pass_pixels + kVector - 8, 16) + 8;
+constexpr int kPixelPitch = kOutputs + kVector;
+constexpr int kStagingBytes =
+    kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * 8 * kRowPitch);
+
+constexpr int kInputRing = 0;
+constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
+constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
+constexpr int kBarriers = kStaging + kConsumers * kStagingBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) <= C::shared_bytes, "");
+static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
+static_assert(C::lead == 0 || (C::tile_rows == 1 && C::bulk_stores), "one row's alignment");
+
+struct Barriers {
+  Barrier input_full[C::input_stages];
+  Barrier input_empty[C::input_stages];
+  Barrier weights_full[C::weight_stages];
+  Barrier weights_empty[C::weight_stages];
+};
+
+__device__ __forceinline__ Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// --- Work items ------------------------------------------------------------------------------------
+
+constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups * kStackChannels);
+// With a lead, rows begin up to lead - 1 columns before the image.
+constexpr int kStrips =
+    ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
+constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
+constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
+
+// What a block does between two looks at its list: segment_tiles tiles, one below the other.
+struct Item {
+  int outputs;  // first channel of the block's products, in the group
+  int column;   // first output column
+  int tile;     // first tile, from the top of the image
+  int tiles;
+  int row_phase;
+  int group;
+  int image;
+
+  __device__ explicit Item(int index) {
+    outputs = index % kOutputGroups * (C::channel_groups * kStackChannels);
+    index /= kOutputGroups;
+    column = index % kStrips * C::tile_columns;
+    index /= kStrips;
+    tile = index % kSegments * C::segment_tiles;
+    tiles = min(C::segment_tiles, kRowTiles - tile);
+    index /= kSegments;
+    row_phase = index % kRowStep;
+    index /= kRowStep;
+    group = index % C::groups;
+    image = index / C::groups;
+  }
+
+  // Input stages of one chunk.
+  __device__ int stages() const {
+    return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
+  }
+};
+
+// --- Packing weights -------------------------------------------------------------------------------
+
+// Writes a vector of channels as the tensor core wants it: rounded to TF32, or in two such parts,
+// part_bytes apart; 16-bit types as they are.
+template <class T>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
+                                            Vector<T, kVector> vector) {
+  if constexpr (sizeof(T) == 4 && C::parts == 1) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      vector.element[i] = round_operand_to_tf32(vector.element[i]);
+    }
+  } else if constexpr (sizeof(T) == 4) {
+    Vector<T, kVector> low;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float value = vector.element[i];
+      vector.element[i] = round_to_tf32(value);
+      low.element[i] = round_to_tf32(value - vector.element[i]);
+    }
+    *reinterpret_cast<Vector<T, kVector>*>(target + part_bytes) = low;
+  }
+  *reinterpret_cast<Vector<T, kVector>*>(target) = vector;
+}
+
+constexpr int kPackedVectors =
+    C::groups * kOutputGroups * kChunks * kTaps * C::k_steps * C::channel_groups * 2 * kOutputs;
+
+// The weight of output channel `out` for input channel `in`, both of the group.
+__device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
+                                            int row, int column) {
+  long long offset;
+  if constexpr (C::transposed) {
+    offset = static_cast<long long>(group * C::group_in + in) * C::weight_stride_out +
+             static_cast<long long>(out) * C::weight_stride_in +
+             static_cast<long long>(C::kernel_height - 1 - row) * C::weight_stride_height +
+             static_cast<long long>(C::kernel_width - 1 - column) * C::weight_stride_width;
+  } else {
+    offset = static_cast<long long>(group * C::group_out + out) * C::weight_stride_out +
+             static_cast<long long>(in) * C::weight_stride_in +
+             static_cast<long long>(row) * C::weight_stride_height +
+             static_cast<long long>(column) * C::weight_stride_width;
+  }
+  return weight[offset];
+}
+
+// Weights as the consumers want them, a chunk's taps in one piece:
+//   [group][output group][chunk][tap][k step][part][channel group][2][64][16 bytes]
+__device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed) {
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kPackedVectors; i += step) {
+    int rest = i;
+    const int m = rest % kOutputs;
+    rest /= kOutputs;
+    const int plane = rest % 2;
+    rest /= 2;
+    const int channel_group = rest % C::channel_groups;
+    rest /= C::channel_groups;
+    const int k_step = rest % C::k_steps;
+    rest /= C::k_steps;
+    const int tap = rest % kTaps;
+    rest /= kTaps;
+    const int chunk = rest % kChunks;
+    rest /= kChunks;
+    const int output_group = rest % kOutputGroups;
+    const int group = rest / kOutputGroups;
+
+    const int stacked = m / kStackChannels;
+    const int out = (output_group * C::channel_groups + channel_group) * kStackChannels +
+                    m % kStackChannels;
+    const int row = tap / C::kernel_width - stacked;
+    const int column = tap % C::kernel_width;
+    const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVector;
+    const bool exists = out < C::group_out && row >= 0 && row < C::kernel_height;
+    Vector<Scalar, kVector> vector;
+    for (int j = 0; j < kVector; ++j) {
+      const bool valid = exists && first + j < C::group_in;
+      vector.element[j] = valid ? weight_at(weight, group, out, first + j, row, column) : Scalar{};
+    }
+    const long long product = static_cast<long long>(i / (2 * kOutputs * C::channel_groups)) *
+                                  (C::parts * C::channel_groups) +
+                              channel_group;
+    store_parts(packed + product * kProductBytes + (plane * kOutputs + m) * 16,
+                C::channel_groups * kProductBytes, vector);
+  }
+}
+
+// --- Producers -------------------------------------------------------------------------------------
+
+// One thread: sends every item's weights through the ring, or all weights once if they fit.
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, int items) {
+  constexpr int kPerItem = kChunks * kWeightStages;
+  unsigned char* const ring = shared_memory() + kWeightRing;
+  if constexpr (C::resident) {
+    static_assert(!C::resident || C::weight_stages == kPerItem, "all of them fit");
+    for (int i = 0; i < kPerItem; ++i) {
+      barrier_arrive_expect(&barriers().weights_full[i], kWeightBytes);
+      bulk_load(ring + i * kWeightBytes, packed + i * kWeightBytes, kWeightBytes,
+                &barriers().weights_full[i]);
+    }
+    return;
+  }
+  Ring<C::weight_stages> at(1);
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(index);
+    const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
+    const unsigned char* const source =
+        packed + static_cast<long long>(part) * kPerItem * kWeightBytes;
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      for (int i = 0; i < kPerItem; ++i) {
+        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+        barrier_arrive_expect(&barriers().weights_full[at.stage], kWeightBytes);
+        bulk_load(ring + at.stage * kWeightBytes, source + static_cast<long long>(i) * kWeightBytes,
+                  kWeightBytes, &barriers().weights_full[at.stage]);
+        at.advance();
+      }
+    }
+  }
+}
+
+constexpr int kLoaders = 96;  // threads
+
+// Distances in the input, in elements.
+constexpr int kInRow = C::in_channels_last ? C::in_width * C::groups * C::group_in : C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+
+// What a thread loads at a time: where channels are neighbours in memory, one vector of them, as are
+// the next lane's; else, channel by channel, two vectors of one pixel, whose neighbour is the next
+// lane's.
+constexpr int kUnitPlanes = C::vector_loads ? 1 : 2;
+constexpr int kUnits = kPartPixels / kUnitPlanes;
+constexpr int kBatches = ceil_div(kUnits, kLoaders * C::batch);  // of a stage
+
+struct Unit {
+  Vector<Scalar, kVector> planes[kUnitPlanes];
+};
+
+struct UnitPlace {
+  int plane;
+  int pixel;  // of the plane
+  bool exists;
+
+  __device__ explicit UnitPlace(int index) {
+    if constexpr (C::vector_loads) {
+      plane = index % kChunkPlanes;
+      pixel = index / kChunkPlanes;
+    } else {
+      plane = index / kPlanePixels * 2;
+      pixel = index % kPlanePixels;
+    }
+    exists = kUnits % (kLoaders * C::batch) == 0 || index < kUnits;
+  }
+};
+
+// Goes through all batches that a block loads: of each stage, of each chunk, of each item.
+struct LoadCursor {
+  int index;
+  int items;
+  Item item;
+  int chunk = 0;
+  int stage = 0;
+  int batch = 0;
+
+  __device__ LoadCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
+  __device__ bool more() const { return index < items; }
+  __device__ void advance() {
+    if (++batch < kBatches) return;
+    batch = 0;
+    if (++stage < item.stages()) return;
+    stage = 0;
+    if (++chunk < kChunks) return;
+    chunk = 0;
+    index += gridDim.x;
+    if (more()) item = Item(index);
+  }
+};
+
+__device__ __forceinline__ float load_element(const float* source) { return load(source); }
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source) {
+  return {load(&source->bits)};
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+// Starts loading a pixel's channels, or zeros outside of the image.
+__device__ __forceinline__ void load_unit(const Scalar* source, int channel, bool inside,
+                                          Unit& unit) {
+  if constexpr (C::vector_loads) {
+    const bool valid = inside && (C::group_in % kChunkChannels == 0 || channel < C::group_in);
+    const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), valid);
+    unit.planes[0] = reinterpret_cast<const Vector<Scalar, kVector>&>(bits);
+  } else if (C::group_in % kChunkChannels == 0 && __all_sync(~0u, inside)) {
+#pragma unroll
+    for (int j = 0; j < 2 * kVector; ++j) {
+      unit.planes[j / kVector].element[j % kVector] = load_element(source + j * kInChannel);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 2 * kVector; ++j) {
+      const bool valid = inside && (C::group_in % kChunkChannels == 0 || channel + j < C::group_in);
+      unit.planes[j / kVector].element[j % kVector] = load_element(source + j * kInChannel, valid);
+    }
+  }
+}
+
+// Starts loading a thread's units of a batch.
+__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
+                                           Unit (&units)[C::batch]) {
+  const Item& item = at.item;
+  // In the padded image's coordinates: where the tile's first pixel lies.
+  const int first_row = item.row_phase * C::stride_height - C::padding_top +
+                        C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+  const int first_column = (item.column - C::lead) * C::stride_width - C::padding_left;
+  const int first_channel = at.chunk * kChunkChannels;
+  const Scalar* const image =
+      input +
+      static_cast<long long>(item.image) * C::groups * C::group_in * C::in_height * C::in_width +
+      (item.group * C::group_in + first_channel) * kInChannel;
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const UnitPlace place(thread + kLoaders * (at.batch * C::batch + k));
+    const int slot = place.pixel / kSlotPixels;
+    const int line = place.pixel % kSlotPixels / C::pitch;
+    const int position = place.pixel % kSlotPixels % C::pitch;
+    const int row = first_row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int column = first_column + kColumnUnit * (column_phase + position * kColumnPhases);
+    const bool inside = static_cast<unsigned>(row) < static_cast<unsigned>(C::in_height) &&
+                        static_cast<unsigned>(column) < static_cast<unsigned>(C::in_width) &&
+                        place.exists;
+    load_unit(image + (place.plane * kVector * kInChannel + row * kInRow + column * kInColumn),
+              first_channel + place.plane * kVector, inside, units[k]);
+  }
+}
+
+// Writes them to a stage.
+__device__ __forceinline__ void store_batch(unsigned char* stage, int batch, int thread,
+                                            const Unit (&units)[C::batch]) {
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const UnitPlace place(thread + kLoaders * (batch * C::batch + k));
+    if (!place.exists) continue;
+#pragma unroll
+    for (int i = 0; i < kUnitPlanes; ++i) {
+      store_parts(stage + ((place.plane + i) * kPlanePixels + place.pixel) * 16, kPartPixels * 16,
+                  units[k].planes[i]);
+    }
+  }
+}
+
+// Three warps: load all input stages, a few batches ahead of what they write.
+__device__ __forceinline__ void load_input(const Scalar* input, int items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  const int lane = thread % 32;
+  Unit units[C::batches_ahead][C::batch];
+  LoadCursor next(items);
+  Ring<C::input_stages> at(1);
+  int under_way = 0;
+  int batch = 0;
+#pragma unroll
+  for (int i = 0; i < C::batches_ahead - 1; ++i) {
+    if (next.more()) {
+      load_batch(input, next, thread, units[i]);
+      next.advance();
+      ++under_way;
+    }
+  }
+  while (under_way > 0 || next.more()) {
+#pragma unroll
+    for (int i = 0; i < C::batches_ahead; ++i) {
+      if (next.more()) {
+        load_batch(input, next, thread, units[(i + C::batches_ahead - 1) % C::batches_ahead]);
+        next.advance();
+        ++under_way;
+      }
+      if (under_way == 0) break;
+      --under_way;
+      if (batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      store_batch(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, units[i]);
+      if (++batch == kBatches) {
+        batch = 0;
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+        at.advance();
+      }
+    }
+  }
+}
+
+// --- Consumers -------------------------------------------------------------------------------------
+
+constexpr int kSums = C::pixels / 2;  // of a thread
+
+// Where a tap's first pixel lies in the stages of a tile whose first is `stage`, in 16 bytes.
+__device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
+  const int tap_row = tap / C::kernel_width;
+  const int tap_column = tap % C::kernel_width;
+  const int column_slot = tap_column % kColumnPhases;
+  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  if constexpr (C::rolling) {
+    int of_row = stage + first_row + tap_row;
+    if (of_row >= C::input_stages) of_row -= C::input_stages;
+    return of_row * (kInputBytes / 16) + column;
+  } else {
+    return stage * (kInputBytes / 16) + tap_row % kRowPhases * (kColumnSlots * kSlotPixels) +
+           (first_row + tap_row / kRowPhases) * C::pitch + column;
+  }
+}
+
+// A warpgroup that multiplies and stores; what it keeps from one tile to the next.
+struct Consumer {
+  int lane;
+  int warp;  // of the warpgroup
+  int channel_group;
+  int pixel_group;
+  Matrix input_matrix;
+  Matrix weight_matrix;
+  Ring<C::input_stages> input{0};  // the next stage to wait for
+  Ring<C::weight_stages> weights{0};
+  Ring<C::input_stages> spent_input{0};  // the next to give back
+  Ring<C::weight_stages> spent_weights{0};
+
+  __device__ Consumer() {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    lane = thread % 32;
+    warp = thread / 32 % 4;
+    channel_group = thread / 128 % C::channel_groups;
+    pixel_group = thread / 128 / C::channel_groups;
+    input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
+    weight_matrix =
+        matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
+  }
+
+  // Waits for the input of a chunk of a tile, as far as no earlier tile has; its first stage.
+  __device__ __forceinline__ int wait_for_input(bool first_of_item) {
+    const int first = C::rolling ? spent_input.stage : input.stage;
+    const int stages = !C::rolling ? 1 : first_of_item ? kHaloRows : kTileRows;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      barrier_wait(&barriers().input_full[input.stage], input.parity);
+      input.advance();
+    }
+    return first;
+  }
+
+  // Gives back the input of a chunk of a tile, but for what the next tile reads too.
+  __device__ __forceinline__ void release_input(bool last_of_item) {
+    const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      if (lane == 0) barrier_arrive(&barriers().input_empty[spent_input.stage]);
+      spent_input.advance();
+    }
+  }
+
+  __device__ __forceinline__ int wait_for_weights(int stage_of_tile) {
+    if constexpr (C::resident) {
+      barrier_wait(&barriers().weights_full[stage_of_tile], 0);
+      return stage_of_tile;
+    } else {
+      const int stage = weights.stage;
+      barrier_wait(&barriers().weights_full[stage], weights.parity);
+      weights.advance();
+      return stage;
+    }
+  }
+
+  __device__ __forceinline__ void release_weights() {
+    if constexpr (!C::resident) {
+      if (lane == 0) barrier_arrive(&barriers().weights_empty[spent_weights.stage]);
+      spent_weights.advance();
+    }
+  }
+
+  // The products of one stage of weights.
+  __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
+                                           int first_tap, bool accumulate) const {
+    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
+    // The large products of split numbers last: what the small ones add is not lost.
+#pragma unroll
+    for (int large = C::parts == 2 ? 0 : 1; large < 2; ++large) {
+#pragma unroll
+      for (int j = 0; j < C::stage_taps; ++j) {
+        const Matrix right =
+            input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
+#pragma unroll
+        for (int k = 0; k < C::k_steps; ++k) {
+          const Matrix a = left + (j * C::k_steps + k) * (C::parts * kPart);
+          const Matrix b = right + 2 * k * kPlanePixels;
+          if (large) {
+            wgmma<C::pixels>(Operand{}, sums, a, b, accumulate);
+          } else {
+            wgmma<C::pixels>(Operand{}, sums, a, b + kPartPixels, accumulate);
+            wgmma<C::pixels>(Operand{}, sums, a + kPart, b, true);
+          }
+          accumulate = true;
+        }
+      }
+    }
+    wgmma_commit();
+  }
+
+  // One tile's sums, without the bias. Stages are given back one step late, when their products are
+  // complete but the next ones are on their way already.
+  __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
+                                          bool last_of_item) {
+    bool accumulate = false;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int input_stage = wait_for_input(first_of_item);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, accumulate);
+        wgmma_wait<1>();
+        if (accumulate) release_weights();
+        if (chunk > 0 && stage == 0) release_input(false);
+        accumulate = true;
+      }
+    }
+    wgmma_wait<0>();
+    hold_registers(sums);
+    release_weights();
+    release_input(last_of_item);
+  }
+
+  // The same in two levels, for numbers in two parts.
+  __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
+                                                bool last_of_item) {
+    float sums[kSums];
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) totals[i] = 0.0f;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int input_stage = wait_for_input(first_of_item);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, false);
+        wgmma_wait<0>();
+        hold_registers(sums);
+        release_weights();
+        if (stage == kWeightStages - 1) release_input(last_of_item);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) totals[i] += sums[i];
+      }
+    }
+  }
+};
+
+// --- Storing a tile --------------------------------------------------------------------------------
+
+constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
+constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kOutImage = kOutChannels * C::out_height * C::out_width;
+constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
+
+// Where a warpgroup's sums go.
+struct Target {
+  Scalar* image;
+  int outputs;  // first channel, in the group
+  int group;
+  int row;     // output row of the first pixel, for stacked row 0
+  int column;  // output column of pixel `lead`
+
+  __device__ Target(Scalar* output, const Item& item, int tile, const Consumer& consumer) {
+    image = output + static_cast<long long>(item.image) * kOutImage;
+    outputs = item.outputs + consumer.channel_group * kStackChannels;
+    group = item.group;
+    row = item.row_phase +
+          kRowStep * ((item.tile + tile) * kTileRows + consumer.pixel_group * kGroupRows);
+    column = item.column;
+  }
+
+  // The channel of a row of the product, in its group.
+  __device__ int channel(int product_row) const { return outputs + product_row % kStackChannels; }
+  // The output row of the same, for the tile's line-th row of pixels.
+  __device__ int output_row(int product_row, int line) const {
+    return row + kRowStep * (line + product_row / kStackChannels);
+  }
+  __device__ bool exists(int product_row, int line) const {
+    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
+  }
+  // The element in output column 0.
+  __device__ Scalar* row_start(int product_row, int line) const {
+    const int c = group * C::group_out + channel(product_row);
+    const int y = output_row(product_row, line);
+    if constexpr (C::out_channels_last) {
+      return image + (y * C::out_width * kOutChannels + c);
+    } else {
+      return image + ((c * C::out_height + y) * C::out_width);
+    }
+  }
+};
+
+// How far a row's first element lies beyond a multiple of 32 bytes, in elements.
+__device__ __forceinline__ int misalignment(const Scalar* row) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(row) / kScalarBytes % kSector);
+}
+
+// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a row
+// starts as far beyond a multiple of 16 bytes as it will in global memory.
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
+                                           int half, float bias, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; ++i) {
+    const int j = pass * (C::pass_pixels / 8) + i;
+    if (8 * j < C::pixels) {
+      Scalar* const target = row + 8 * i + lane % 4 * 2;
+      Vector<Scalar, 2> pair;
+      pair.element[0] = narrow<Scalar>(sums[4 * j + 2 * half] + bias);
+      pair.element[1] = narrow<Scalar>(sums[4 * j + 2 * half + 1] + bias);
+      if constexpr (!C::bulk_stores || C::out_width % 2 == 0) {
+        *reinterpret_cast<Vector<Scalar, 2>*>(target) = pair;
+      } else {
+        target[0] = pair.element[0];
+        target[1] = pair.element[1];
+      }
+    }
+  }
+}
+
+// Has a piece of a row copied, [begin, end) of the output's columns: what is aligned as a bulk copy,
+// by one lane, the rest as single elements. `staged` is where column 0 would be.
+__device__ __forceinline__ void store_piece(Scalar* row, const Scalar* staged, int begin, int end) {
+  const int shift = misalignment(row) % kVector;
+  const int aligned_begin = round_up(begin + shift, kVector) - shift;
+  const int aligned_end = (end + shift) / kVector * kVector - shift;
+  for (int i = begin; i < min(aligned_begin, end); ++i) row[i] = staged[i];
+  if (aligned_begin < aligned_end) {
+    bulk_store(row + aligned_begin, staged + aligned_begin,
+               (aligned_end - aligned_begin) * kScalarBytes);
+  }
+  for (int i = max(aligned_end, aligned_begin); i < end; ++i) row[i] = staged[i];
+}
+
+// Contiguous outputs, 8 channels at a time. With `lead`, a strip's columns begin up to 32 bytes
+// earlier, for each row where its memory has a multiple of 32 bytes: neighbouring strips then share
+// no sector.
+__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
+                                           Scalar* staging, const Target& target, int warp,
+                                           int lane) {
+  constexpr int kPass = C::pass_pixels;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int first = 16 * warp + 8 * half;  // of the product's rows
+    const int shift =
+        C::bulk_stores ? misalignment(target.row_start(first + lane / 4, 0)) % kVector : 0;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
+      __syncwarp();
+      stage_rows(sums, staging + lane / 4 * kRowPitch + shift, pass, half, bias[half], lane);
+      if constexpr (C::bulk_stores) {
+        fence_async_shared();
+        __syncwarp();
+        if (lane < 8) {
+#pragma unroll
+          for (int line = 0; line < C::tile_rows; ++line) {
+            if (!target.exists(first + lane, line)) continue;
+            Scalar* const row = target.row_start(first + lane, line);
+            const int of_row = misalignment(row);
+            // Output column of the pass's first pixel, were it in this line.
+            const int at = target.column - C::lead + pass * kPass - line * C::pitch;
+            const int window = target.column - (C::lead > 0 ? of_row : 0);
+            const int begin = max(max(window, 0), at);
+            const int end = min(min(window + C::tile_columns, C::out_width), at + kPass);
+            if (begin < end) {
+              store_piece(row, staging + lane * kRowPitch + of_row % kVector - at, begin, end);
+            }
+          }
+          bulk_store_commit();
+        }
+      } else {
+        __syncwarp();
+#pragma unroll 1
+        for (int channel = 0; channel < 8; ++channel) {
+#pragma unroll
+          for (int i = 0; i < ceil_div(kPass, 32); ++i) {
+            const int pixel = 32 * i + lane;
+            const int line = (pass * kPass + pixel) / C::pitch;
+            const int at = (pass * kPass + pixel) % C::pitch;
+            if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
+                target.column + at < C::out_width && target.exists(first + channel, line)) {
+              target.row_start(first + channel, line)[target.column + at] =
+                  staging[channel * kRowPitch + pixel];
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sums of 16 channels to pixels of 64 channels.
+template <class T>
+__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int pass,
+                                             const float (&bias)[2], int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; i += 2) {
+    const int j = pass * (C::pass_pixels / 8) + i;
+    if constexpr (sizeof(T) == 2) {
+      // Two times 8 pixels, two times 8 channels.
+      unsigned rows[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        rows[k] = narrow<T>(sums[first] + bias[k % 2]).bits |
+                  static_cast<unsigned>(narrow<T>(sums[first + 1] + bias[k % 2]).bits) << 16;
+      }
+      const int pixel = 8 * (i + lane / 16) + lane % 8;
+      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
+        if (8 * (j + k / 4) < C::pixels) {
+          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
+              narrow<T>(sums[4 * j + k] + bias[k / 2 % 2]);
+        }
+      }
+    }
+  }
+}
+
+// Channels-last outputs: each pixel's 64 channels are neighbours.
+__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const float (&bias)[2],
+                                             Scalar* staging, const Target& target, int warpgroup,
+                                             int warp, int lane) {
+  constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
+  constexpr int kPieces = kOutputs / kStored;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    warpgroup_sync(warpgroup);
+    stage_pixels(sums, staging, pass, bias, warp, lane);
+    warpgroup_sync(warpgroup);
+#pragma unroll 2
+    for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
+      const int product_row = i % kPieces * kStored;
+      const int pixel = pass * C::pass_pixels + i / kPieces;
+      const int line = pixel / C::pitch;
+      const int at = pixel % C::pitch;
+      if (line < C::tile_rows && at < C::tile_columns && target.column + at < C::out_width &&
+          target.exists(product_row, line)) {
+        using Stored = Vector<Scalar, kStored>;
+        *reinterpret_cast<Stored*>(target.row_start(product_row, line) +
+                                   (target.column + at) * kOutChannels) =
+            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int items) {
+  Consumer consumer;
+  const int lane = consumer.lane;
+  const int warp = consumer.warp;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  Scalar* const staging =
+      reinterpret_cast<Scalar*>(shared_memory() + kStaging + warpgroup * kStagingBytes);
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(index);
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      float sums[kSums];
+      if constexpr (C::parts == 2) {
+        consumer.compute_split(sums, tile == 0, tile == item.tiles - 1);
+      } else {
+        consumer.compute(sums, tile == 0, tile == item.tiles - 1);
+      }
+      const Target target(output, item, tile, consumer);
+      float biases[2] = {0.0f, 0.0f};
+      if (bias) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int channel = target.channel(16 * warp + lane / 4 + 8 * half);
+          if (channel < C::group_out) biases[half] = widen(bias[item.group * C::group_out + channel]);
+        }
+      }
+      if constexpr (C::out_channels_last) {
+        store_pixels(sums, biases, staging, target, warpgroup, warp, lane);
+      } else {
+        store_rows(sums, biases, staging + warp * 8 * kRowPitch, target, warp, lane);
+      }
+    }
+  }
+  if constexpr (C::bulk_stores) bulk_store_wait();
+}
+
+__device__ __forceinline__ void correlate(const Scalar* input, const unsigned char* packed,
+                                          const Scalar* bias, Scalar* output, int batch) {
+  const int items = batch * kItemsPerImage;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::input_stages; ++i) {
+      barrier_init(&barriers().input_full[i], kLoaders / 32);
+      barrier_init(&barriers().input_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < C::weight_stages; ++i) {
+      barrier_init(&barriers().weights_full[i], 1);
+      barrier_init(&barriers().weights_empty[i], kConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    give_back_registers<C::producer_registers>();
+    if (warp > 0) {
+      load_input(input, items);
+    } else if (threadIdx.x == 0) {
+      stream_weights(packed, items);
+    }
+  } else {
+    take_registers<C::consumer_registers>();
+    consume(bias, output, items);
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(256)
+    pack(const Config::Scalar* weight, unsigned char* packed) {
+  fastconv::hopper::pack(weight, packed);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    correlate(const Config::Scalar* input, const unsigned char* packed, const Config::Scalar* bias,
+              Config::Scalar* output, int batch) {
+  fastconv::hopper::correlate(input, packed, bias, output, batch);
+}

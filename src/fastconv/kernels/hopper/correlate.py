@@ -1,0 +1,577 @@
+"""Plans forward convolutions and input gradients of stride 1 with ``correlate.cuh``.
+
+The rules: of all tiles that fit shared memory, the one whose slowest part (products, loads or
+stores) is estimated to take least. What decides the order of a sum (chunks of channels, taps
+between two flushes, stacked rows, rolling) depends on the layer alone, never on the batch, so that
+an image gives the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fastconv.kernels.arithmetic import ceil_div, divisors, round_up
+from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.problem import Problem
+
+THREADS = 384
+PACK_THREADS = 256
+MOST_PACK_BLOCKS = 4096
+CONSUMERS = 2  # warpgroups
+OUTPUTS = 64  # channels of a product
+PRODUCT_BYTES = OUTPUTS * 32
+
+# A chunk should hold this many products for each pair of barriers.
+CHUNK_PRODUCTS = 8
+MOST_K_STEPS = 4
+# Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of the
+# tensor core's accumulation grows with its length.
+STAGE_PRODUCTS = 4
+MOST_WEIGHT_STAGES = 10
+MOST_RESIDENT_BYTES = 100 * 1024
+WEIGHTS_LATENCY = 1500.0  # cycles
+
+# Estimated cycles of one processor.
+STORE_BYTES = 15.0  # a cycle
+SHARED_SECTOR_BYTES = 10.0  # where neighbouring tiles write the same 32 bytes
+SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
+# To load 16 bytes of channels, by bytes of an element and whether they are neighbours in memory.
+LOAD_CYCLES = {(4, False): 1.9, (2, False): 2.2, (4, True): 1.2, (2, True): 0.9}
+WEIGHT_BYTES = 24.0
+OVERLAP_LOSS = 0.15
+TILE_CYCLES = 1500.0  # to start and to end a tile
+SHARED_BYTES = 128.0  # a cycle that the tensor cores read
+FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    layer = Layer(
+        operands,
+        False,
+        problem.batch,
+        problem.groups,
+        problem.in_channels // problem.groups,
+        problem.out_channels // problem.groups,
+        problem.input_size,
+        problem.output_size,
+        problem.kernel_size,
+        problem.stride,
+        problem.dilation,
+        (problem.padding.top, problem.padding.left),
+    )
+    return _plan(layer, gpu)
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    if problem.stride != (1, 1):
+        raise Declined(f"input gradients of stride {problem.stride}")
+    (height, width), dilation = problem.kernel_size, problem.dilation
+    layer = Layer(
+        operands,
+        True,
+        problem.batch,
+        problem.groups,
+        problem.out_channels // problem.groups,
+        problem.in_channels // problem.groups,
+        problem.output_size,
+        problem.input_size,
+        problem.kernel_size,
+        problem.stride,
+        dilation,
+        (
+            dilation[0] * (height - 1) - problem.padding.top,
+            dilation[1] * (width - 1) - problem.padding.left,
+        ),
+    )
+    return _plan(layer, gpu)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left."""
+
+    operands: Operands
+    transposed: bool
+    batch: int
+    groups: int
+    group_in: int
+    group_out: int
+    in_size: tuple[int, int]
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int]
+
+    @property
+    def vector(self) -> int:
+        return self.operands.vector
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.operands.scalar == "float" and self.operands.precision == "ieee" else 1
+
+    @property
+    def vector_loads(self) -> bool:
+        """Whether 16 bytes of channels are neighbours in memory, and aligned."""
+        operands = self.operands
+        return (
+            operands.input_channels_last
+            and operands.aligned
+            and self.group_in % operands.vector == 0
+        )
+
+    @property
+    def products(self) -> int:
+        return 3 if self.parts == 2 else 1
+
+    @property
+    def most_pixels(self) -> int:
+        """Of a product: sums, and their totals, have to fit a thread's registers."""
+        return 168 if self.parts == 2 else 256
+
+    @property
+    def row_phases(self) -> int:
+        return self.stride[0] // math.gcd(self.stride[0], self.dilation[0])
+
+    @property
+    def row_step(self) -> int:
+        return self.dilation[0] // math.gcd(self.stride[0], self.dilation[0])
+
+    @property
+    def column_phases(self) -> int:
+        return self.stride[1] // math.gcd(self.stride[1], self.dilation[1])
+
+    @property
+    def column_halo(self) -> int:
+        step = self.dilation[1] // math.gcd(self.stride[1], self.dilation[1])
+        return (self.kernel[1] - 1) * step // self.column_phases
+
+    @property
+    def slots(self) -> int:
+        return min(self.kernel[0], self.row_phases) * min(self.kernel[1], self.column_phases)
+
+    @cached_property
+    def stack(self) -> int:
+        """Output rows in a product's 64 rows."""
+        if self.row_phases > 1:
+            return 1
+        height = self.kernel[0]
+        choices = [n for n in (1, 2, 4, 8) if n * self.group_out <= OUTPUTS]
+        return max(choices or [1], key=lambda n: n * height / (height + n - 1))
+
+    @property
+    def tap_rows(self) -> int:
+        return self.kernel[0] + self.stack - 1
+
+    @property
+    def taps(self) -> int:
+        return self.tap_rows * self.kernel[1]
+
+    @property
+    def steps(self) -> int:
+        """Of 32 bytes of channels, that the products of a tap need."""
+        return ceil_div(self.group_in, 2 * self.vector)
+
+    @cached_property
+    def rolling(self) -> bool:
+        """Whether blocks walk down the image: all channels of a few rows have to fit."""
+        return (
+            self.kernel[0] > 1
+            and self.row_phases == 1
+            and self.steps <= 2
+            and 2 * (self.out_size[1] + self.column_halo) > self.most_pixels
+        )
+
+    @cached_property
+    def k_steps(self) -> int:
+        if self.rolling:
+            return self.steps
+        # Neighbouring channels are loaded in whole sectors.
+        fewest = 2 if self.vector_loads else 1
+        return min(self.steps, MOST_K_STEPS, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.steps, self.k_steps)
+
+    @cached_property
+    def stage_taps(self) -> int:
+        wanted = STAGE_PRODUCTS / self.k_steps
+        return min(divisors(self.taps), key=lambda taps: abs(math.log(taps / wanted)))
+
+    @property
+    def tensor_share(self) -> float:
+        """The share of the tensor cores' products that count, but for the ends of tiles."""
+        channels = self.group_in / (self.steps * 2 * self.vector)
+        blocks = ceil_div(self.group_out, OUTPUTS // self.stack)
+        outputs = self.group_out / (blocks * (OUTPUTS // self.stack))
+        return channels * outputs * self.kernel[0] / self.tap_rows
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes at once, and what of it is in shared memory at the same time."""
+
+    layer: Layer
+    channel_groups: int
+    rows: int
+    columns: int
+    pitch: int
+    lead: int = 0
+    pass_pixels: int = 0
+    input_stages: int = 0
+    weight_stages: int = 0
+
+    @cached_property
+    def pixels(self) -> int:
+        return round_up((self.rows - 1) * self.pitch + self.lead + self.columns, 8)
+
+    @property
+    def tile_rows(self) -> int:
+        """Output rows of both consumers."""
+        return CONSUMERS // self.channel_groups * self.rows * self.layer.stack
+
+    @property
+    def halo_rows(self) -> int:
+        return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
+
+    @property
+    def stage_rows(self) -> int:
+        return 1 if self.layer.rolling else self.halo_rows
+
+    @property
+    def plane_padding(self) -> int:
+        """Pixels between planes, so that lanes that write one pixel's planes hit different banks."""
+        if not self.layer.vector_loads:
+            return 0
+        wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.layer.k_steps, 2)
+        return (wanted - self.layer.slots * self.stage_rows * self.pitch) % 8
+
+    @property
+    def input_bytes(self) -> int:
+        layer = self.layer
+        plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        slack = self.pixels - (self.rows - 1) * self.pitch - self.columns - self.lead
+        return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
+
+    @property
+    def tap_bytes(self) -> int:
+        return self.layer.k_steps * self.layer.parts * self.channel_groups * PRODUCT_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.layer.stage_taps * self.tap_bytes
+
+    @property
+    def all_weight_stages(self) -> int:
+        """Of one group of output channels."""
+        return self.layer.chunks * self.layer.taps // self.layer.stage_taps
+
+    @property
+    def fewest_weight_stages(self) -> int:
+        """So many that a stage arrives while the others are multiplied."""
+        layer = self.layer
+        cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
+        return min(1 + math.ceil(WEIGHTS_LATENCY / cycles), self.all_weight_stages)
+
+    @property
+    def most_weight_stages(self) -> int:
+        """All of them where they stay; else what is enough."""
+        if self.weight_bytes * self.all_weight_stages <= MOST_RESIDENT_BYTES:
+            return self.all_weight_stages
+        return min(MOST_WEIGHT_STAGES, self.all_weight_stages)
+
+    @property
+    def output_groups(self) -> int:
+        return ceil_div(
+            self.layer.group_out, self.channel_groups * (OUTPUTS // self.layer.stack)
+        )
+
+    @property
+    def resident(self) -> bool:
+        return (
+            self.output_groups * self.layer.groups == 1
+            and self.weight_stages == self.all_weight_stages
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of each consumer."""
+        operands, vector = self.layer.operands, self.layer.vector
+        if operands.output_channels_last:
+            elements = self.pass_pixels * (OUTPUTS + vector)
+        else:
+            elements = 4 * 8 * (round_up(self.pass_pixels + vector - 8, 16) + 8)
+        return elements * operands.scalar_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return (
+            self.input_stages * self.input_bytes
+            + self.weight_stages * self.weight_bytes
+            + CONSUMERS * self.staging_bytes
+            + 16 * (self.input_stages + self.weight_stages)
+        )
+
+    @property
+    def strips(self) -> int:
+        return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
+
+    @property
+    def row_tiles(self) -> int:
+        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
+
+    @property
+    def tiles(self) -> int:
+        layer = self.layer
+        per_image = self.output_groups * self.strips * self.row_tiles * layer.row_step
+        return per_image * layer.groups * layer.batch
+
+    @property
+    def bulk_stores(self) -> bool:
+        """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
+        operands = self.layer.operands
+        alike = self.layer.out_size[1] % operands.vector == self.pitch % operands.vector == 0
+        return (
+            operands.aligned
+            and not operands.output_channels_last
+            and (self.rows == 1 or alike)
+        )
+
+    def cycles(self) -> float:
+        """What a tile takes a processor."""
+        layer = self.layer
+        product = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
+        steps = layer.chunks * layer.taps * layer.k_steps * layer.products
+        rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
+        vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
+        per_vector = LOAD_CYCLES[layer.operands.scalar_bytes, layer.vector_loads]
+        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns
+        stored = STORE_BYTES
+        if not (self.bulk_stores or layer.operands.output_channels_last):
+            stored = SINGLE_STORE_BYTES
+        elif self.columns * layer.operands.scalar_bytes % 32:
+            stored = SHARED_SECTOR_BYTES
+        weights = 0 if self.resident else self.all_weight_stages * self.weight_bytes
+        parts = (
+            CONSUMERS * steps * product,
+            vectors * (per_vector + 0.8 * (layer.parts - 1)),
+            outputs * layer.operands.scalar_bytes / stored,
+            weights / WEIGHT_BYTES,
+        )
+        # They go on at the same time, but not quite without getting into each other's way.
+        return TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+
+    def fitted(self, budget: int) -> Tile | None:
+        """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
+
+        First of all weights, so that they arrive in time; then sums on their way out, in as few
+        passes as possible; then more input.
+        """
+        fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
+        more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
+        for passes in (1, 2, 3, 4, 6, 8):
+            tile = replace(
+                self,
+                pass_pixels=round_up(ceil_div(self.pixels, passes), 16),
+                input_stages=fewest_inputs,
+            )
+            stages = (budget - tile.shared_bytes) // (self.weight_bytes + 16)
+            if stages < self.fewest_weight_stages:
+                continue
+            tile = replace(tile, weight_stages=min(stages, self.most_weight_stages))
+            inputs = (budget - tile.shared_bytes) // (self.input_bytes + 16)
+            return replace(tile, input_stages=fewest_inputs + min(inputs, more_inputs))
+        return None
+
+
+def _views(layer: Layer) -> list[Layer]:
+    """The same layer, and other ways to see it: a pointwise one has no rows to respect."""
+    views = [layer]
+    if layer.kernel == layer.stride == (1, 1) and layer.padding == (0, 0):
+        pixels = layer.in_size[0] * layer.in_size[1]
+        if layer.in_size == layer.out_size:
+            sizes = [(rows, pixels // rows) for rows in (1, 2) if pixels % rows == 0]
+            views += [replace(layer, in_size=size, out_size=size) for size in sizes]
+    return views
+
+
+def _check(layer: Layer, gpu: Gpu) -> None:
+    operands = layer.operands
+    if gpu.architecture != "sm_90a":
+        raise Declined(f"tensor-core kernels for {gpu.architecture}")
+    if operands.scalar == "double":
+        raise Declined("float64")
+    if layer.groups > 1 and min(layer.group_in, layer.group_out) < 8:
+        raise Declined(f"groups of {layer.group_in} to {layer.group_out} channels, fewer than 8")
+    image_in = layer.groups * layer.group_in * layer.in_size[0] * layer.in_size[1]
+    image_out = layer.groups * layer.group_out * layer.out_size[0] * layer.out_size[1]
+    if max(image_in, image_out) >= 2**30:
+        raise Declined("images of 2^30 elements and more")
+    rate = {4: 512.0, 2: 1024.0}[operands.scalar_bytes] / layer.products
+    if layer.tensor_share * rate < FFMA_PRODUCTS:
+        raise Declined(f"so few channels that {layer.tensor_share:.0%} of the products would count")
+
+
+def _plan(layer: Layer, gpu: Gpu) -> Plan:
+    _check(layer, gpu)
+    tile = _choose_tile(_views(layer), gpu)
+    layer = tile.layer
+    constants = _constants(tile, gpu)
+    items = tile.tiles if not layer.rolling else _items(tile, gpu)
+    if max(items, tile.tiles) >= 2**31:
+        raise Declined("more than 2^31 tiles")
+    packed = (
+        layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
+    )
+    kernel = tuple(constants.items())
+    pack = Launch(
+        Kernel("hopper/correlate.cuh", "pack", kernel),
+        (min(ceil_div(packed // 16, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
+        PACK_THREADS,
+        0,
+        ("weight", "scratch"),
+    )
+    correlate = Launch(
+        Kernel("hopper/correlate.cuh", "correlate", kernel),
+        (min(items, gpu.processors), 1, 1),
+        THREADS,
+        tile.shared_bytes,
+        ("input", "scratch", "bias", "output", layer.batch),
+    )
+    return Plan((pack, correlate), packed, "hopper", _why(tile))
+
+
+def _choose_tile(views: list[Layer], gpu: Gpu) -> Tile:
+    best: Tile | None = None
+    least = math.inf
+    for candidate in (tile for view in views for tile in _candidates(view)):
+        tile = candidate.fitted(gpu.shared_bytes_per_block)
+        if tile is None:
+            continue
+        cycles = ceil_div(tile.tiles, gpu.processors) * tile.cycles()
+        if cycles < least:
+            best, least = tile, cycles
+    if best is None:
+        raise Declined("a halo tile that does not fit shared memory")
+    return best
+
+
+def _candidates(layer: Layer) -> Iterator[Tile]:
+    operands, halo, width = layer.operands, layer.column_halo, layer.out_size[1]
+    most = layer.most_pixels
+    sector = 32 // operands.scalar_bytes
+    rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
+    for channel_groups in (1, 2) if layer.group_out > OUTPUTS else (1,):
+        for strips in range(1, 4 * ceil_div(width, most) + 4):
+            # Strips of rows that are not whole sectors would share one with their neighbours.
+            shared = strips > 1 and operands.aligned and not operands.output_channels_last
+            lead = sector if shared and width % sector else 0
+            columns = ceil_div(width + max(lead - 1, 0), strips)
+            for unit in (1,) if strips == 1 else (sector,) if lead else (layer.vector, sector):
+                wide = round_up(columns, unit)
+                if lead + wide <= most:
+                    yield Tile(layer, channel_groups, 1, wide, lead + wide + halo, lead)
+        if layer.rolling or layer.stack > 1:
+            continue
+        vector = layer.vector
+        pitch = round_up(width + halo, vector) if width % vector == 0 else width + halo
+        for rows in range(2, min((most - width) // pitch + 1, rows_of_phase) + 1):
+            yield Tile(layer, channel_groups, rows, width, pitch)
+
+
+def _segment_tiles(tile: Tile, gpu: Gpu) -> int:
+    """Tiles that a block computes on its way down: many, but enough for all processors."""
+    if not tile.layer.rolling:
+        return 1
+    columns = tile.tiles // tile.row_tiles
+    for count in (64, 32, 16, 8):
+        if columns * ceil_div(tile.row_tiles, count) >= 6 * gpu.processors:
+            return count
+    return 8
+
+
+def _items(tile: Tile, gpu: Gpu) -> int:
+    return tile.tiles // tile.row_tiles * ceil_div(tile.row_tiles, _segment_tiles(tile, gpu))
+
+
+def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
+    layer, operands = tile.layer, tile.layer.operands
+    split = layer.parts == 2
+    batch = 6 if layer.vector_loads else 4 if split else 5 if operands.scalar_bytes == 4 else 3
+    producer = 72 if split else 104 if layer.vector_loads else 136
+    return {
+        "Scalar": operands.scalar,
+        "parts": layer.parts,
+        "transposed": layer.transposed,
+        "groups": layer.groups,
+        "group_in": layer.group_in,
+        "group_out": layer.group_out,
+        "in_height": layer.in_size[0],
+        "in_width": layer.in_size[1],
+        "out_height": layer.out_size[0],
+        "out_width": layer.out_size[1],
+        "kernel_height": layer.kernel[0],
+        "kernel_width": layer.kernel[1],
+        "stride_height": layer.stride[0],
+        "stride_width": layer.stride[1],
+        "dilation_height": layer.dilation[0],
+        "dilation_width": layer.dilation[1],
+        "padding_top": layer.padding[0],
+        "padding_left": layer.padding[1],
+        "weight_stride_out": operands.weight_strides[0],
+        "weight_stride_in": operands.weight_strides[1],
+        "weight_stride_height": operands.weight_strides[2],
+        "weight_stride_width": operands.weight_strides[3],
+        "in_channels_last": operands.input_channels_last,
+        "out_channels_last": operands.output_channels_last,
+        "vector_loads": layer.vector_loads,
+        "vector_stores": operands.output_channels_last
+        and operands.aligned
+        and layer.group_out % layer.vector == 0,
+        "bulk_stores": tile.bulk_stores,
+        "channel_groups": tile.channel_groups,
+        "stack": layer.stack,
+        "pixels": tile.pixels,
+        "tile_rows": tile.rows,
+        "tile_columns": tile.columns,
+        "pitch": tile.pitch,
+        "lead": tile.lead,
+        "plane_padding": tile.plane_padding,
+        "rolling": layer.rolling,
+        "segment_tiles": _segment_tiles(tile, gpu),
+        "k_steps": layer.k_steps,
+        "stage_taps": layer.stage_taps,
+        "input_stages": tile.input_stages,
+        "weight_stages": tile.weight_stages,
+        "resident": tile.resident,
+        "pass_pixels": tile.pass_pixels,
+        "batch": batch,
+        "batches_ahead": 1 if split else 2,
+        "producer_registers": producer,
+        # 384 threads are launched with 168 registers each.
+        "consumer_registers": (3 * 168 - producer) // 2,
+        "shared_bytes": tile.shared_bytes,
+    }
+
+
+def _why(tile: Tile) -> str:
+    layer = tile.layer
+    return (
+        f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup in products of "
+        f"{tile.pixels}, {layer.tensor_share:.0%} of their rows used"
+    )

@@ -1,0 +1,248 @@
+// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator has
+// a twin of this file too.
+#pragma once
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes of bulk_load.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
+}
+
+// --- Bulk copies: one thread moves many bytes ----------------------------------------------------
+// Addresses and sizes are multiples of 16.
+
+// From global to shared memory; `barrier` counts the bytes.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes,
+                                          Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// From shared to global memory. What ordinary stores wrote to shared memory is seen only if
+// fence_async_shared came between.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
+// Closes a group of this thread's bulk stores since the last commit.
+__device__ __forceinline__ void bulk_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but kPending of this thread's latest groups have read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until this thread's bulk stores are complete.
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Shows this thread's ordinary accesses of shared memory to the tensor cores and bulk copies.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- Loads and conversions -----------------------------------------------------------------------
+
+// The 2, 4 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not `valid`
+// (then nothing is read). Issued where it is called: the compiler moves none of them.
+__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
+  unsigned short value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b16 %0, 0;\n"
+      "@p ld.global.nc.b16 %0, [%1];\n"
+      "}"
+      : "=h"(value)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ float load_or_zero(const float* global, bool valid) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@p ld.global.nc.f32 %0, [%1];\n"
+      "}"
+      : "=f"(value)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
+  uint4 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
+// The same without a condition.
+__device__ __forceinline__ unsigned short load(const unsigned short* global) {
+  unsigned short value;
+  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
+  return value;
+}
+__device__ __forceinline__ float load(const float* global) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(global));
+  return value;
+}
+
+// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
+// nearest, ties away from zero. Half of what round_to_tf32 costs.
+__device__ __forceinline__ float round_operand_to_tf32(float value) {
+  float result;
+  asm("{\n"
+      ".reg .pred finite;\n"
+      ".reg .f32 magnitude;\n"
+      ".reg .b32 bits;\n"
+      "abs.f32 magnitude, %1;\n"
+      "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
+      "mov.b32 bits, %1;\n"
+      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
+      "mov.b32 %0, bits;\n"
+      "}"
+      : "=f"(result)
+      : "f"(value));
+  return result;
+}
+
+// To TF32's 10 bits of mantissa, to nearest, ties away from zero.
+__device__ __forceinline__ float round_to_tf32(float value) {
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+}
+
+// --- Warpgroups ----------------------------------------------------------------------------------
+
+// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
+// exceed what it was launched with, or it hangs.
+template <int kRegisters>
+__device__ __forceinline__ void give_back_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
+__device__ __forceinline__ void warpgroup_sync(int number) {
+  asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
+}
+
+// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
+// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
+// bytes for column i.
+__device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(column)),
+               "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+               : "memory");
+}
+
+// Orders registers and shared memory before the warpgroup's next products.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes a group of the warpgroup's products since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the warpgroup's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from using sums before the wgmma_wait above.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes, each
+// 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum, `stride`
+// bytes between those that neighbour across it. To move the start, add bytes / 16.
+using Matrix = unsigned long long;
+
+__device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
+  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+         static_cast<Matrix>(stride >> 4) << 32;
+}
+
+// What wgmma multiplies: float with TF32's precision, or one of the 16-bit types.
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
+
+}  // namespace fastconv

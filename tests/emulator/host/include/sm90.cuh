@@ -1,0 +1,135 @@
+// The host twin of include/sm90.cuh in src/fastconv/kernels: the same functions, on a CPU.
+#pragma once
+#include "include/ptx.cuh"
+#include "sm90.h"
+
+namespace fastconv {
+
+using Barrier = unsigned long long;
+
+inline void barrier_init(Barrier* barrier, int arrivals) {
+  emulator::barrier_init(barrier, arrivals);
+}
+
+inline void barrier_init_fence() {}
+
+inline void barrier_arrive(Barrier* barrier) { emulator::barrier_arrive(barrier, 0); }
+
+inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
+  emulator::barrier_arrive(barrier, bytes);
+}
+
+inline void barrier_wait(Barrier* barrier, unsigned parity,
+                         emulator::Site site = emulator::here("barrier_wait")) {
+  emulator::barrier_wait(site, barrier, parity);
+}
+
+inline void bulk_load(void* shared, const void* global, int bytes, Barrier* barrier,
+                      emulator::Site site = emulator::here("bulk_load")) {
+  emulator::bulk_load(site, shared, global, bytes, barrier);
+}
+
+inline void bulk_store(void* global, const void* shared, int bytes,
+                       emulator::Site site = emulator::here("bulk_store")) {
+  emulator::bulk_store(site, global, shared, bytes);
+}
+
+inline void bulk_store_commit() { emulator::bulk_store_commit(); }
+
+template <int kPending>
+inline void bulk_store_wait_read(emulator::Site site = emulator::here("bulk_store_wait_read")) {
+  emulator::bulk_store_wait_read(site, kPending);
+}
+
+inline void bulk_store_wait(emulator::Site site = emulator::here("bulk_store_wait")) {
+  emulator::bulk_store_wait(site);
+}
+
+inline void fence_async_shared() {}
+
+inline unsigned short load_or_zero(const unsigned short* global, bool valid) {
+  return valid ? *global : static_cast<unsigned short>(0);
+}
+inline float load_or_zero(const float* global, bool valid) { return valid ? *global : 0.0f; }
+inline uint4 load_or_zero(const uint4* global, bool valid) {
+  return valid ? *global : make_uint4(0, 0, 0, 0);
+}
+
+inline unsigned short load(const unsigned short* global) { return *global; }
+inline float load(const float* global) { return *global; }
+
+inline float round_operand_to_tf32(float value) {
+  const unsigned bits = __float_as_uint(value);
+  return (bits & 0x7f800000u) == 0x7f800000u ? value : __uint_as_float(bits + 0x1000u);
+}
+
+inline float round_to_tf32(float value) {
+  const unsigned bits = __float_as_uint(value);
+  if ((bits & 0x7f800000u) == 0x7f800000u) return value;  // infinite, or NaN
+  return __uint_as_float((bits + 0x1000u) & 0xffffe000u);
+}
+
+template <int kRegisters>
+inline void give_back_registers() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");
+  emulator::in_unison(kRegisters);
+}
+template <int kRegisters>
+inline void take_registers() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");
+  emulator::in_unison(kRegisters);
+}
+
+inline void warpgroup_sync(int number, emulator::Site site = emulator::here("warpgroup_sync")) {
+  emulator::warpgroup_barrier(site, number);
+}
+
+inline void store_transposed(void* column, const unsigned (&rows)[4],
+                             emulator::Site site = emulator::here("store_transposed")) {
+  const int lane = emulator::lane();
+  shared_address(column);
+  if (reinterpret_cast<unsigned long long>(column) % 16) {
+    emulator::fail("store_transposed to a misaligned address");
+  }
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int row = 0; row < 8; ++row) {
+      const auto pair =
+          emulator::exchange(site, ~0u, rows[matrix], 4 * row + lane % 8 / 2).value;
+      if (matrix == lane / 8) {
+        static_cast<unsigned short*>(column)[row] =
+            static_cast<unsigned short>(pair >> lane % 2 * 16);
+      }
+    }
+  }
+}
+
+inline void wgmma_fence() { emulator::wgmma_fence(); }
+
+inline void wgmma_commit() { emulator::wgmma_commit(); }
+
+template <int kPending>
+inline void wgmma_wait(emulator::Site site = emulator::here("wgmma_wait")) {
+  emulator::wgmma_wait(site, kPending);
+}
+
+template <int kCount>
+inline void hold_registers(float (&)[kCount]) {}
+
+using Matrix = unsigned long long;
+
+inline Matrix matrix(const void* start, int leading, int stride) {
+  const unsigned address = shared_address(start);
+  constexpr int kLimit = 1 << 18;  // of the fields, 14 bits for multiples of 16
+  if (address % 16 || leading % 16 || stride % 16 || leading < 0 || leading >= kLimit ||
+      stride < 0 || stride >= kLimit) {
+    emulator::fail("no matrix starts at byte %u with offsets %d and %d", address, leading, stride);
+  }
+  return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+         static_cast<Matrix>(stride >> 4) << 32;
+}
+
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
+
+}  // namespace fastconv

@@ -1,0 +1,115 @@
+#include "product.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace emulator {
+
+namespace {
+
+void read_row(unsigned char* target, const Operand& operand, int row) {
+  const unsigned char* const source = operand.start + row / 8 * operand.stride + row % 8 * 16;
+  memcpy(target, source, 16);
+  memcpy(target + 16, source + operand.leading, 16);
+}
+
+float as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The hardware ignores what does not fit into TF32's mantissa.
+struct Tf32 {
+  using Bits = uint32_t;
+  static float widen(Bits bits) { return as_float(bits & 0xffffe000u); }
+};
+
+struct Bfloat16 {
+  using Bits = uint16_t;
+  static float widen(Bits bits) { return as_float(uint32_t{bits} << 16); }
+};
+
+// As half_to_float in include/ptx.cuh, without branches.
+struct Float16 {
+  using Bits = uint16_t;
+  static float widen(Bits bits) {
+    const uint32_t sign = (bits & 0x8000u) << 16;
+    const uint32_t magnitude = (bits & 0x7fffu) << 13;
+    const float finite = as_float(magnitude) * 0x1p112f;
+    uint32_t widened;
+    memcpy(&widened, &finite, sizeof widened);
+    return as_float(sign | (magnitude >= 0x0f800000u ? 0x70000000u | magnitude : widened));
+  }
+};
+
+template <class Element>
+struct Row {
+  static constexpr int kLength = kRowBytes / sizeof(typename Element::Bits);
+  double values[kLength];
+
+  explicit Row(const unsigned char* bytes) {
+    typename Element::Bits bits[kLength];
+    memcpy(bits, bytes, kRowBytes);
+    for (int k = 0; k < kLength; ++k) values[k] = Element::widen(bits[k]);
+  }
+};
+
+// Products of two such elements are exact. Four partial sums, for a CPU's vectors.
+template <class Element>
+double dot(const Row<Element>& a, const Row<Element>& b) {
+  double sums[4] = {};
+  for (int k = 0; k < Row<Element>::kLength; k += 4) {
+    for (int i = 0; i < 4; ++i) sums[i] += a.values[k + i] * b.values[k + i];
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+template <class Element>
+void multiply_as(const Fragment& fragment, int columns, float* sums) {
+  const Row<Element> top(fragment.left[0]), bottom(fragment.left[1]);
+  for (int i = 0; i < columns / 4; ++i) {
+    const Row<Element> column(fragment.right[i]);
+    float* const pair = sums + i / 2 * 4 + i % 2;
+    pair[0] = static_cast<float>(pair[0] + dot(top, column));
+    pair[2] = static_cast<float>(pair[2] + dot(bottom, column));
+  }
+}
+
+}  // namespace
+
+void gather(Fragment& fragment, const Operand& left, const Operand& right, int columns,
+            int thread) {
+  const int lane = thread % 32;
+  const int row = thread / 32 * 16 + lane / 4;
+  read_row(fragment.left[0], left, row);
+  read_row(fragment.left[1], left, row + 8);
+  for (int i = 0; i < columns / 4; ++i) {
+    read_row(fragment.right[i], right, i / 2 * 8 + lane % 4 * 2 + i % 2);
+  }
+}
+
+unsigned long long fingerprint(const Fragment& fragment, int columns) {
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(&fragment);
+  const int size = (2 + columns / 4) * kRowBytes;
+  uint64_t lanes[4] = {1, 2, 3, 4};  // independent of each other, so that they overlap
+  for (int i = 0; i < size; i += 32) {
+    uint64_t words[4];
+    memcpy(words, bytes + i, sizeof words);
+    for (int k = 0; k < 4; ++k) {
+      lanes[k] = (lanes[k] ^ words[k]) * 0x9e3779b97f4a7c15u;
+      lanes[k] ^= lanes[k] >> 29;
+    }
+  }
+  uint64_t result = 0;
+  for (const uint64_t lane : lanes) result = (result ^ lane) * 0x9e3779b97f4a7c15u;
+  return result;
+}
+
+void multiply(Scalar scalar, const Fragment& fragment, int columns, float* sums) {
+  if (scalar == Scalar::kTf32) return multiply_as<Tf32>(fragment, columns, sums);
+  if (scalar == Scalar::kFloat16) return multiply_as<Float16>(fragment, columns, sums);
+  return multiply_as<Bfloat16>(fragment, columns, sums);
+}
+
+}  // namespace emulator

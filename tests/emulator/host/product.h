@@ -1,0 +1,32 @@
+// One thread's part of a wgmma. Compiled for speed and without sanitizers: callers check bounds.
+#pragma once
+
+namespace emulator {
+
+enum class Scalar { kTf32, kFloat16, kBfloat16 };
+
+// A matrix in shared memory: cores of 8 rows by 16 bytes, in one piece each.
+struct Operand {
+  const unsigned char* start;
+  int leading;  // bytes between the two cores of a row
+  int stride;   // bytes between cores of neighbouring rows
+};
+
+constexpr int kRowBytes = 32;
+
+// What a thread multiplies: 2 rows by a quarter of the columns.
+struct alignas(32) Fragment {
+  unsigned char left[2][kRowBytes];
+  unsigned char right[64][kRowBytes];
+};
+
+// Reads the fragment of one of a warpgroup's 128 threads.
+void gather(Fragment& fragment, const Operand& left, const Operand& right, int columns, int thread);
+
+// The same for equal fragments, and hardly for others.
+unsigned long long fingerprint(const Fragment& fragment, int columns);
+
+// sums += left * right, in a thread's order of sums.
+void multiply(Scalar scalar, const Fragment& fragment, int columns, float* sums);
+
+}  // namespace emulator

@@ -1,0 +1,429 @@
+// The asynchronous instructions of sm_90a. Each is as slow as hardware might be: what a thread
+// waits for happens when no other thread can go on. What changes under an operation's hands is an
+// error.
+#include "sm90.h"
+
+#include <sanitizer/asan_interface.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+namespace {
+
+constexpr int kWarpgroup = 128;
+constexpr int kBarrierBytes = 8;
+constexpr int kMaxCount = (1 << 20) - 1;  // of a barrier's arrivals, and of its bytes
+
+struct Load {
+  Site site;
+  unsigned char* target;
+  const unsigned char* source;
+  std::vector<unsigned char> data;
+};
+
+struct Barrier {
+  int arrivals;  // in each phase
+  int missing;   // arrivals, in this phase
+  int expected_bytes = 0;
+  unsigned phase = 0;
+  int waiting = 0;
+  std::vector<Load> loads = {};
+};
+
+struct WarpgroupBarrier {
+  int warpgroup;
+  int arrived = 0;
+  unsigned generation = 0;
+};
+std::map<int, WarpgroupBarrier> warpgroup_barriers;
+
+struct Store {
+  Site site;
+  unsigned char* target;
+  const unsigned char* source;
+  std::vector<unsigned char> data;
+  int group;
+  bool has_read = false;
+};
+
+struct Product {
+  Site site;
+  Scalar scalar;
+  float* sums;
+  int columns;
+  Operand left, right;
+  bool accumulate;
+  unsigned long long fingerprint;
+  int group;
+};
+
+// What a thread's sums really are while products on them are under way.
+struct Sums {
+  float* address;
+  int count;
+  int products;
+  float values[128];
+};
+
+struct Thread {
+  std::vector<Store> stores;
+  int store_groups = 0;
+
+  std::vector<Product> products;
+  std::vector<Sums> sums;
+  int product_groups = 0;
+  bool fenced = false;
+  unsigned long long history = 0;  // of the warpgroup's instructions
+};
+
+std::map<unsigned, Barrier> barriers;  // by address in shared memory
+std::vector<Thread> threads;
+
+Thread& self() { return threads[threadIdx.x]; }
+
+bool is_multiple(const void* address, int bytes) {
+  return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
+
+bool is_poison(const void* memory, size_t bytes) {
+  const auto* const begin = static_cast<const unsigned char*>(memory);
+  return std::all_of(begin, begin + bytes, [](unsigned char byte) { return byte == kPoison; });
+}
+
+// Has ASan report if any of the memory must not be accessed.
+void touch(const void* memory, int bytes) {
+  const void* const bad = __asan_region_is_poisoned(const_cast<void*>(memory), bytes);
+  if (bad) static_cast<void>(*static_cast<const volatile unsigned char*>(bad));
+}
+
+unsigned shared_offset(const char* what, const void* address) {
+  const ptrdiff_t offset = static_cast<const unsigned char*>(address) - shared.begin;
+  if (offset < 0 || offset >= ptrdiff_t(shared.bytes)) {
+    fail("%s %p does not lie in shared memory", what, address);
+  }
+  return static_cast<unsigned>(offset);
+}
+
+Barrier& find_barrier(const void* address) {
+  const unsigned offset = shared_offset("the barrier", address);
+  const auto found = barriers.find(offset);
+  if (found == barriers.end()) {
+    fail("the barrier at byte %u of shared memory is not initialised", offset);
+  }
+  return found->second;
+}
+
+int bytes_under_way(const Barrier& barrier) {
+  int bytes = 0;
+  for (const Load& load : barrier.loads) bytes += static_cast<int>(load.data.size());
+  return bytes;
+}
+
+// Completes the phase, if nothing is missing.
+void settle(Barrier& barrier) {
+  if (barrier.missing > 0) return;
+  if (bytes_under_way(barrier) > barrier.expected_bytes) {
+    fail("bulk_load copies %d bytes, but the barrier expects only %d", bytes_under_way(barrier),
+         barrier.expected_bytes);
+  }
+  if (barrier.expected_bytes > 0) return;
+  barrier.missing = barrier.arrivals;
+  ++barrier.phase;
+}
+
+void land(Barrier& barrier, const Load& load) {
+  if (memcmp(load.source, load.data.data(), load.data.size())) {
+    fail("global memory changed under a bulk_load, %s:%d", load.site.file, load.site.line);
+  }
+  if (!is_poison(load.target, load.data.size())) {
+    fail("shared memory was written under a bulk_load, %s:%d", load.site.file, load.site.line);
+  }
+  memcpy(load.target, load.data.data(), load.data.size());
+  barrier.expected_bytes -= static_cast<int>(load.data.size());
+}
+
+std::vector<unsigned char> checked_copy(const char* what, const void* shared, const void* global,
+                                        const void* source, int bytes) {
+  if (bytes <= 0 || bytes % 16) fail("%s of %d bytes, not a multiple of 16", what, bytes);
+  if (!is_multiple(shared, 16)) fail("%s: misaligned address in shared memory", what);
+  if (!is_multiple(global, 16)) fail("%s: misaligned address in global memory", what);
+  if (!is_near_tensor(global)) fail("%s: %p does not lie in a tensor", what, global);
+  shared_offset(what, shared);
+  touch(shared, bytes);
+  touch(global, bytes);
+  const auto* const begin = static_cast<const unsigned char*>(source);
+  return {begin, begin + bytes};
+}
+
+void finish_reading(Store& store) {
+  if (store.has_read) return;
+  if (memcmp(store.source, store.data.data(), store.data.size())) {
+    fail("shared memory changed under a bulk_store, %s:%d", store.site.file, store.site.line);
+  }
+  store.has_read = true;
+}
+
+void finish_writing(const Store& store) {
+  memcpy(store.target, store.data.data(), store.data.size());
+}
+
+// How many of a thread's operations, in the order of their groups, are done when at most `pending`
+// groups are under way.
+template <class Operation>
+size_t count_done(const std::vector<Operation>& operations, int groups, int pending) {
+  size_t done = 0;
+  while (done < operations.size() && operations[done].group < groups - pending) ++done;
+  return done;
+}
+
+Operand operand(unsigned long long matrix, int rows) {
+  constexpr unsigned long long kFields = 0x3fff'3fff'3fff;
+  if (matrix & ~kFields) fail("%016llx is no matrix in shared memory", matrix);
+  const int start = static_cast<int>(matrix & 0x3fff) << 4;
+  const int leading = static_cast<int>(matrix >> 16 & 0x3fff) << 4;
+  const int stride = static_cast<int>(matrix >> 32 & 0x3fff) << 4;
+  const int end = start + leading + (rows / 8 - 1) * stride + 128;
+  if (end > static_cast<int>(shared.bytes)) {
+    fail("wgmma reads a matrix of %d rows from byte %d to byte %d of shared memory, which has %u",
+         rows, start, end, shared.bytes);
+  }
+  return {shared.begin + start, leading, stride};
+}
+
+// The sums at an address, taken over by the products if they were not yet.
+Sums& take_sums(Thread& thread, float* address, int count) {
+  for (Sums& sums : thread.sums) {
+    if (sums.address == address && sums.count == count) return sums;
+    if (sums.address < address + count && address < sums.address + sums.count) {
+      fail("wgmma adds to part of the sums that another has under way");
+    }
+  }
+  thread.sums.push_back({address, count, 0, {}});
+  Sums& sums = thread.sums.back();
+  memcpy(sums.values, address, count * sizeof *address);
+  memset(address, kPoison, count * sizeof *address);
+  return sums;
+}
+
+void give_back_sums(Thread& thread, Sums& sums, const Site& site) {
+  if (!is_poison(sums.address, sums.count * sizeof *sums.address)) {
+    fail("the sums were written under a wgmma, %s:%d", site.file, site.line);
+  }
+  memcpy(sums.address, sums.values, sums.count * sizeof *sums.address);
+  thread.sums.erase(thread.sums.begin() + (&sums - thread.sums.data()));
+}
+
+Fragment& read_fragment(const Product& product) {
+  static Fragment fragment;
+  gather(fragment, product.left, product.right, product.columns,
+         static_cast<int>(threadIdx.x % kWarpgroup));
+  return fragment;
+}
+
+void finish(Thread& thread, const Product& product) {
+  const Fragment& fragment = read_fragment(product);
+  if (fingerprint(fragment, product.columns) != product.fingerprint) {
+    fail("shared memory changed under a wgmma, %s:%d", product.site.file, product.site.line);
+  }
+  Sums& sums = take_sums(thread, product.sums, product.columns / 2);
+  if (!product.accumulate) std::fill_n(sums.values, sums.count, 0.0f);
+  multiply(product.scalar, fragment, product.columns, sums.values);
+  if (--sums.products == 0) give_back_sums(thread, sums, product.site);
+}
+
+void check_unison() {
+  for (size_t i = 0; i < threads.size(); ++i) {
+    const size_t first = i / kWarpgroup * kWarpgroup;
+    if (threads[i].history != threads[first].history) {
+      fail("threads %zu and %zu of a warpgroup executed different wgmma or setmaxnreg", first, i);
+    }
+  }
+}
+
+}  // namespace
+
+void barrier_init(void* barrier, int arrivals) {
+  const unsigned offset = shared_offset("the barrier", barrier);
+  if (!is_multiple(barrier, kBarrierBytes)) fail("misaligned barrier at byte %u", offset);
+  if (arrivals < 1 || arrivals > kMaxCount) fail("a barrier for %d arrivals", arrivals);
+  if (barriers.count(offset)) fail("the barrier at byte %u is initialised twice", offset);
+  touch(barrier, kBarrierBytes);
+  __asan_poison_memory_region(barrier, kBarrierBytes);
+  barriers[offset] = {arrivals, arrivals};
+}
+
+void barrier_arrive(void* address, int expected_bytes) {
+  Barrier& barrier = find_barrier(address);
+  if (barrier.missing == 0) fail("more than the barrier's %d arrivals", barrier.arrivals);
+  if (expected_bytes < 0 || expected_bytes > kMaxCount - barrier.expected_bytes) {
+    fail("a barrier cannot expect %d bytes more", expected_bytes);
+  }
+  --barrier.missing;
+  barrier.expected_bytes += expected_bytes;
+  settle(barrier);
+}
+
+void barrier_wait(Site site, const void* address, unsigned parity) {
+  Barrier& barrier = find_barrier(address);
+  if (parity > 1) fail("%u is no parity", parity);
+  ++barrier.waiting;
+  wait(site, [&] { return barrier.phase % 2 != parity; });
+  --barrier.waiting;
+}
+
+void bulk_load(Site site, void* shared, const void* global, int bytes, void* address) {
+  Barrier& barrier = find_barrier(address);
+  Load load = {site, static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global),
+               checked_copy("bulk_load", shared, global, global, bytes)};
+  memset(shared, kPoison, bytes);
+  barrier.loads.push_back(std::move(load));
+  settle(barrier);
+}
+
+void bulk_store(Site site, void* global, const void* shared, int bytes) {
+  Store store = {site, static_cast<unsigned char*>(global),
+                 static_cast<const unsigned char*>(shared),
+                 checked_copy("bulk_store", shared, global, shared, bytes), self().store_groups};
+  memset(global, kPoison, bytes);
+  self().stores.push_back(std::move(store));
+}
+
+void bulk_store_commit() { ++self().store_groups; }
+
+void bulk_store_wait_read(Site site, int pending) {
+  Thread& thread = self();
+  const size_t done = count_done(thread.stores, thread.store_groups, pending);
+  if (done > 0 && !thread.stores[done - 1].has_read) wait_long(site);
+  for (size_t i = 0; i < done; ++i) finish_reading(thread.stores[i]);
+}
+
+void bulk_store_wait(Site site) {
+  bulk_store_wait_read(site, 0);
+  Thread& thread = self();
+  const size_t done = count_done(thread.stores, thread.store_groups, 0);
+  for (size_t i = 0; i < done; ++i) finish_writing(thread.stores[i]);
+  thread.stores.erase(thread.stores.begin(), thread.stores.begin() + done);
+}
+
+void wgmma(Site site, Scalar scalar, float* sums, int columns, unsigned long long left,
+           unsigned long long right, bool accumulate) {
+  Thread& thread = self();
+  if (blockDim.x % kWarpgroup) fail("wgmma in a block of %u threads: no warpgroups", blockDim.x);
+  if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
+  in_unison(static_cast<unsigned long long>(scalar) << 32 | columns << 1 | int(accumulate));
+  in_unison(left);
+  in_unison(right);
+  const Operand rows = operand(left, 64), others = operand(right, columns);
+  const int group = thread.product_groups;
+  Product product = {site, scalar, sums, columns, rows, others, accumulate, 0, group};
+  product.fingerprint = fingerprint(read_fragment(product), columns);
+  ++take_sums(thread, sums, columns / 2).products;
+  thread.products.push_back(product);
+}
+
+void wgmma_fence() {
+  self().fenced = true;
+  in_unison(1);
+}
+
+void wgmma_commit() {
+  ++self().product_groups;
+  in_unison(2);
+}
+
+void wgmma_wait(Site site, int pending) {
+  Thread& thread = self();
+  thread.fenced = false;
+  in_unison(3 + pending);
+  const size_t done = count_done(thread.products, thread.product_groups, pending);
+  if (done == 0) return;
+  wait_long(site);
+  for (size_t i = 0; i < done; ++i) finish(thread, thread.products[i]);
+  thread.products.erase(thread.products.begin(), thread.products.begin() + done);
+  exchange(site, ~0u, 0, 0);  // a warp's lanes wait as one
+}
+
+void warpgroup_barrier(Site site, int number) {
+  WarpgroupBarrier& barrier = warpgroup_barriers[number];
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  if (barrier.arrived == 0) barrier.warpgroup = warpgroup;
+  if (barrier.warpgroup != warpgroup) {
+    fail("warpgroup %d waits at barrier %d of warpgroup %d", warpgroup, number, barrier.warpgroup);
+  }
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == kWarpgroup) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  wait(site, [&barrier, generation] { return barrier.generation != generation; });
+}
+
+void in_unison(unsigned long long what) {
+  unsigned long long& history = self().history;
+  history = (history ^ what) * 0x9e3779b97f4a7c15u + 1;
+  history ^= history >> 29;
+}
+
+void sm90_begin_block() {
+  for (const auto& entry : barriers) {
+    __asan_unpoison_memory_region(shared.begin + entry.first, kBarrierBytes);
+  }
+  barriers.clear();
+  warpgroup_barriers.clear();
+  threads.clear();
+  threads.resize(blockDim.x);
+}
+
+bool sm90_advance() {
+  bool any = false;
+  for (auto& entry : barriers) {
+    Barrier& barrier = entry.second;
+    if (!barrier.waiting || barrier.missing || barrier.loads.empty()) continue;
+    for (const Load& load : barrier.loads) land(barrier, load);
+    barrier.loads.clear();
+    settle(barrier);
+    any = true;
+  }
+  return any;
+}
+
+void sm90_exit_thread() {
+  const Thread& thread = self();
+  if (!thread.products.empty()) fail("the thread exits without waiting for its products");
+  for (const Store& store : thread.stores) {
+    if (!store.has_read) fail("the thread exits without waiting for its bulk stores");
+  }
+}
+
+void sm90_end_block() {
+  for (const auto& entry : barriers) {
+    for (const Load& load : entry.second.loads) {
+      fail("the block ends without waiting for bulk_load, %s:%d", load.site.file, load.site.line);
+    }
+  }
+  for (const Thread& thread : threads) {
+    for (const Store& store : thread.stores) finish_writing(store);
+  }
+  check_unison();
+}
+
+const char* sm90_describe_barriers() {
+  static std::string text;
+  text.clear();
+  for (const auto& entry : barriers) {
+    const Barrier& barrier = entry.second;
+    text += "\n  barrier at byte " + std::to_string(entry.first) + " of shared memory: phase " +
+            std::to_string(barrier.phase) + " lacks " + std::to_string(barrier.missing) + " of " +
+            std::to_string(barrier.arrivals) + " arrivals and " +
+            std::to_string(barrier.expected_bytes) + " bytes";
+  }
+  return text.c_str();
+}
+
+}  // namespace emulator
