@@ -1,25 +1,30 @@
 """Every kernel compiles for every architecture that we support; no GPU is needed.
 
-A covering set is compiled for all of them, by the compilers of three CUDA releases; the rest for
-one architecture. Registers and spills are printed: see them with ``pytest -rA``.
+Of the portable kernels, a covering set is compiled for all of them, by the compilers of three CUDA
+releases; the rest for one architecture. Tensor-core kernels are compiled for theirs, as the bench's
+workloads have them. Registers and spills are printed: see them with ``pytest -rA``.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
 
 import nvrtc as other_nvrtc
 from fastconv import jit
-from fastconv.bench.workloads import FOUNDING
+from fastconv.bench.workloads import FOUNDING, SUITES
 from fastconv.jit import compile
-from fastconv.kernels import direct
+from fastconv.kernels import direct, planner
 from fastconv.kernels.family import Gpu, Kernel, Operands, Plan
 from fastconv.problem import Problem
 
@@ -70,21 +75,34 @@ class Work:
     scalar: str = "float"
     channels_last: bool = False
     aligned: bool = True
+    precision: str = "ieee"
 
     def planned(self, gpu: Gpu) -> Plan:
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        weight = torch.empty(self.problem.weight_shape, device="meta", memory_format=layout)
-        last = self.channels_last
-        operands = Operands(
-            self.scalar, SCALAR_BYTES[self.scalar], last, last, weight.stride(), self.aligned
-        )
-        return self.plan(self.problem, operands, gpu)
+        return _planned(self, gpu)
 
     def __str__(self) -> str:
         layout = "NHWC" if self.channels_last else "NCHW"
         alignment = "" if self.aligned else " unaligned"
         scalar = self.scalar.removeprefix("fastconv::")
-        return f"{self.name} {self.plan.__name__} {scalar} {layout}{alignment}"
+        mode = f"{scalar} {self.precision}" if scalar == "float" else scalar
+        return f"{self.name} {self.plan.__name__} {mode} {layout}{alignment}"
+
+
+@cache
+def _planned(work: Work, gpu: Gpu) -> Plan:
+    layout = torch.channels_last if work.channels_last else torch.contiguous_format
+    weight = torch.empty(work.problem.weight_shape, device="meta", memory_format=layout)
+    last = work.channels_last
+    operands = Operands(
+        work.scalar,
+        SCALAR_BYTES[work.scalar],
+        last,
+        last,
+        weight.stride(),
+        work.aligned,
+        work.precision,
+    )
+    return work.plan(work.problem, operands, gpu)
 
 
 def _works(kinds: Iterable[tuple[str, str, bool, bool]]) -> list[Work]:
@@ -115,6 +133,19 @@ REST = _works(
 FOUNDING_WORKS = [
     Work(workload.name, workload.problem, plan) for workload in FOUNDING for plan in PASSES
 ]
+
+# What the tensor-core kernels are measured in: scalar, channels last, aligned, precision.
+MODES = [
+    (scalar, channels_last, True, precision)
+    for scalar, precision in (("float", "tf32"), ("float", "ieee"), ("fastconv::bfloat16", "ieee"))
+    for channels_last in (False, True)
+]
+
+
+def _taken(works: Iterable[Work]) -> list[Work]:
+    """Those that tensor-core kernels take."""
+    return [work for work in works if work.planned(HOPPER).family == "hopper"]
+
 
 Compiler = Callable[[Kernel, str], jit.Compiled]
 
@@ -190,3 +221,66 @@ def test_founding_workloads_do_not_spill() -> None:
     compiled = _compile(FOUNDING_WORKS, HOPPER, jit.compile_kernel)
     _check(compiled)
     assert [name for name, kernel in compiled.items() if kernel.spill_bytes] == []
+
+
+SLOWEST_COMPILE = 5.0  # seconds
+
+
+def _check_tensor_core_kernels(works: list[Work]) -> None:
+    """They lose most of their speed if sums are spilled, or products wait for one another."""
+    seconds = {}
+
+    def compiler(kernel: Kernel, arch: str) -> jit.Compiled:
+        start = time.thread_time()
+        compiled = jit.compile_kernel(kernel, arch)
+        seconds[compile.describe(kernel)] = time.thread_time() - start
+        return compiled
+
+    compiled = _compile(works, HOPPER, compiler)
+    _check(compiled)
+    faults = {
+        name: fault
+        for name, kernel in compiled.items()
+        if (fault := kernel.spill_bytes or kernel.stack_bytes or _serialised(kernel.log))
+    }
+    assert faults == {}
+    assert {kernel: s for kernel, s in seconds.items() if s > SLOWEST_COMPILE} == {}
+    for work in works:
+        for launch in work.planned(HOPPER).launches:
+            of: dict[str, Any] = dict(launch.kernel.constants)
+            if launch.kernel.entry == "correlate":
+                # With more than it is launched with, a block would wait forever.
+                wanted = 128 * of["producer_registers"] + 256 * of["consumer_registers"]
+                registers = compiled[f"{work}: {launch.kernel.entry}"].registers
+                assert registers is not None, str(work)
+                assert wanted <= launch.block * registers, str(work)
+
+
+def _serialised(log: str) -> str | None:
+    """The compiler's warning that products will not overlap, if it has one (C7510 to C7519)."""
+    found = re.search(r".*\bC751\d\b.*", log)
+    return found[0] if found else None
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("suite", SUITES)
+def test_tensor_core_forward(suite: str) -> None:
+    works = _taken(
+        Work(workload.name, workload.problem, planner.forward, *mode)
+        for workload, mode in product(SUITES[suite], MODES)
+    )
+    taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
+    assert taken == {*MODES}
+    _check_tensor_core_kernels(works)
+
+
+@needs_nvrtc
+def test_tensor_core_input_grad() -> None:
+    """The founding workloads in all modes, the others in one or the other."""
+    others = [workload for name in ("real", "odd") for workload in SUITES[name]]
+    kinds = [*product(FOUNDING, MODES), *zip(others, cycle(MODES), strict=False)]
+    works = _taken(
+        Work(workload.name, workload.problem, planner.input_grad, *mode) for workload, mode in kinds
+    )
+    assert len(works) > len(FOUNDING) * len(MODES)
+    _check_tensor_core_kernels(works)

@@ -112,14 +112,15 @@ constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBy
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
-// of pass_pixels. Channels-last outputs: every warpgroup has its own, for pass_pixels of 64 channels.
+// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for pass_pixels of 64 channels.
 // Pitches spread a warp's accesses over all banks.
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes =
-    kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * 8 * kRowPitch);
+    kScalarBytes *
+    (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
@@ -393,6 +394,8 @@ __device__ __forceinline__ void load_unit(const Scalar* source, int channel, boo
     const bool valid = inside && (C::group_in % kChunkChannels == 0 || channel < C::group_in);
     const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), valid);
     unit.planes[0] = reinterpret_cast<const Vector<Scalar, kVector>&>(bits);
+  } else if (!__any_sync(~0u, inside)) {
+    unit = {};
   } else if (C::group_in % kChunkChannels == 0 && __all_sync(~0u, inside)) {
 #pragma unroll
     for (int j = 0; j < 2 * kVector; ++j) {
@@ -407,33 +410,49 @@ __device__ __forceinline__ void load_unit(const Scalar* source, int channel, boo
   }
 }
 
-// Starts loading a thread's units of a batch.
-__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
-                                           Unit (&units)[C::batch]) {
-  const Item& item = at.item;
-  // In the padded image's coordinates: where the tile's first pixel lies.
-  const int first_row = item.row_phase * C::stride_height - C::padding_top +
-                        C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
-  const int first_column = (item.column - C::lead) * C::stride_width - C::padding_left;
-  const int first_channel = at.chunk * kChunkChannels;
-  const Scalar* const image =
-      input +
-      static_cast<long long>(item.image) * C::groups * C::group_in * C::in_height * C::in_width +
-      (item.group * C::group_in + first_channel) * kInChannel;
-#pragma unroll
-  for (int k = 0; k < C::batch; ++k) {
-    const UnitPlace place(thread + kLoaders * (at.batch * C::batch + k));
+// A chunk of a tile, or a row of it, as it lies in the input.
+struct Source {
+  const Scalar* chunk;  // the first channel at row 0, column 0
+  int row;              // of the tile's first pixel; maybe outside of the image
+  int column;
+  int channel;  // the first, in its group
+
+  __device__ Source(const Scalar* input, const LoadCursor& at) {
+    const Item& item = at.item;
+    channel = at.chunk * kChunkChannels;
+    chunk =
+        input +
+        static_cast<long long>(item.image) * C::groups * C::group_in * C::in_height * C::in_width +
+        (item.group * C::group_in + channel) * kInChannel;
+    row = item.row_phase * C::stride_height - C::padding_top +
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+    column = (item.column - C::lead) * C::stride_width - C::padding_left;
+  }
+
+  // Where a unit's first channel lies, and whether that is inside of the image.
+  __device__ __forceinline__ const Scalar* find(const UnitPlace& place, bool& inside) const {
     const int slot = place.pixel / kSlotPixels;
     const int line = place.pixel % kSlotPixels / C::pitch;
     const int position = place.pixel % kSlotPixels % C::pitch;
-    const int row = first_row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
     const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int column = first_column + kColumnUnit * (column_phase + position * kColumnPhases);
-    const bool inside = static_cast<unsigned>(row) < static_cast<unsigned>(C::in_height) &&
-                        static_cast<unsigned>(column) < static_cast<unsigned>(C::in_width) &&
-                        place.exists;
-    load_unit(image + (place.plane * kVector * kInChannel + row * kInRow + column * kInColumn),
-              first_channel + place.plane * kVector, inside, units[k]);
+    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    inside = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height) &&
+             static_cast<unsigned>(x) < static_cast<unsigned>(C::in_width) && place.exists;
+    return chunk + (place.plane * kVector * kInChannel + y * kInRow + x * kInColumn);
+  }
+};
+
+// Starts loading a thread's units of a batch.
+__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
+                                           Unit (&units)[C::batch]) {
+  const Source source(input, at);
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const UnitPlace place(thread + kLoaders * (at.batch * C::batch + k));
+    bool inside;
+    const Scalar* const address = source.find(place, inside);
+    load_unit(address, source.channel + place.plane * kVector, inside, units[k]);
   }
 }
 
@@ -492,6 +511,49 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
   }
 }
 
+// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
+// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+__device__ __forceinline__ void copy_input(const Scalar* input, int items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  Ring<C::input_stages> at(1);
+  Ring<C::input_stages> landed(0);
+  const auto arrive = [&] {
+    fence_async_shared();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
+    landed.advance();
+  };
+  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
+  int under_way = 0;
+  for (LoadCursor next(items); next.more(); next.advance()) {
+    const Source source(input, next);
+    if (next.batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const UnitPlace place(thread + kLoaders * (next.batch * C::batch + k));
+      bool inside;
+      const Scalar* const address = source.find(place, inside);
+      inside = inside && (C::group_in % kChunkChannels == 0 ||
+                          source.channel + place.plane * kVector < C::group_in);
+      if (place.exists) {
+        copy_async<16>(stage + (place.plane * kPlanePixels + place.pixel) * 16, address, inside);
+      }
+    }
+    if (next.batch == kBatches - 1) {
+      copy_async_commit();
+      at.advance();
+      if (++under_way > kAhead) {
+        copy_async_wait<kAhead>();
+        arrive();
+        --under_way;
+      }
+    }
+  }
+  copy_async_wait<0>();
+  if (under_way > 0) arrive();
+}
+
 // --- Consumers -------------------------------------------------------------------------------------
 
 constexpr int kSums = C::pixels / 2;  // of a thread
@@ -516,6 +578,7 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
 struct Consumer {
   int lane;
   int warp;  // of the warpgroup
+  int warpgroup;
   int channel_group;
   int pixel_group;
   Matrix input_matrix;
@@ -526,11 +589,13 @@ struct Consumer {
   Ring<C::weight_stages> spent_weights{0};
 
   __device__ Consumer() {
-    const int thread = static_cast<int>(threadIdx.x) - 128;
-    lane = thread % 32;
-    warp = thread / 32 % 4;
-    channel_group = thread / 128 % C::channel_groups;
-    pixel_group = thread / 128 / C::channel_groups;
+    lane = static_cast<int>(threadIdx.x) % 32;
+    // From one lane, for the compiler to see that it is the same for all.
+    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
+    warp = number % 4;
+    warpgroup = number / 4;
+    channel_group = warpgroup % C::channel_groups;
+    pixel_group = warpgroup / C::channel_groups;
     input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
     weight_matrix =
         matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
@@ -660,7 +725,8 @@ struct Consumer {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kOutChannels = C::groups * C::group_out;
-constexpr int kOutImage = kOutChannels * C::out_height * C::out_width;
+constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
 
 // Where a warpgroup's sums go.
@@ -706,8 +772,20 @@ __device__ __forceinline__ int misalignment(const Scalar* row) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(row) / kScalarBytes % kSector);
 }
 
+__device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
+  return {{first, second}};
+}
+__device__ __forceinline__ unsigned narrow_pair(float16, float first, float second) {
+  return floats_to_halves(first, second);
+}
+__device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float second) {
+  return floats_to_bfloats(first, second);
+}
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a row
 // starts as far beyond a multiple of 16 bytes as it will in global memory.
+using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
+
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
                                            int half, float bias, int lane) {
 #pragma unroll
@@ -715,31 +793,80 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
     const int j = pass * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + 8 * i + lane % 4 * 2;
-      Vector<Scalar, 2> pair;
-      pair.element[0] = narrow<Scalar>(sums[4 * j + 2 * half] + bias);
-      pair.element[1] = narrow<Scalar>(sums[4 * j + 2 * half + 1] + bias);
+      const auto pair =
+          narrow_pair(Scalar{}, sums[4 * j + 2 * half] + bias, sums[4 * j + 2 * half + 1] + bias);
       if constexpr (!C::bulk_stores || C::out_width % 2 == 0) {
-        *reinterpret_cast<Vector<Scalar, 2>*>(target) = pair;
+        *reinterpret_cast<Pair*>(target) = pair;
       } else {
-        target[0] = pair.element[0];
-        target[1] = pair.element[1];
+        const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
+        target[0] = elements.element[0];
+        target[1] = elements.element[1];
       }
     }
   }
 }
 
-// Has a piece of a row copied, [begin, end) of the output's columns: what is aligned as a bulk copy,
-// by one lane, the rest as single elements. `staged` is where column 0 would be.
-__device__ __forceinline__ void store_piece(Scalar* row, const Scalar* staged, int begin, int end) {
-  const int shift = misalignment(row) % kVector;
-  const int aligned_begin = round_up(begin + shift, kVector) - shift;
-  const int aligned_end = (end + shift) / kVector * kVector - shift;
-  for (int i = begin; i < min(aligned_begin, end); ++i) row[i] = staged[i];
-  if (aligned_begin < aligned_end) {
-    bulk_store(row + aligned_begin, staged + aligned_begin,
-               (aligned_end - aligned_begin) * kScalarBytes);
+// Whether every row, and every piece of one, starts at a multiple of 16 bytes.
+constexpr bool kRowsAligned = C::lead == 0 && C::out_width % kVector == 0 &&
+                              (kStrips == 1 || C::tile_columns % kVector == 0);
+
+__device__ __forceinline__ void bulk_store_columns(Scalar* row, const Scalar* staged, int begin,
+                                                   int end, int lane) {
+  if (begin < end && lane == 0) {
+    bulk_store(row + begin, staged + begin, (end - begin) * kScalarBytes);
   }
-  for (int i = max(aligned_end, aligned_begin); i < end; ++i) row[i] = staged[i];
+}
+
+// Columns [begin, end) of any row: what is in whole 16 bytes by a bulk copy, the rest by the lanes.
+__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin, int end,
+                                              int lane) {
+  if (begin >= end) return;
+  const int shift = misalignment(row) % kVector;
+  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
+  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
+  bulk_store_columns(row, staged, aligned_begin, aligned_end, lane);
+  const int before = begin + lane;
+  if (before < aligned_begin) row[before] = staged[before];
+  const int after = aligned_end + lane;
+  if (after < end) row[after] = staged[after];
+}
+
+// Rows of 8 channels from shared to global memory. All but the lane is the same for the whole warp,
+// and in a form that lets the compiler see it: bulk copies take their operands from such registers.
+__device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
+                                             int pass, int lane) {
+#pragma unroll
+  for (int line = 0; line < C::tile_rows; ++line) {
+    if (target.output_row(first, line) >= C::out_height) continue;
+    Scalar* const first_row = target.row_start(first, line);
+    // Output columns of the pass's pixels, were they in this line.
+    const int at = target.column - C::lead + pass * C::pass_pixels - line * C::pitch;
+    const int at_end = min(at + C::pass_pixels, C::out_width);
+    // Whether all rows' windows lie in the image and in the pass.
+    const bool interior = C::lead > 0 && kPasses == 1 && target.column >= C::lead &&
+                          target.column + C::tile_columns <= C::out_width;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (target.channel(first) + i >= C::group_out) break;
+      Scalar* const row = first_row + static_cast<long long>(i) * kOutPlane;
+      const Scalar* const staged = staging + i * kRowPitch - at;
+      if constexpr (kRowsAligned) {
+        const int end = min(target.column + C::tile_columns, at_end);
+        bulk_store_columns(row, staged, max(target.column, at), end, lane);
+      } else {
+        const int beyond = misalignment(row);
+        const int window = target.column - (C::lead > 0 ? beyond : 0);
+        const Scalar* const shifted = staged + beyond % kVector;
+        if (interior) {
+          bulk_store_columns(row, shifted, window, window + C::tile_columns, lane);
+        } else {
+          store_columns(row, shifted, max(max(window, 0), at),
+                        min(window + C::tile_columns, at_end), lane);
+        }
+      }
+    }
+  }
+  if (lane == 0) bulk_store_commit();
 }
 
 // Contiguous outputs, 8 channels at a time. With `lead`, a strip's columns begin up to 32 bytes
@@ -752,33 +879,22 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int first = 16 * warp + 8 * half;  // of the product's rows
-    const int shift =
-        C::bulk_stores ? misalignment(target.row_start(first + lane / 4, 0)) % kVector : 0;
+    const int shift = C::bulk_stores ? misalignment(target.row_start(first, 0) +
+                                                    static_cast<long long>(lane / 4) * kOutPlane) %
+                                           kVector
+                                     : 0;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
+      if constexpr (C::bulk_stores) {
+        if (lane == 0) bulk_store_wait_read<C::buffers - 1>();
+      }
       __syncwarp();
-      stage_rows(sums, staging + lane / 4 * kRowPitch + shift, pass, half, bias[half], lane);
+      Scalar* const buffer = staging + (half * kPasses + pass) % C::buffers * (8 * kRowPitch);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, pass, half, bias[half], lane);
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
-        if (lane < 8) {
-#pragma unroll
-          for (int line = 0; line < C::tile_rows; ++line) {
-            if (!target.exists(first + lane, line)) continue;
-            Scalar* const row = target.row_start(first + lane, line);
-            const int of_row = misalignment(row);
-            // Output column of the pass's first pixel, were it in this line.
-            const int at = target.column - C::lead + pass * kPass - line * C::pitch;
-            const int window = target.column - (C::lead > 0 ? of_row : 0);
-            const int begin = max(max(window, 0), at);
-            const int end = min(min(window + C::tile_columns, C::out_width), at + kPass);
-            if (begin < end) {
-              store_piece(row, staging + lane * kRowPitch + of_row % kVector - at, begin, end);
-            }
-          }
-          bulk_store_commit();
-        }
+        store_staged(buffer, target, first, pass, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
@@ -791,7 +907,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
             if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
                 target.column + at < C::out_width && target.exists(first + channel, line)) {
               target.row_start(first + channel, line)[target.column + at] =
-                  staging[channel * kRowPitch + pixel];
+                  buffer[channel * kRowPitch + pixel];
             }
           }
         }
@@ -813,8 +929,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
-        rows[k] = narrow<T>(sums[first] + bias[k % 2]).bits |
-                  static_cast<unsigned>(narrow<T>(sums[first + 1] + bias[k % 2]).bits) << 16;
+        rows[k] = narrow_pair(T{}, sums[first] + bias[k % 2], sums[first + 1] + bias[k % 2]);
       }
       const int pixel = 8 * (i + lane / 16) + lane % 8;
       store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
@@ -837,20 +952,20 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
                                              int warp, int lane) {
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
   constexpr int kPieces = kOutputs / kStored;
+  const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     warpgroup_sync(warpgroup);
     stage_pixels(sums, staging, pass, bias, warp, lane);
     warpgroup_sync(warpgroup);
-#pragma unroll 2
+    using Stored = Vector<Scalar, kStored>;
+#pragma unroll 4
     for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
       const int product_row = i % kPieces * kStored;
       const int pixel = pass * C::pass_pixels + i / kPieces;
-      const int line = pixel / C::pitch;
-      const int at = pixel % C::pitch;
-      if (line < C::tile_rows && at < C::tile_columns && target.column + at < C::out_width &&
-          target.exists(product_row, line)) {
-        using Stored = Vector<Scalar, kStored>;
+      const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+      const int at = pixel - line * C::pitch;
+      if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
         *reinterpret_cast<Stored*>(target.row_start(product_row, line) +
                                    (target.column + at) * kOutChannels) =
             *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row);
@@ -863,7 +978,7 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int 
   Consumer consumer;
   const int lane = consumer.lane;
   const int warp = consumer.warp;
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  const int warpgroup = consumer.warpgroup;
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warpgroup * kStagingBytes);
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
@@ -888,11 +1003,11 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int 
       if constexpr (C::out_channels_last) {
         store_pixels(sums, biases, staging, target, warpgroup, warp, lane);
       } else {
-        store_rows(sums, biases, staging + warp * 8 * kRowPitch, target, warp, lane);
+        store_rows(sums, biases, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
       }
     }
   }
-  if constexpr (C::bulk_stores) bulk_store_wait();
+  if (C::bulk_stores && lane == 0) bulk_store_wait();
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, const unsigned char* packed,
@@ -914,7 +1029,11 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
-      load_input(input, items);
+      if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+        copy_input(input, items);
+      } else {
+        load_input(input, items);
+      }
     } else if (threadIdx.x == 0) {
       stream_weights(packed, items);
     }

@@ -21,6 +21,7 @@ THREADS = 384
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
 CONSUMERS = 2  # warpgroups
+LOADERS = 96  # threads
 OUTPUTS = 64  # channels of a product
 PRODUCT_BYTES = OUTPUTS * 32
 
@@ -30,6 +31,7 @@ MOST_K_STEPS = 4
 # Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of the
 # tensor core's accumulation grows with its length.
 STAGE_PRODUCTS = 4
+MOST_STAGE_PRODUCTS = 8
 MOST_WEIGHT_STAGES = 10
 MOST_RESIDENT_BYTES = 100 * 1024
 WEIGHTS_LATENCY = 1500.0  # cycles
@@ -42,6 +44,8 @@ SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
 LOAD_CYCLES = {(4, False): 1.9, (2, False): 2.2, (4, True): 1.2, (2, True): 0.9}
 WEIGHT_BYTES = 24.0
 OVERLAP_LOSS = 0.15
+SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
+MOST_SEGMENT = 64
 TILE_CYCLES = 1500.0  # to start and to end a tile
 SHARED_BYTES = 128.0  # a cycle that the tensor cores read
 FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
@@ -211,7 +215,8 @@ class Layer:
     @cached_property
     def stage_taps(self) -> int:
         wanted = STAGE_PRODUCTS / self.k_steps
-        return min(divisors(self.taps), key=lambda taps: abs(math.log(taps / wanted)))
+        choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_PRODUCTS]
+        return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
 
     @property
     def tensor_share(self) -> float:
@@ -233,6 +238,7 @@ class Tile:
     pitch: int
     lead: int = 0
     pass_pixels: int = 0
+    buffers: int = 1
     input_stages: int = 0
     weight_stages: int = 0
 
@@ -267,6 +273,12 @@ class Tile:
         plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
         slack = self.pixels - (self.rows - 1) * self.pitch - self.columns - self.lead
         return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
+
+    @property
+    def units(self) -> int:
+        """What the loading threads share of a stage, one part of it."""
+        plane = self.layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        return self.layer.k_steps * plane * (2 if self.layer.vector_loads else 1)
 
     @property
     def tap_bytes(self) -> int:
@@ -315,7 +327,7 @@ class Tile:
         if operands.output_channels_last:
             elements = self.pass_pixels * (OUTPUTS + vector)
         else:
-            elements = 4 * 8 * (round_up(self.pass_pixels + vector - 8, 16) + 8)
+            elements = 4 * self.buffers * 8 * (round_up(self.pass_pixels + vector - 8, 16) + 8)
         return elements * operands.scalar_bytes
 
     @property
@@ -352,6 +364,15 @@ class Tile:
             and (self.rows == 1 or alike)
         )
 
+    @property
+    def shares_sectors(self) -> bool:
+        """Whether neighbouring strips write to the same 32 bytes."""
+        operands = self.layer.operands
+        if self.strips == 1 or self.lead or operands.output_channels_last:
+            return False
+        sector = 32 // operands.scalar_bytes
+        return self.columns % sector != 0 or self.layer.out_size[1] % sector != 0
+
     def cycles(self) -> float:
         """What a tile takes a processor."""
         layer = self.layer
@@ -364,7 +385,7 @@ class Tile:
         stored = STORE_BYTES
         if not (self.bulk_stores or layer.operands.output_channels_last):
             stored = SINGLE_STORE_BYTES
-        elif self.columns * layer.operands.scalar_bytes % 32:
+        elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
         weights = 0 if self.resident else self.all_weight_stages * self.weight_bytes
         parts = (
@@ -384,10 +405,11 @@ class Tile:
         """
         fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
         more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
-        for passes in (1, 2, 3, 4, 6, 8):
+        for passes, buffers in ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1)):
             tile = replace(
                 self,
                 pass_pixels=round_up(ceil_div(self.pixels, passes), 16),
+                buffers=buffers,
                 input_stages=fewest_inputs,
             )
             stages = (budget - tile.shared_bytes) // (self.weight_bytes + 16)
@@ -478,14 +500,15 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
     rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
     for channel_groups in (1, 2) if layer.group_out > OUTPUTS else (1,):
         for strips in range(1, 4 * ceil_div(width, most) + 4):
-            # Strips of rows that are not whole sectors would share one with their neighbours.
-            shared = strips > 1 and operands.aligned and not operands.output_channels_last
-            lead = sector if shared and width % sector else 0
-            columns = ceil_div(width + max(lead - 1, 0), strips)
-            for unit in (1,) if strips == 1 else (sector,) if lead else (layer.vector, sector):
-                wide = round_up(columns, unit)
-                if lead + wide <= most:
-                    yield Tile(layer, channel_groups, 1, wide, lead + wide + halo, lead)
+            # Strips of rows that are not whole sectors share one with their neighbours, unless each
+            # row has its own strips.
+            own = strips > 1 and operands.aligned and not operands.output_channels_last
+            for lead in (0, sector) if own and width % sector else (0,):
+                columns = ceil_div(width + max(lead - 1, 0), strips)
+                for unit in (1,) if strips == 1 else (sector,) if lead else (layer.vector, sector):
+                    wide = round_up(columns, unit)
+                    if lead + wide <= most:
+                        yield Tile(layer, channel_groups, 1, wide, lead + wide + halo, lead)
         if layer.rolling or layer.stack > 1:
             continue
         vector = layer.vector
@@ -495,14 +518,21 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
 
 
 def _segment_tiles(tile: Tile, gpu: Gpu) -> int:
-    """Tiles that a block computes on its way down: many, but enough for all processors."""
+    """Tiles that a block computes on its way down.
+
+    As many as leave all blocks equally much to do; at the top of each segment, rows are loaded that
+    another block has loaded too.
+    """
     if not tile.layer.rolling:
         return 1
     columns = tile.tiles // tile.row_tiles
-    for count in (64, 32, 16, 8):
-        if columns * ceil_div(tile.row_tiles, count) >= 6 * gpu.processors:
-            return count
-    return 8
+    again = SEGMENT_COST * (tile.halo_rows - tile.tile_rows) / tile.tile_rows
+
+    def cost(count: int) -> float:
+        items = columns * ceil_div(tile.row_tiles, count)
+        return ceil_div(items, gpu.processors) * (count + again)
+
+    return min(range(1, min(tile.row_tiles, MOST_SEGMENT) + 1), key=cost)
 
 
 def _items(tile: Tile, gpu: Gpu) -> int:
@@ -512,7 +542,8 @@ def _items(tile: Tile, gpu: Gpu) -> int:
 def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
     split = layer.parts == 2
-    batch = 6 if layer.vector_loads else 4 if split else 5 if operands.scalar_bytes == 4 else 3
+    most = 6 if layer.vector_loads else 4 if split else 5 if operands.scalar_bytes == 4 else 3
+    batch = min(range(most, 1, -1), key=lambda n: round_up(tile.units, LOADERS * n))
     producer = 72 if split else 104 if layer.vector_loads else 136
     return {
         "Scalar": operands.scalar,
@@ -560,6 +591,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "weight_stages": tile.weight_stages,
         "resident": tile.resident,
         "pass_pixels": tile.pass_pixels,
+        "buffers": tile.buffers,
         "batch": batch,
         "batches_ahead": 1 if split else 2,
         "producer_registers": producer,

@@ -63,4 +63,16 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
   return bits;
 }
 
+// Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
+__device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+__device__ __forceinline__ unsigned floats_to_bfloats(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
 }  // namespace fastconv

@@ -51,4 +51,17 @@ inline unsigned short float_to_half(float value) {
   return static_cast<unsigned short>(sign | half);
 }
 
+inline unsigned floats_to_halves(float first, float second) {
+  return float_to_half(first) | static_cast<unsigned>(float_to_half(second)) << 16;
+}
+
+inline unsigned float_to_bfloat(float value) {
+  const unsigned bits = __float_as_uint(value);
+  return value != value ? 0x7fff : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+inline unsigned floats_to_bfloats(float first, float second) {
+  return float_to_bfloat(first) | float_to_bfloat(second) << 16;
+}
+
 }  // namespace fastconv

@@ -1,0 +1,278 @@
+"""The tensor-core kernels of sm_90a on the CPU: every mode, layout and branch, small and odd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator.works import Case, Planner, Tensors, Work, check, float64, run
+from fastconv.kernels import hopper
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import Constant, Gpu
+
+# Few processors: blocks take several items each.
+FEW = Gpu("sm_90a", 4, 232448, 233472)
+ONE = Gpu("sm_90a", 1, 232448, 233472)
+# Little shared memory: sums leave in several passes, and weights do not stay.
+SMALL = Gpu("sm_90a", 4, 90000, 91024)
+
+MODES = {
+    "tf32": (torch.float32, "tf32"),
+    "ieee": (torch.float32, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "bfloat16": (torch.bfloat16, "ieee"),
+}
+
+
+def _work(planner: Planner, case: Case, mode: str, **options: Any) -> Work:
+    dtype, precision = MODES[mode]
+    options.setdefault("gpu", FEW)
+    return Work(case, planner, dtype=dtype, precision=precision, **options)
+
+
+def _forward(case: Case, mode: str, **options: Any) -> Work:
+    return _work(hopper.forward, case, mode, **options)
+
+
+def _input_grad(case: Case, mode: str, **options: Any) -> Work:
+    return _work(hopper.input_grad, case, mode, **options)
+
+
+# In every mode and layout.
+EVERYWHERE = Case(
+    "everywhere", (2, 24, 9, 21), (120, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
+)
+ROLLING = Case("rolling", (1, 16, 9, 135), (32, 16, 5, 2), padding=(2, 0, 1, 0))
+STRIPS = Case("strips", (1, 40, 3, 301), (64, 40, 2, 3))
+NARROW = Case("narrow", (2, 40, 13, 7), (64, 40, 3, 3), padding=(1, 1, 1, 1))
+DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
+
+WORKS = [
+    *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
+      for mode, last, other in product(MODES, (False, True), (False, True))
+      if not other or mode in ("tf32", "bfloat16")),
+    # Blocks that walk down the image, with all channels of a row: in one strip, in several.
+    *(_forward(ROLLING, mode, channels_last=mode in ("ieee", "bfloat16")) for mode in MODES),
+    _forward(ROLLING, "tf32", gpu=SMALL),
+    _forward(ROLLING, "float16", channels_last=True, gpu=ONE),
+    _forward(Case("rolling far", (3, 16, 21, 130), (60, 16, 3, 3)), "tf32", gpu=ONE),
+    _forward(Case("rolling far", (1, 16, 41, 86), (60, 16, 3, 3)), "ieee", gpu=ONE),
+    _forward(Case("rolling, dilated", (2, 16, 11, 140), (64, 16, 3, 4), dilation=(2, 5)),
+             "bfloat16"),
+    _forward(Case("rolling strips", (1, 12, 5, 321), (70, 12, 3, 3), padding=(1, 0, 1, 1)),
+             "tf32"),
+    _forward(Case("rolling strips", (1, 12, 5, 321), (70, 12, 3, 3), padding=(1, 0, 1, 1)),
+             "float16", gpu=ONE),
+    _forward(Case("rolling, unaligned", (1, 10, 6, 150), (20, 10, 2, 3)), "float16",
+             aligned=False),
+    _forward(Case("rolling, grouped", (3, 20, 6, 141), (40, 10, 3, 3), groups=2), "tf32",
+             gpu=ONE),
+    # Output rows stacked in a product.
+    _forward(Case("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Case("stack 4", (1, 24, 10, 20), (15, 24, 4, 3)), "tf32"),
+    _forward(Case("stack 4", (1, 24, 10, 20), (15, 24, 4, 3)), "float16", channels_last=True),
+    _forward(Case("stack 8", (1, 16, 20, 20), (8, 16, 4, 3), padding=(0, 0, 1, 1)), "bfloat16"),
+    _forward(Case("stack 8, rolling", (1, 16, 40, 129), (7, 16, 3, 3)), "tf32"),
+    _forward(Case("stack 8, dilated", (1, 16, 23, 12), (8, 16, 5, 3), dilation=(3, 2)), "tf32"),
+    # Several rows in one line of pixels.
+    *(_forward(NARROW, mode, channels_last=last)
+      for mode, last in (("tf32", False), ("ieee", True), ("bfloat16", True))),
+    _forward(Case("aligned alike", (2, 24, 16, 14), (130, 24, 3, 3), padding=(1, 1, 2, 2)),
+             "tf32"),
+    _forward(Case("aligned alike", (2, 40, 17, 8), (72, 40, 3, 3), padding=(1, 1, 1, 1)),
+             "float16", gpu=ONE),
+    _forward(Case("aligned for nobody", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
+    _forward(Case("one column", (2, 16, 50, 1), (64, 16, 5, 1), padding=(2, 2, 0, 0)), "tf32"),
+    _forward(Case("one row", (2, 16, 1, 50), (64, 16, 1, 5), padding=(0, 0, 2, 2)), "float16"),
+    # Strides: phases of rows and columns.
+    _forward(Case("stride 2", (1, 16, 13, 17), (64, 16, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
+    _forward(Case("stride 3, 2", (2, 24, 23, 16), (40, 24, 3, 5), (3, 2), (0, 2, 1, 0)),
+             "bfloat16"),
+    _forward(Case("stride 1, 4", (1, 16, 7, 70), (70, 16, 3, 5), (1, 4), (1, 1, 2, 2)), "tf32",
+             channels_last=True),
+    _forward(Case("stride 4, 1", (1, 16, 27, 11), (64, 16, 6, 3), (4, 1)), "float16",
+             other_format=True),
+    _forward(Case("stride and dilation", (1, 16, 23, 27), (48, 16, 3, 3), (4, 2), (3, 0, 1, 2),
+                  (2, 4)), "ieee"),
+    _forward(Case("stride and dilation", (2, 16, 19, 29), (48, 16, 3, 4), (2, 6), (3, 0, 1, 2),
+                  (6, 4)), "tf32", aligned=False, gpu=ONE),
+    _forward(Case("kernel below stride", (1, 32, 14, 16), (64, 32, 2, 1), (4, 3)), "tf32"),
+    _forward(Case("strided pointwise", (2, 48, 9, 11), (64, 48, 1, 1), (2, 3)), "bfloat16",
+             channels_last=True),
+    # Channels: groups, many, odd numbers of them.
+    _forward(Case("groups of 8", (1, 24, 6, 20), (36, 8, 3, 3), padding=(1, 1, 1, 1), groups=3),
+             "float16"),
+    _forward(Case("groups", (2, 40, 6, 9), (144, 20, 3, 2), groups=2), "tf32",
+             channels_last=True, gpu=ONE),
+    _forward(DEEP, "tf32", gpu=SMALL),
+    _forward(DEEP, "float16", channels_last=True),
+    _forward(DEEP, "ieee", channels_last=True, gpu=SMALL),
+    _forward(Case("odd channels", (1, 13, 7, 24), (60, 13, 2, 3)), "ieee", channels_last=True),
+    _forward(Case("few channels", (1, 3, 9, 40), (64, 3, 7, 7), padding=(3, 3, 3, 3)), "bfloat16",
+             bias=False),
+    # Pointwise: seen as one line, as two, or as it is.
+    _forward(Case("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
+    _forward(Case("pointwise", (1, 72, 7, 9), (128, 72, 1, 1)), "ieee"),
+    _forward(Case("pointwise", (3, 48, 6, 7), (96, 48, 1, 1)), "bfloat16", channels_last=True),
+    _forward(Case("padded pointwise", (1, 16, 5, 6), (64, 16, 1, 1), padding=(1, 0, 2, 3)),
+             "float16", other_format=True),
+    # The smallest, and strips of rows that are no whole sectors.
+    _forward(Case("one pixel", (3, 16, 3, 3), (64, 16, 3, 3)), "tf32", bias=False),
+    _forward(Case("one of one", (1, 8, 1, 1), (64, 8, 1, 1)), "ieee", channels_last=True),
+    _forward(STRIPS, "tf32"),
+    _forward(STRIPS, "tf32", gpu=SMALL),
+    _forward(STRIPS, "bfloat16", bias=False),
+    _forward(STRIPS, "float16", channels_last=True, other_format=True, gpu=SMALL),
+    _forward(STRIPS, "bfloat16", channels_last=True, gpu=SMALL),
+    _forward(Case("whole strips", (1, 24, 3, 320), (64, 24, 1, 1), padding=(1, 0, 0, 0)), "tf32"),
+    _input_grad(Case("asymmetric", (1, 64, 9, 20), (24, 64, 3, 5), padding=(1, 1, 2, 2)), "tf32"),
+    _input_grad(Case("padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3),
+                     padding=(4, 3, 5, 4)), "float16"),
+    _input_grad(Case("padding beyond the kernel", (1, 60, 6, 90), (16, 60, 2, 3),
+                     padding=(4, 3, 5, 4)), "ieee"),
+    _input_grad(Case("groups", (2, 72, 9, 11), (48, 24, 3, 4), padding=(1, 0, 2, 2), groups=3),
+                "bfloat16"),
+    _input_grad(Case("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3),
+                     dilation=(2, 3)), "tf32", channels_last=True),
+    _input_grad(Case("rolling", (1, 64, 6, 150), (16, 64, 3, 3), padding=(1, 1, 1, 1)), "tf32",
+                other_format=True),
+    _input_grad(Case("pointwise", (2, 64, 5, 7), (24, 64, 1, 1)), "bfloat16", aligned=False),
+]  # fmt: skip
+
+
+# Images alone and in a batch, which has other tiles.
+ALONE = [
+    _forward(Case("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "tf32"),
+    _forward(Case("alone", (1, 40, 12, 9), (64, 40, 3, 3)), "ieee", channels_last=True),
+    _forward(Case("alone", (1, 72, 7, 9), (130, 72, 1, 1)), "float16"),
+]
+BATCH = 5
+
+
+def _in_batch(work: Work) -> Work:
+    _, *image = work.case.input
+    return replace(work, case=replace(work.case, input=(BATCH, *image)))
+
+
+# One infinity in the input, and whether output rows share a product.
+INFINITE = {
+    False: Case("infinite", (1, 8, 9, 11), (64, 8, 3, 3)),
+    True: Case("infinite, stacked", (1, 8, 9, 11), (32, 8, 3, 3)),
+}
+
+
+def _constants(work: Work) -> dict[str, Constant]:
+    """Of the kernel that computes the products."""
+    return dict(work.plan.launches[-1].kernel.constants)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = [
+        *WORKS,
+        *ALONE,
+        *map(_in_batch, ALONE),
+        *(_forward(case, mode) for case, mode in product(INFINITE.values(), MODES)),
+    ]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_against_float64(work: Work) -> None:
+    check(work)
+
+
+def test_works_cover_all_branches() -> None:
+    everything = [_constants(work) for work in WORKS]
+
+    def values(name: str) -> set[Constant]:
+        return {constants[name] for constants in everything}
+
+    for name in (
+        *("in_channels_last", "out_channels_last", "vector_loads", "vector_stores"),
+        *("bulk_stores", "rolling", "resident", "transposed"),
+    ):
+        assert values(name) == {False, True}, name
+    assert values("channel_groups") == values("parts") == {1, 2}
+    assert values("stack") == {1, 2, 4, 8}
+    for name in ("lead", "plane_padding"):
+        assert min(values(name)) == 0 < max(values(name)), name
+    for name in ("tile_rows", "k_steps", "stage_taps", "segment_tiles", "groups"):
+        assert min(values(name)) == 1 < max(values(name)), name
+    # What has several rows, several passes or both, and how it is stored.
+    stored = {
+        (
+            constants["out_channels_last"],
+            constants["bulk_stores"],
+            constants["tile_rows"] > 1,
+            constants["pass_pixels"] < constants["pixels"],
+        )
+        for constants in everything
+    }
+    assert stored >= {
+        (last, bulk, several, False)
+        for last, bulk, several in product((False, True), repeat=3)
+        if not (last and bulk)
+    }
+    assert {(last, passes) for last, _, _, passes in stored} == {*product((False, True), repeat=2)}
+
+
+def _items(work: Work) -> int:
+    """What the blocks share among themselves."""
+    of: dict[str, Any] = _constants(work)
+    step = of["dilation_height"] // gcd(of["stride_height"], of["dilation_height"])
+    rows = of["tile_rows"] * of["stack"] * 2 // of["channel_groups"]
+    tiles = ceil_div(ceil_div(of["out_height"], step), rows)
+    outputs = ceil_div(of["group_out"], of["channel_groups"] * 64 // of["stack"])
+    strips = ceil_div(of["out_width"] + max(of["lead"] - 1, 0), of["tile_columns"])
+    columns = outputs * strips * step * of["groups"] * work.case.input[0]
+    return columns * ceil_div(tiles, of["segment_tiles"])
+
+
+def test_blocks_take_several_items() -> None:
+    """Rings go round, and what an item leaves behind is no harm to the next."""
+    taken = {
+        (_constants(work)["rolling"], _constants(work)["resident"])
+        for work in WORKS
+        if _items(work) > 2 * work.plan.launches[-1].grid[0]
+    }
+    assert taken == {*product((False, True), repeat=2)}
+
+
+@pytest.mark.parametrize("work", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
+    batch = _in_batch(work)
+    tensors = Tensors.random(batch)
+    together = run(batch, tensors)
+    for index in (0, BATCH - 1):
+        image = slice(index, index + 1)
+        alone = replace(tensors, input=tensors.input[image].clone())
+        assert run(work, alone).equal(together[image])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stacked", [False, True], ids=["", "stacked"])
+def test_infinity_stays_where_it_is(
+    mode: str, stacked: bool, request: pytest.FixtureRequest
+) -> None:
+    """Padding, zero weights of tiles and pixels beyond the image are not multiplied with it."""
+    work = _forward(INFINITE[stacked], mode)
+    assert (_constants(work)["stack"] > 1) == stacked
+    if stacked:
+        reason = "zero weights above and below the kernel are multiplied with it"
+    elif mode == "ieee":
+        reason = "an infinite number's low part is NaN"
+    else:
+        reason = ""
+    if reason:
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    tensors = Tensors.random(work)
+    tensors.input[0, 0, 4, 5] = torch.inf
+    actual, expected = run(work, tensors), float64(work, tensors)
+    torch.testing.assert_close(actual, expected.to(actual.dtype))

@@ -1,0 +1,218 @@
+"""What the tests of kernel families share: small convolutions, and how to check a pass of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emulator.driver import run_both_orders
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.problem import Problem
+
+HOPPER = Gpu("sm_90a", 132, 232448, 233472)
+TURING = Gpu("sm_75", 68, 65536, 65536)
+
+SCALARS = {
+    torch.float16: ("fastconv::float16", 2),
+    torch.bfloat16: ("fastconv::bfloat16", 2),
+    torch.float32: ("float", 4),
+    torch.float64: ("double", 8),
+}
+# Roundings of a sum's terms that are allowed, in epsilons of the type that they are summed in.
+ROUNDINGS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small convolution that has something the others lack."""
+
+    name: str
+    input: tuple[int, int, int, int]
+    weight: tuple[int, int, int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.of(
+            self.input, self.weight, self.stride, self.padding, self.dilation, self.groups
+        )
+
+
+Planner = Callable[[Problem, Operands, Gpu], Plan]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass of a case on given kinds of tensors.
+
+    ``channels_last`` is the memory format of what the pass reads; what it writes has the same
+    unless ``other_format`` says otherwise. Weights follow what is written.
+    """
+
+    case: Case
+    planner: Planner
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    aligned: bool = True
+    gpu: Gpu = HOPPER
+    precision: str = "ieee"
+    other_format: bool = False
+    bias: bool = True
+
+    @property
+    def direction(self) -> str:
+        return self.planner.__name__
+
+    @property
+    def output_channels_last(self) -> bool:
+        return self.channels_last != self.other_format
+
+    @property
+    def plan(self) -> Plan:
+        weight = torch.empty(self.case.weight).contiguous(memory_format=self.output_format)
+        operands = Operands(
+            *SCALARS[self.dtype],
+            self.channels_last,
+            self.output_channels_last,
+            weight.stride(),
+            self.aligned,
+            self.precision,
+        )
+        return self.planner(self.case.problem, operands, self.gpu)
+
+    @property
+    def input_format(self) -> torch.memory_format:
+        return _memory_format(self.channels_last)
+
+    @property
+    def output_format(self) -> torch.memory_format:
+        return _memory_format(self.output_channels_last)
+
+    def __str__(self) -> str:
+        words = [self.case.name, self.direction, str(self.dtype).removeprefix("torch.")]
+        if self.precision != "ieee":
+            words.append(self.precision)
+        words.append("channels-last" if self.channels_last else "contiguous")
+        if self.other_format:
+            words.append("to-channels-last" if self.output_channels_last else "to-contiguous")
+        if not self.aligned:
+            words.append("unaligned")
+        return "-".join([*words, self.gpu.architecture])
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What the three passes read."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor
+    grad_output: Tensor
+
+    @classmethod
+    def random(cls, work: Work) -> Tensors:
+        problem = work.case.problem
+        # What the pass reads, and the activation beside it: in a weight gradient it is read too.
+        first, second = work.input_format, work.output_format
+        if work.direction == "input_grad":
+            first, second = second, first
+        return cls(
+            _random(problem.input_shape, first, work),
+            _random(problem.weight_shape, work.output_format, work),
+            torch.randn(problem.out_channels).to(work.dtype),
+            _random(problem.output_shape, second, work),
+        )
+
+
+def run(work: Work, tensors: Tensors) -> Tensor:
+    """The pass in the emulator; outputs and workspace hold NaN before."""
+    read = {
+        "forward": {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias},
+        "input_grad": {"input": tensors.grad_output, "weight": tensors.weight},
+        "weight_grad": {"grad_output": tensors.grad_output, "input": tensors.input},
+    }[work.direction]
+    if not work.bias:
+        read.pop("bias", None)
+    problem, plan = work.case.problem, work.plan
+    shape = {
+        "forward": problem.output_shape,
+        "input_grad": problem.input_shape,
+        "weight_grad": problem.weight_shape,
+    }[work.direction]
+    output = placed(
+        torch.full(shape, torch.nan, dtype=work.dtype), work.output_format, work.aligned
+    )
+    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
+    run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
+    return output
+
+
+def float64(work: Work, tensors: Tensors) -> Tensor:
+    """What the pass should give; TF32's operands are rounded first, as its products take them."""
+    problem = work.case.problem
+    top, bottom, left, right = problem.padding
+    operands = (tensors.input, tensors.weight, tensors.grad_output)
+    if work.precision == "tf32":
+        operands = tuple(map(_rounded_to_tf32, operands))
+    input, weight, grad_output = (tensor.double() for tensor in operands)
+    input.requires_grad_(), weight.requires_grad_()
+    padded = torch.nn.functional.pad(input, (left, right, top, bottom))
+    bias = tensors.bias.double() if work.bias else None
+    output = torch.nn.functional.conv2d(
+        padded, weight, bias, problem.stride, 0, problem.dilation, problem.groups
+    )
+    if work.direction == "forward":
+        return output.detach()
+    wanted = input if work.direction == "input_grad" else weight
+    (grad,) = torch.autograd.grad(output, wanted, grad_output)
+    return grad
+
+
+def check(work: Work) -> None:
+    """Runs the pass on random tensors and compares every element with float64.
+
+    Terms are summed in a wide type, then the sum is rounded once.
+    """
+    tensors = Tensors.random(work)
+    actual, expected = run(work, tensors).double(), float64(work, tensors)
+    sizes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
+    # Of the sum's terms, with no cancellation between them.
+    size = float64(work, sizes)
+    wide = torch.float64 if work.dtype == torch.float64 else torch.float32
+    bound = ROUNDINGS * torch.finfo(wide).eps * size
+    bound += torch.finfo(work.dtype).eps / 2 * (expected.abs() + bound)
+    error = (actual - expected).abs()
+    wrong = ~(error <= bound)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} elements are wrong, first at "
+        f"{wrong.nonzero()[0].tolist()}; largest error {error.max():.3g}"
+    )
+
+
+def placed(tensor: Tensor, memory_format: torch.memory_format, aligned: bool) -> Tensor:
+    """A copy in this format, one element past an aligned address unless ``aligned``."""
+    tensor = tensor.contiguous(memory_format=memory_format)
+    if aligned:
+        return tensor
+    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+def _random(shape: tuple[int, ...], memory_format: torch.memory_format, work: Work) -> Tensor:
+    return placed(torch.randn(shape).to(work.dtype), memory_format, work.aligned)
+
+
+def _rounded_to_tf32(tensor: Tensor) -> Tensor:
+    """To 10 bits of mantissa, to nearest, ties away from zero."""
+    bits = tensor.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def _memory_format(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last if channels_last else torch.contiguous_format
