@@ -80,6 +80,16 @@ inline float __int_as_float(int bits) { return emulator::bit_cast<float>(bits); 
 inline long long __double_as_longlong(double value) { return emulator::bit_cast<long long>(value); }
 inline double __longlong_as_double(long long bits) { return emulator::bit_cast<double>(bits); }
 
+// Each of the result's four bytes is one of the eight of a and b, by a digit of the selector.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
+
 template <class T>
 T __ldg(const T* address) {
   return *address;

@@ -17,6 +17,9 @@
 // phases of every s-th position; a tile holds its phases one after the other, and a tap reads one
 // of them, where neighbours are neighbours again.
 //
+// Strides and few input channels: the phases of both axes become channels (`fold`), of a convolution
+// of stride 1 with a smaller kernel. Its input exists in no memory but the tile.
+//
 // Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns between
 // two rows are computed and thrown away.
 //
@@ -91,7 +94,7 @@ constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consume
 constexpr int kTileRows = kPixelGroups * kGroupRows;
 constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
 static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
-static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <= C::pitch,
+static_assert(C::skew + C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <= C::pitch,
               "a row holds its halo");
 
 constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
@@ -101,8 +104,10 @@ constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_p
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 // Products come in eights of pixels: the last may reach a little beyond the tile's last row.
-constexpr int kSlack = C::pixels - (C::tile_rows - 1) * C::pitch - C::tile_columns - C::lead;
-static_assert(kSlack >= 0, "a product covers the tile");
+constexpr int kReach =
+    C::skew + C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kSlack = kReach > C::tile_rows * C::pitch ? kReach - C::tile_rows * C::pitch : 0;
+static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
 constexpr int kOutputs = 64;  // channels of a product
@@ -198,48 +203,67 @@ struct Item {
 
 // --- Packing weights -------------------------------------------------------------------------------
 
-// Writes a vector of channels as the tensor core wants it: rounded to TF32, or in two such parts,
-// part_bytes apart; 16-bit types as they are.
-template <class T>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
-                                            Vector<T, kVector> vector) {
-  if constexpr (sizeof(T) == 4 && C::parts == 1) {
+// 16 bytes in registers.
+struct alignas(16) Words {
+  unsigned word[4];
+
+  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
+};
+
+// Writes a vector of channels as the tensor core wants it: floats rounded to TF32, or in two such
+// parts, part_bytes apart; 16-bit types as they are.
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
+  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      vector.element[i] = round_operand_to_tf32(vector.element[i]);
+    for (unsigned& word : vector.word) {
+      word = __float_as_uint(round_operand_to_tf32(__uint_as_float(word)));
     }
-  } else if constexpr (sizeof(T) == 4) {
-    Vector<T, kVector> low;
+  } else if constexpr (sizeof(Scalar) == 4) {
+    Words low;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const float value = vector.element[i];
-      vector.element[i] = round_to_tf32(value);
-      low.element[i] = round_to_tf32(value - vector.element[i]);
+    for (int i = 0; i < 4; ++i) {
+      const float value = __uint_as_float(vector.word[i]);
+      const float high = round_to_tf32(value);
+      vector.word[i] = __float_as_uint(high);
+      low.word[i] = __float_as_uint(round_to_tf32(value - high));
     }
-    *reinterpret_cast<Vector<T, kVector>*>(target + part_bytes) = low;
+    *reinterpret_cast<Words*>(target + part_bytes) = low;
   }
-  *reinterpret_cast<Vector<T, kVector>*>(target) = vector;
+  *reinterpret_cast<Words*>(target) = vector;
 }
 
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kChunks * kTaps * C::k_steps * C::channel_groups * 2 * kOutputs;
 
-// The weight of output channel `out` for input channel `in`, both of the group.
+// A channel of the group as the products have it: one of the input's, at one of its phases.
+struct FoldedChannel {
+  int channel, row, column;
+
+  __device__ explicit FoldedChannel(int index)
+      : channel(index / (C::fold_height * C::fold_width)),
+        row(index / C::fold_width % C::fold_height),
+        column(index % C::fold_width) {}
+};
+
+// The weight of output channel `out` for input channel `in`, both of the group; zero for what folding
+// has added to the kernel.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
                                             int row, int column) {
-  long long offset;
+  const FoldedChannel folded(in);
+  row = row * C::fold_height + folded.row;
+  column = column * C::fold_width + folded.column;
+  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+  long long k = group * C::group_out + out;
+  long long c = folded.channel;
   if constexpr (C::transposed) {
-    offset = static_cast<long long>(group * C::group_in + in) * C::weight_stride_out +
-             static_cast<long long>(out) * C::weight_stride_in +
-             static_cast<long long>(C::kernel_height - 1 - row) * C::weight_stride_height +
-             static_cast<long long>(C::kernel_width - 1 - column) * C::weight_stride_width;
-  } else {
-    offset = static_cast<long long>(group * C::group_out + out) * C::weight_stride_out +
-             static_cast<long long>(in) * C::weight_stride_in +
-             static_cast<long long>(row) * C::weight_stride_height +
-             static_cast<long long>(column) * C::weight_stride_width;
+    k = group * C::group_in + in;
+    c = out;
+    row = C::weight_height - 1 - row;
+    column = C::weight_width - 1 - column;
   }
-  return weight[offset];
+  return weight[k * C::weight_stride_out + c * C::weight_stride_in +
+                static_cast<long long>(row) * C::weight_stride_height +
+                static_cast<long long>(column) * C::weight_stride_width];
 }
 
 // Weights as the consumers want them, a chunk's taps in one piece:
@@ -279,7 +303,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
                                   (C::parts * C::channel_groups) +
                               channel_group;
     store_parts(packed + product * kProductBytes + (plane * kOutputs + m) * 16,
-                C::channel_groups * kProductBytes, vector);
+                C::channel_groups * kProductBytes, reinterpret_cast<const Words&>(vector));
   }
 }
 
@@ -319,37 +343,184 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
 constexpr int kLoaders = 96;  // threads
 
 // Distances in the input, in elements.
-constexpr int kInRow = C::in_channels_last ? C::in_width * C::groups * C::group_in : C::in_width;
-constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
+constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
 
-// What a thread loads at a time: where channels are neighbours in memory, one vector of them, as are
-// the next lane's; else, channel by channel, two vectors of one pixel, whose neighbour is the next
-// lane's.
-constexpr int kUnitPlanes = C::vector_loads ? 1 : 2;
-constexpr int kUnits = kPartPixels / kUnitPlanes;
-constexpr int kBatches = ceil_div(kUnits, kLoaders * C::batch);  // of a stage
-
-struct Unit {
-  Vector<Scalar, kVector> planes[kUnitPlanes];
-};
-
-struct UnitPlace {
-  int plane;
-  int pixel;  // of the plane
+// A pixel of a group's first channel.
+struct Place {
+  const Scalar* group;
+  int y, x;  // maybe outside of the image
   bool exists;
 
-  __device__ explicit UnitPlace(int index) {
-    if constexpr (C::vector_loads) {
-      plane = index % kChunkPlanes;
-      pixel = index / kChunkPlanes;
-    } else {
-      plane = index / kPlanePixels * 2;
-      pixel = index % kPlanePixels;
-    }
-    exists = kUnits % (kLoaders * C::batch) == 0 || index < kUnits;
+  __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
+    return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
+           static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
+  }
+  __device__ __forceinline__ const Scalar* address(int channel) const {
+    return group + (channel * kInChannel + y * kInRow + x * kInColumn);
   }
 };
+
+__device__ __forceinline__ float load_element(const float* source) { return load(source); }
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source) {
+  return {load(&source->bits)};
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class Half>
+__device__ __forceinline__ unsigned bits_of(Half value) {
+  return value.bits;
+}
+
+constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
+
+// What a thread loads at a time, one of three kinds. Each knows where its index-th unit of a stage
+// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+
+// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+struct VectorUnit {
+  static constexpr int kVectors = 1;
+  static constexpr int kCount = kPartPixels;
+  Words loaded;
+
+  __device__ static int plane(int index) { return index % kChunkPlanes; }
+  __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  __device__ static bool valid(const Place& place, int channel) {
+    return place.inside() && (kWholeChunks || channel < C::group_in);
+  }
+  __device__ void load(const Place& place, int channel) {
+    const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
+    loaded = Words::of(load_or_zero(source, valid(place, channel)));
+  }
+  __device__ Words vector(int) const { return loaded; }
+  __device__ static int offset(int) { return 0; }
+};
+
+// Pixels are neighbours in memory, and aligned: as many of them as channels, to be transposed.
+struct BlockUnit {
+  static constexpr int kVectors = kVector;
+  static constexpr int kCount = kPartPixels / kVector;
+  Words loaded[kVector];  // one channel's pixels each
+
+  __device__ static int plane(int index) { return index / (kPlanePixels / kVector); }
+  __device__ static int pixel(int index) { return index % (kPlanePixels / kVector) * kVector; }
+  __device__ void load(const Place& place, int channel) {
+    const bool inside = place.inside();
+    const Scalar* const source = place.address(channel);
+    if (kWholeChunks && __all_sync(~0u, inside)) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        loaded[j] =
+            Words::of(fastconv::load(reinterpret_cast<const uint4*>(source + j * kInChannel)));
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
+      loaded[j] =
+          Words::of(load_or_zero(reinterpret_cast<const uint4*>(source + j * kInChannel), valid));
+    }
+  }
+  __device__ Words vector(int i) const {
+    Words result;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if constexpr (sizeof(Scalar) == 4) {
+        result.word[k] = loaded[k].word[i];
+      } else {
+        result.word[k] = __byte_perm(loaded[2 * k].word[i / 2], loaded[2 * k + 1].word[i / 2],
+                                     i % 2 == 0 ? 0x5410 : 0x7632);
+      }
+    }
+    return result;
+  }
+  __device__ static int offset(int i) { return i; }
+};
+
+// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
+// pixels.
+struct PixelUnit {
+  static constexpr int kVectors = 2;
+  static constexpr int kCount = kPartPixels / 2;
+  Scalar loaded[2 * kVector];
+
+  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int pixel(int index) { return index % kPlanePixels; }
+  __device__ void load(const Place& place, int channel) {
+    if constexpr (kFolded) {
+      load_folded(place, channel);
+      return;
+    }
+    const bool inside = place.inside();
+    const Scalar* const source = place.address(channel);
+    if (!__any_sync(~0u, inside)) {
+#pragma unroll
+      for (Scalar& element : loaded) element = Scalar{};
+    } else if (kWholeChunks && __all_sync(~0u, inside)) {
+#pragma unroll
+      for (int j = 0; j < 2 * kVector; ++j) loaded[j] = load_element(source + j * kInChannel);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2 * kVector; ++j) {
+        const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
+        loaded[j] = load_element(source + j * kInChannel, valid);
+      }
+    }
+  }
+  __device__ void load_folded(const Place& place, int channel) {
+#pragma unroll
+    for (int j = 0; j < 2 * kVector; ++j) {
+      const FoldedChannel folded(channel + j);
+      const bool valid =
+          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
+      loaded[j] = load_element(
+          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
+    }
+  }
+  __device__ Words vector(int i) const {
+    Words result;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const Scalar* const first = loaded + i * kVector + k * (kVector / 4);
+      if constexpr (sizeof(Scalar) == 4) {
+        result.word[k] = __float_as_uint(widen(*first));
+      } else {
+        result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+      }
+    }
+    return result;
+  }
+  __device__ static int offset(int i) { return i * kPlanePixels; }
+};
+
+template <bool kFirst, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
+};
+using Unit = Either<C::vector_loads, VectorUnit,
+                    Either<C::block_loads, BlockUnit, PixelUnit>::type>::type;
+constexpr int kBatches = ceil_div(Unit::kCount, kLoaders * C::batch);  // of a stage
+
+__device__ __forceinline__ bool unit_exists(int index) {
+  return Unit::kCount % (kLoaders * C::batch) == 0 || index < Unit::kCount;
+}
 
 // Goes through all batches that a block loads: of each stage, of each chunk, of each item.
 struct LoadCursor {
@@ -374,72 +545,37 @@ struct LoadCursor {
   }
 };
 
-__device__ __forceinline__ float load_element(const float* source) { return load(source); }
-__device__ __forceinline__ float load_element(const float* source, bool valid) {
-  return load_or_zero(source, valid);
-}
-template <class Half>
-__device__ __forceinline__ Half load_element(const Half* source) {
-  return {load(&source->bits)};
-}
-template <class Half>
-__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
-  return {load_or_zero(&source->bits, valid)};
-}
-
-// Starts loading a pixel's channels, or zeros outside of the image.
-__device__ __forceinline__ void load_unit(const Scalar* source, int channel, bool inside,
-                                          Unit& unit) {
-  if constexpr (C::vector_loads) {
-    const bool valid = inside && (C::group_in % kChunkChannels == 0 || channel < C::group_in);
-    const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), valid);
-    unit.planes[0] = reinterpret_cast<const Vector<Scalar, kVector>&>(bits);
-  } else if (!__any_sync(~0u, inside)) {
-    unit = {};
-  } else if (C::group_in % kChunkChannels == 0 && __all_sync(~0u, inside)) {
-#pragma unroll
-    for (int j = 0; j < 2 * kVector; ++j) {
-      unit.planes[j / kVector].element[j % kVector] = load_element(source + j * kInChannel);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 2 * kVector; ++j) {
-      const bool valid = inside && (C::group_in % kChunkChannels == 0 || channel + j < C::group_in);
-      unit.planes[j / kVector].element[j % kVector] = load_element(source + j * kInChannel, valid);
-    }
-  }
-}
-
 // A chunk of a tile, or a row of it, as it lies in the input.
 struct Source {
-  const Scalar* chunk;  // the first channel at row 0, column 0
-  int row;              // of the tile's first pixel; maybe outside of the image
+  const Scalar* group;  // the first channel at row 0, column 0
+  int row;              // of the tile's first pixel; folded, and before padding
   int column;
   int channel;  // the first, in its group
 
   __device__ Source(const Scalar* input, const LoadCursor& at) {
     const Item& item = at.item;
     channel = at.chunk * kChunkChannels;
-    chunk =
-        input +
-        static_cast<long long>(item.image) * C::groups * C::group_in * C::in_height * C::in_width +
-        (item.group * C::group_in + channel) * kInChannel;
-    row = item.row_phase * C::stride_height - C::padding_top +
+    group = input + static_cast<long long>(item.image) * kInImage +
+            item.group * kInGroup * kInChannel;
+    row = item.row_phase * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
-    column = (item.column - C::lead) * C::stride_width - C::padding_left;
+    column = (item.column - C::lead) * C::stride_width - C::skew;
   }
 
-  // Where a unit's first channel lies, and whether that is inside of the image.
-  __device__ __forceinline__ const Scalar* find(const UnitPlace& place, bool& inside) const {
-    const int slot = place.pixel / kSlotPixels;
-    const int line = place.pixel % kSlotPixels / C::pitch;
-    const int position = place.pixel % kSlotPixels % C::pitch;
+  // Where the first pixel of a unit lies.
+  __device__ __forceinline__ Place find(int index) const {
+    const int pixel = Unit::pixel(index);
+    const int slot = pixel / kSlotPixels;
+    const int line = pixel % kSlotPixels / C::pitch;
+    const int position = pixel % kSlotPixels % C::pitch;
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
     const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
     const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
-    inside = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height) &&
-             static_cast<unsigned>(x) < static_cast<unsigned>(C::in_width) && place.exists;
-    return chunk + (place.plane * kVector * kInChannel + y * kInRow + x * kInColumn);
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left,
+            unit_exists(index)};
+  }
+  __device__ __forceinline__ int channel_of(int index) const {
+    return channel + Unit::plane(index) * kVector;
   }
 };
 
@@ -449,10 +585,8 @@ __device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor
   const Source source(input, at);
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
-    const UnitPlace place(thread + kLoaders * (at.batch * C::batch + k));
-    bool inside;
-    const Scalar* const address = source.find(place, inside);
-    load_unit(address, source.channel + place.plane * kVector, inside, units[k]);
+    const int index = thread + kLoaders * (at.batch * C::batch + k);
+    units[k].load(source.find(index), source.channel_of(index));
   }
 }
 
@@ -461,12 +595,12 @@ __device__ __forceinline__ void store_batch(unsigned char* stage, int batch, int
                                             const Unit (&units)[C::batch]) {
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
-    const UnitPlace place(thread + kLoaders * (batch * C::batch + k));
-    if (!place.exists) continue;
+    const int index = thread + kLoaders * (batch * C::batch + k);
+    if (!unit_exists(index)) continue;
+    const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
 #pragma unroll
-    for (int i = 0; i < kUnitPlanes; ++i) {
-      store_parts(stage + ((place.plane + i) * kPlanePixels + place.pixel) * 16, kPartPixels * 16,
-                  units[k].planes[i]);
+    for (int i = 0; i < Unit::kVectors; ++i) {
+      store_parts(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i));
     }
   }
 }
@@ -531,13 +665,12 @@ __device__ __forceinline__ void copy_input(const Scalar* input, int items) {
     unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
-      const UnitPlace place(thread + kLoaders * (next.batch * C::batch + k));
-      bool inside;
-      const Scalar* const address = source.find(place, inside);
-      inside = inside && (C::group_in % kChunkChannels == 0 ||
-                          source.channel + place.plane * kVector < C::group_in);
+      const int index = thread + kLoaders * (next.batch * C::batch + k);
+      const Place place = source.find(index);
+      const int channel = source.channel_of(index);
       if (place.exists) {
-        copy_async<16>(stage + (place.plane * kPlanePixels + place.pixel) * 16, address, inside);
+        copy_async<16>(stage + (Unit::plane(index) * kPlanePixels + Unit::pixel(index)) * 16,
+                       place.address(channel), VectorUnit::valid(place, channel));
       }
     }
     if (next.batch == kBatches - 1) {
@@ -563,7 +696,8 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
   const int column_slot = tap_column % kColumnPhases;
-  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  const int column =
+      C::skew + column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
   if constexpr (C::rolling) {
     int of_row = stage + first_row + tap_row;
     if (of_row >= C::input_stages) of_row -= C::input_stages;

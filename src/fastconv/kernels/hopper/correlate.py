@@ -38,17 +38,19 @@ WEIGHTS_LATENCY = 1500.0  # cycles
 
 # Estimated cycles of one processor.
 STORE_BYTES = 15.0  # a cycle
-SHARED_SECTOR_BYTES = 10.0  # where neighbouring tiles write the same 32 bytes
+SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
-# To load 16 bytes of channels, by bytes of an element and whether they are neighbours in memory.
-LOAD_CYCLES = {(4, False): 1.9, (2, False): 2.2, (4, True): 1.2, (2, True): 0.9}
+# To load 16 bytes of channels, by bytes of an element: neighbouring channels, blocks, single pixels.
+LOAD_CYCLES = {4: (1.2, 1.6, 3.0), 2: (0.9, 1.4, 4.0)}
 WEIGHT_BYTES = 24.0
 OVERLAP_LOSS = 0.15
 SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
 MOST_SEGMENT = 64
 TILE_CYCLES = 1500.0  # to start and to end a tile
 SHARED_BYTES = 128.0  # a cycle that the tensor cores read
-FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
+# Multiply-adds a cycle: of the tensor cores, and what makes up for their overheads against plain cores.
+TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
+LEAST_PRODUCTS = 150.0
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -70,8 +72,9 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         problem.stride,
         problem.dilation,
         (problem.padding.top, problem.padding.left),
+        problem.kernel_size,
     )
-    return _plan(layer, gpu)
+    return _plan(min(layer, _folded(layer), key=lambda one: one.steps * one.taps), gpu)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -99,13 +102,18 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
             dilation[0] * (height - 1) - problem.padding.top,
             dilation[1] * (width - 1) - problem.padding.left,
         ),
+        problem.kernel_size,
     )
     return _plan(layer, gpu)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left."""
+    """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
+
+    With a ``fold``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
+    sizes and padding those of the tensors.
+    """
 
     operands: Operands
     transposed: bool
@@ -119,6 +127,8 @@ class Layer:
     stride: tuple[int, int]
     dilation: tuple[int, int]
     padding: tuple[int, int]
+    weight_kernel: tuple[int, int]
+    fold: tuple[int, int] = (1, 1)
 
     @property
     def vector(self) -> int:
@@ -136,6 +146,19 @@ class Layer:
             operands.input_channels_last
             and operands.aligned
             and self.group_in % operands.vector == 0
+            and self.fold == (1, 1)
+        )
+
+    @property
+    def block_loads(self) -> bool:
+        """Whether 16 bytes of pixels are neighbours in memory, and aligned in every row."""
+        operands = self.operands
+        return (
+            not operands.input_channels_last
+            and operands.aligned
+            and self.stride[1] == 1
+            and self.in_size[1] % operands.vector == 0
+            and self.fold == (1, 1)
         )
 
     @property
@@ -221,10 +244,11 @@ class Layer:
     @property
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
-        channels = self.group_in / (self.steps * 2 * self.vector)
-        blocks = ceil_div(self.group_out, OUTPUTS // self.stack)
-        outputs = self.group_out / (blocks * (OUTPUTS // self.stack))
-        return channels * outputs * self.kernel[0] / self.tap_rows
+        folds = self.fold[0] * self.fold[1]
+        sums = self.group_in // folds * self.weight_kernel[0] * self.weight_kernel[1]
+        channels = OUTPUTS // self.stack
+        outputs = self.group_out / (ceil_div(self.group_out, channels) * channels) * self.stack
+        return outputs * sums / (self.steps * 2 * self.vector * self.taps)
 
 
 @dataclass(frozen=True)
@@ -235,7 +259,6 @@ class Tile:
     channel_groups: int
     rows: int
     columns: int
-    pitch: int
     lead: int = 0
     pass_pixels: int = 0
     buffers: int = 1
@@ -260,6 +283,20 @@ class Tile:
         return 1 if self.layer.rolling else self.halo_rows
 
     @property
+    def skew(self) -> int:
+        """Pixels by which a tile's rows begin early, to begin at a multiple of 16 bytes."""
+        if not self.layer.block_loads:
+            return 0
+        return -(self.lead + self.layer.padding[1]) % self.layer.vector
+
+    @property
+    def pitch(self) -> int:
+        """Pixels from one row to the next, in shared memory."""
+        pitch = self.skew + self.lead + self.columns + self.layer.column_halo
+        whole = self.layer.block_loads or self.rows > 1 and self.columns % self.layer.vector == 0
+        return round_up(pitch, self.layer.vector) if whole else pitch
+
+    @property
     def plane_padding(self) -> int:
         """Pixels between planes, so that lanes that write one pixel's planes hit different banks."""
         if not self.layer.vector_loads:
@@ -271,14 +308,18 @@ class Tile:
     def input_bytes(self) -> int:
         layer = self.layer
         plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
-        slack = self.pixels - (self.rows - 1) * self.pitch - self.columns - self.lead
+        reach = self.skew + self.pixels + layer.column_halo
+        slack = max(reach - self.rows * self.pitch, 0)
         return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
 
     @property
     def units(self) -> int:
         """What the loading threads share of a stage, one part of it."""
-        plane = self.layer.slots * self.stage_rows * self.pitch + self.plane_padding
-        return self.layer.k_steps * plane * (2 if self.layer.vector_loads else 1)
+        layer = self.layer
+        vectors = 2 * layer.k_steps * (
+            layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        )
+        return vectors // (1 if layer.vector_loads else layer.vector if layer.block_loads else 2)
 
     @property
     def tap_bytes(self) -> int:
@@ -380,7 +421,9 @@ class Tile:
         steps = layer.chunks * layer.taps * layer.k_steps * layer.products
         rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
-        per_vector = LOAD_CYCLES[layer.operands.scalar_bytes, layer.vector_loads]
+        per_vector = LOAD_CYCLES[layer.operands.scalar_bytes][
+            0 if layer.vector_loads else 1 if layer.block_loads else 2
+        ]
         outputs = CONSUMERS * OUTPUTS * self.rows * self.columns
         stored = STORE_BYTES
         if not (self.bulk_stores or layer.operands.output_channels_last):
@@ -421,6 +464,23 @@ class Tile:
         return None
 
 
+def _folded(layer: Layer) -> Layer:
+    """The layer with its strides' phases as channels, if that is possible."""
+    fold = tuple(
+        stride if stride <= kernel and dilation == 1 else 1
+        for stride, kernel, dilation in zip(
+            layer.stride, layer.kernel, layer.dilation, strict=True
+        )
+    )
+    return replace(
+        layer,
+        group_in=layer.group_in * fold[0] * fold[1],
+        kernel=(ceil_div(layer.kernel[0], fold[0]), ceil_div(layer.kernel[1], fold[1])),
+        stride=(layer.stride[0] // fold[0], layer.stride[1] // fold[1]),
+        fold=(fold[0], fold[1]),
+    )
+
+
 def _views(layer: Layer) -> list[Layer]:
     """The same layer, and other ways to see it: a pointwise one has no rows to respect."""
     views = [layer]
@@ -438,14 +498,15 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined(f"tensor-core kernels for {gpu.architecture}")
     if operands.scalar == "double":
         raise Declined("float64")
-    if layer.groups > 1 and min(layer.group_in, layer.group_out) < 8:
-        raise Declined(f"groups of {layer.group_in} to {layer.group_out} channels, fewer than 8")
-    image_in = layer.groups * layer.group_in * layer.in_size[0] * layer.in_size[1]
+    group_in = layer.group_in // (layer.fold[0] * layer.fold[1])
+    if layer.groups > 1 and min(group_in, layer.group_out) < 8:
+        raise Declined(f"groups of {group_in} to {layer.group_out} channels, fewer than 8")
+    image_in = layer.groups * group_in * layer.in_size[0] * layer.in_size[1]
     image_out = layer.groups * layer.group_out * layer.out_size[0] * layer.out_size[1]
     if max(image_in, image_out) >= 2**30:
         raise Declined("images of 2^30 elements and more")
-    rate = {4: 512.0, 2: 1024.0}[operands.scalar_bytes] / layer.products
-    if layer.tensor_share * rate < FFMA_PRODUCTS:
+    rate = TENSOR_PRODUCTS[operands.scalar_bytes] / layer.products
+    if layer.tensor_share * rate < LEAST_PRODUCTS:
         raise Declined(f"so few channels that {layer.tensor_share:.0%} of the products would count")
 
 
@@ -494,7 +555,7 @@ def _choose_tile(views: list[Layer], gpu: Gpu) -> Tile:
 
 
 def _candidates(layer: Layer) -> Iterator[Tile]:
-    operands, halo, width = layer.operands, layer.column_halo, layer.out_size[1]
+    operands, width = layer.operands, layer.out_size[1]
     most = layer.most_pixels
     sector = 32 // operands.scalar_bytes
     rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
@@ -508,13 +569,14 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
                 for unit in (1,) if strips == 1 else (sector,) if lead else (layer.vector, sector):
                     wide = round_up(columns, unit)
                     if lead + wide <= most:
-                        yield Tile(layer, channel_groups, 1, wide, lead + wide + halo, lead)
+                        yield Tile(layer, channel_groups, 1, wide, lead)
         if layer.rolling or layer.stack > 1:
             continue
-        vector = layer.vector
-        pitch = round_up(width + halo, vector) if width % vector == 0 else width + halo
-        for rows in range(2, min((most - width) // pitch + 1, rows_of_phase) + 1):
-            yield Tile(layer, channel_groups, rows, width, pitch)
+        for rows in range(2, rows_of_phase + 1):
+            tile = Tile(layer, channel_groups, rows, width)
+            if tile.pixels > most:
+                break
+            yield tile
 
 
 def _segment_tiles(tile: Tile, gpu: Gpu) -> int:
@@ -542,8 +604,13 @@ def _items(tile: Tile, gpu: Gpu) -> int:
 def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
     split = layer.parts == 2
-    most = 6 if layer.vector_loads else 4 if split else 5 if operands.scalar_bytes == 4 else 3
-    batch = min(range(most, 1, -1), key=lambda n: round_up(tile.units, LOADERS * n))
+    if layer.vector_loads:
+        most = 6
+    elif layer.block_loads:
+        most = 2 if split else 3 if operands.scalar_bytes == 4 else 1
+    else:
+        most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
+    batch = min(range(most, 0, -1), key=lambda n: round_up(tile.units, LOADERS * n))
     producer = 72 if split else 104 if layer.vector_loads else 136
     return {
         "Scalar": operands.scalar,
@@ -562,6 +629,10 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "stride_width": layer.stride[1],
         "dilation_height": layer.dilation[0],
         "dilation_width": layer.dilation[1],
+        "fold_height": layer.fold[0],
+        "fold_width": layer.fold[1],
+        "weight_height": layer.weight_kernel[0],
+        "weight_width": layer.weight_kernel[1],
         "padding_top": layer.padding[0],
         "padding_left": layer.padding[1],
         "weight_stride_out": operands.weight_strides[0],
@@ -571,6 +642,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
+        "block_loads": layer.block_loads,
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0,
@@ -582,6 +654,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "tile_columns": tile.columns,
         "pitch": tile.pitch,
         "lead": tile.lead,
+        "skew": tile.skew,
         "plane_padding": tile.plane_padding,
         "rolling": layer.rolling,
         "segment_tiles": _segment_tiles(tile, gpu),
@@ -605,5 +678,5 @@ def _why(tile: Tile) -> str:
     layer = tile.layer
     return (
         f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup in products of "
-        f"{tile.pixels}, {layer.tensor_share:.0%} of their rows used"
+        f"{tile.pixels}, {layer.tensor_share:.0%} of which count"
     )

@@ -153,6 +153,14 @@ __device__ __forceinline__ float load(const float* global) {
   return value;
 }
 
+__device__ __forceinline__ uint4 load(const uint4* global) {
+  uint4 value;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(global));
+  return value;
+}
+
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
 // nearest, ties away from zero. Half of what round_to_tf32 costs.
 __device__ __forceinline__ float round_operand_to_tf32(float value) {

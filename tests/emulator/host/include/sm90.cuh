@@ -57,6 +57,7 @@ inline uint4 load_or_zero(const uint4* global, bool valid) {
 
 inline unsigned short load(const unsigned short* global) { return *global; }
 inline float load(const float* global) { return *global; }
+inline uint4 load(const uint4* global) { return *global; }
 
 inline float round_operand_to_tf32(float value) {
   const unsigned bits = __float_as_uint(value);

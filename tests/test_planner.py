@@ -1,0 +1,344 @@
+"""Which family computes what, and that its plans keep to what the kernels and the GPU allow."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from itertools import product
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
+from fastconv.kernels import planner
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.planner import Planner
+from fastconv.problem import Problem
+
+KIB = 1024
+H200 = Gpu("sm_90a", 132, 227 * KIB, 228 * KIB)
+A100 = Gpu("sm_80", 108, 163 * KIB, 164 * KIB)
+BLACKWELL = Gpu("sm_100a", 148, 227 * KIB, 228 * KIB)
+
+# Scalar, its bytes, precision.
+MODES = {
+    "tf32": ("float", 4, "tf32"),
+    "ieee": ("float", 4, "ieee"),
+    "float16": ("fastconv::float16", 2, "ieee"),
+    "bfloat16": ("fastconv::bfloat16", 2, "ieee"),
+    "float64": ("double", 8, "ieee"),
+}
+TENSOR_CORE_MODES = [mode for mode in MODES if mode != "float64"]
+PASSES = (planner.forward, planner.input_grad)
+
+
+def _operands(
+    problem: Problem,
+    mode: str = "tf32",
+    channels_last: bool = False,
+    output_channels_last: bool | None = None,
+    aligned: bool = True,
+) -> Operands:
+    if output_channels_last is None:
+        output_channels_last = channels_last
+    scalar, scalar_bytes, precision = MODES[mode]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    weight = torch.empty(problem.weight_shape, device="meta", memory_format=layout)
+    return Operands(
+        scalar,
+        scalar_bytes,
+        channels_last,
+        output_channels_last,
+        weight.stride(),
+        aligned,
+        precision,
+    )
+
+
+def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Problem:
+    geometry = {"stride": (1, 1), "padding": (0, 0, 0, 0), "dilation": (1, 1), "groups": 1, **more}
+    return Problem.of(input, weight, *geometry.values())
+
+
+def _constants(plan: Plan) -> dict[str, Any]:
+    """Of the kernel that computes the products."""
+    return dict(plan.launches[-1].kernel.constants)
+
+
+# --- Who takes what -------------------------------------------------------------------------------
+
+DENSE = _problem((8, 32, 64, 64), (64, 32, 3, 3))
+
+
+@pytest.mark.parametrize("plan", PASSES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
+@pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
+def test_founding_workloads_run_on_tensor_cores(
+    workload: Workload, mode: str, channels_last: bool, plan: Planner
+) -> None:
+    problem = workload.problem
+    planned = plan(problem, _operands(problem, mode, channels_last), H200)
+    few = plan is planner.input_grad and mode == "ieee" and workload.name == "square3x3"
+    if not few:  # 16 channels out of 64 would be worth it, but not with three products for each
+        assert planned.family == "hopper"
+        assert planned.why.startswith("tensor cores")
+
+
+DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
+    "older": (planner.forward, DENSE, "tf32", A100, "tensor-core kernels for sm_80"),
+    "newer": (planner.forward, DENSE, "tf32", BLACKWELL, "tensor-core kernels for sm_100a"),
+    "float64": (planner.forward, DENSE, "float64", H200, "float64"),
+    "depthwise": (
+        planner.forward, _problem((8, 32, 64, 64), (32, 1, 3, 3), groups=32), "bfloat16", H200,
+        "groups of 1 to 1 channels",
+    ),
+    "tiny groups": (
+        planner.input_grad, _problem((8, 32, 64, 64), (64, 4, 3, 3), groups=8), "bfloat16", H200,
+        "groups of 8 to 4 channels",
+    ),
+    "strided gradient": (
+        planner.input_grad, _problem((8, 32, 64, 64), (64, 32, 3, 3), stride=(2, 1)), "tf32", H200,
+        r"input gradients of stride \(2, 1\)",
+    ),
+    "vast image": (
+        planner.forward, _problem((1, 16, 8192, 8192), (64, 16, 3, 3)), "bfloat16", H200,
+        r"images of 2\^30 elements",
+    ),
+    "few channels in": (
+        planner.forward, _problem((8, 1, 64, 64), (64, 1, 3, 3)), "bfloat16", H200,
+        "so few channels that 6% of the products",
+    ),
+    "few channels out": (
+        planner.forward, _problem((8, 64, 64, 64), (3, 64, 1, 1)), "tf32", H200,
+        "so few channels that 5% of the products",
+    ),
+    "few channels for three products": (
+        planner.forward, _problem((8, 32, 64, 64), (40, 32, 3, 3)), "ieee", H200,
+        "so few channels that 62% of the products",
+    ),
+    "far apart": (
+        planner.forward,
+        _problem((1, 32, 8, 40000), (64, 32, 3, 3), dilation=(1, 19000), padding=(1, 1, 0, 0)),
+        "tf32", H200, "a halo tile that does not fit",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECLINED.values(), ids=DECLINED)
+def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, Gpu, str]) -> None:
+    plan, problem, mode, gpu, reason = case
+    planned = plan(problem, _operands(problem, mode), gpu)
+    assert planned.family == "direct"
+    # Why this family, and why not the one before it.
+    assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
+
+
+def test_weight_gradients_are_portable() -> None:
+    assert planner.weight_grad(DENSE, _operands(DENSE), H200).family == "direct"
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("size", [(512, 512), (2160, 3840), (1, 10**6)], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_planning_takes_no_time(kernel: int, size: tuple[int, int], channels_last: bool) -> None:
+    """The first call of a shape waits for it."""
+    pad = kernel // 2
+    problem = _problem((4, 64, *size), (128, 64, kernel, kernel), padding=(pad,) * 4)
+    operands = _operands(problem, "bfloat16", channels_last)
+    start = time.thread_time()
+    planner.forward(problem, operands, H200)
+    assert time.thread_time() - start < 0.5
+
+
+# --- The same bits in any batch -------------------------------------------------------------------
+
+# What decides in which order a sum's terms are added.
+ORDER = ("k_steps", "stage_taps", "stack", "rolling", "parts", "transposed")
+
+
+@pytest.mark.parametrize("plan", PASSES)
+@pytest.mark.parametrize("mode", ["tf32", "ieee", "bfloat16"])
+def test_sums_do_not_depend_on_the_batch(mode: str, plan: Planner) -> None:
+    taken = 0
+    for workload, channels_last in product((*FOUNDING, *REAL, *ODD), (False, True)):
+        operands = _operands(workload.problem, mode, channels_last)
+        orders = set()
+        for batch, gpu in product((1, 5, 300), (H200, replace(H200, processors=78))):
+            planned = plan(workload.with_batch(batch).problem, operands, gpu)
+            constants = _constants(planned) if planned.family == "hopper" else {}
+            orders.add((planned.family, *(constants.get(name) for name in ORDER)))
+        assert len(orders) == 1, workload.name
+        taken += planned.family == "hopper"
+    assert taken > 20
+
+
+# --- What kernels and GPUs allow ------------------------------------------------------------------
+
+REGISTERS = 168  # of each thread that a block of 384 is launched with
+
+
+def _assert_legal(plan: Plan, gpu: Gpu) -> None:
+    """What ``correlate.cuh`` asserts, and what it relies on without a word."""
+    pack, correlate = plan.launches
+    c = _constants(plan)
+    assert pack.kernel.constants == correlate.kernel.constants
+    assert pack.grid[0] in range(1, 2**16)
+    assert correlate.grid[0] in range(1, gpu.processors + 1)
+    assert pack.grid[1:] == correlate.grid[1:] == (1, 1)
+    assert correlate.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+
+    scalar_bytes = 4 if c["Scalar"] == "float" else 2
+    vector = 16 // scalar_bytes
+    chunks = ceil_div(c["group_in"], 2 * c["k_steps"] * vector)
+    row_unit = gcd(c["stride_height"], c["dilation_height"])
+    row_phases, row_step = c["stride_height"] // row_unit, c["dilation_height"] // row_unit
+    column_unit = gcd(c["stride_width"], c["dilation_width"])
+    column_phases = c["stride_width"] // column_unit
+    column_step = c["dilation_width"] // column_unit
+    slots = min(c["kernel_height"], row_phases) * min(c["kernel_width"], column_phases)
+
+    taps = (c["kernel_height"] + c["stack"] - 1) * c["kernel_width"]
+    assert taps % c["stage_taps"] == 0
+    assert c["stack"] in (1, 2, 4, 8)
+    assert c["stack"] == 1 or (c["tile_rows"] == 1 and row_phases == 1)
+    halo = (c["kernel_width"] - 1) * column_step // column_phases
+    assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
+    assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
+    rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
+    halo_rows = rows + (c["kernel_height"] - 1) // row_phases
+    assert c["pixels"] in range(8, 257, 8)
+    assert c["pass_pixels"] % 16 == 0
+    slack = c["pixels"] - (c["tile_rows"] - 1) * c["pitch"] - c["tile_columns"] - c["lead"]
+    assert slack >= 0
+
+    # Rings: nobody waits for a stage that is given back only after the wait.
+    per_tile = chunks * taps // c["stage_taps"]
+    assert not c["resident"] or c["weight_stages"] == per_tile
+    assert not c["resident"] or c["groups"] == 1
+    assert c["weight_stages"] >= min(2, per_tile)
+    if c["rolling"]:
+        assert chunks == row_phases == c["tile_rows"] == 1
+        assert c["input_stages"] >= halo_rows
+    else:
+        assert c["input_stages"] >= min(2, chunks)
+
+    # Shared memory.
+    stage_rows = 1 if c["rolling"] else halo_rows
+    plane = slots * stage_rows * c["pitch"] + c["plane_padding"]
+    input_bytes = 16 * (c["parts"] * 2 * c["k_steps"] * plane + slack)
+    tap_bytes = c["k_steps"] * c["parts"] * c["channel_groups"] * 64 * 32
+    if c["out_channels_last"]:
+        staged = c["pass_pixels"] * (64 + vector)
+    else:
+        staged = 4 * 8 * (round_up(c["pass_pixels"] + vector - 8, 16) + 8)
+    assert staged * scalar_bytes % 16 == 0
+    used = (
+        c["input_stages"] * (input_bytes + 16)
+        + c["weight_stages"] * (c["stage_taps"] * tap_bytes + 16)
+        + 2 * staged * scalar_bytes
+    )
+    assert used <= c["shared_bytes"]
+    outputs = ceil_div(c["group_out"], c["channel_groups"] * (64 // c["stack"]))
+    assert plan.scratch_bytes == c["groups"] * outputs * chunks * taps * tap_bytes
+
+    # Registers, of the producer's warpgroup and of two consumers.
+    producer, consumer = c["producer_registers"], c["consumer_registers"]
+    assert producer % 8 == consumer % 8 == 0
+    assert 24 <= producer <= REGISTERS <= consumer <= 232
+    assert 128 * producer + 256 * consumer <= 384 * REGISTERS
+    sums = c["pixels"] // 2 * c["parts"]  # those of split numbers have totals beside them
+    assert sums < consumer
+
+    # 32-bit numbers: of work items, and of elements within an image.
+    strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
+    tiles = ceil_div(ceil_div(c["out_height"], row_step), rows)
+    segments = ceil_div(tiles, c["segment_tiles"])
+    items = outputs * strips * segments * row_step * c["groups"] * correlate.arguments[-1]
+    assert correlate.grid[0] <= items < 2**31
+    assert plan.scratch_bytes // 16 < 2**31
+    for size in ("in", "out"):
+        channels = c["groups"] * c[f"group_{size}"]
+        assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
+
+    # What is copied 16 bytes at a time.
+    assert not c["vector_loads"] or (c["in_channels_last"] and c["group_in"] % vector == 0)
+    assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
+    assert not (c["bulk_stores"] and c["out_channels_last"])
+    if c["bulk_stores"] and c["tile_rows"] > 1:
+        assert c["out_width"] % vector == c["pitch"] % vector == 0
+
+
+@st.composite
+def _problems(draw: st.DrawFn) -> Problem:
+    """Nothing is computed, so they may be large; most are what tensor cores take."""
+
+    def pair(values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
+        return draw(values), draw(values)
+
+    kernel = pair(st.integers(1, 7) | st.integers(8, 40))
+    stride = pair(st.just(1) | st.integers(1, 6))
+    dilation = pair(st.just(1) | st.integers(1, 12))
+    padding = pair(st.tuples(st.integers(0, 20), st.integers(0, 20)))
+    size = tuple(
+        max(1, step * (taps - 1) + 1 - sum(sides)) + draw(st.integers(0, 90) | st.integers(0, 3000))
+        for step, taps, sides in zip(dilation, kernel, padding, strict=True)
+    )
+    groups = draw(st.sampled_from([1, 1, 1, 2, 5, 32]))
+    depth, multiplier = pair(st.integers(8, 130) | st.integers(1, 1500))
+    batch = draw(st.integers(1, 4) | st.integers(1, 10**5))
+    return Problem.of(
+        (batch, groups * depth, *size),
+        (groups * multiplier, depth, *kernel),
+        stride,
+        (*padding[0], *padding[1]),
+        dilation,
+        groups,
+    )
+
+
+GPUS = [
+    H200,
+    replace(H200, processors=1),
+    replace(H200, processors=4, shared_bytes_per_block=90 * KIB),
+    A100,
+]
+
+
+@settings(max_examples=300)
+@given(
+    problem=_problems(),
+    mode=st.sampled_from([*MODES, *TENSOR_CORE_MODES, "tf32"]),
+    formats=st.tuples(st.booleans(), st.booleans()),
+    aligned=st.booleans(),
+    gpu=st.sampled_from(GPUS),
+)
+def test_any_geometry_has_a_legal_plan(
+    problem: Problem, mode: str, formats: tuple[bool, bool], aligned: bool, gpu: Gpu
+) -> None:
+    operands = _operands(problem, mode, *formats, aligned)
+    for plan in (*PASSES, planner.weight_grad):
+        planned = plan(problem, operands, gpu)
+        for launch in planned.launches:
+            assert launch.shared_bytes <= gpu.shared_bytes_per_block
+            assert all(1 <= side < 2**31 for side in launch.grid)
+            assert max(launch.grid[1:]) < 2**16
+        if planned.family == "hopper":
+            _assert_legal(planned, gpu)
+
+
+@pytest.mark.parametrize("plan", PASSES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
+def test_plans_of_the_suites_are_legal(mode: str, channels_last: bool, plan: Planner) -> None:
+    for workload in (*FOUNDING, *REAL, *ODD):
+        problem = workload.problem
+        planned = plan(problem, _operands(problem, mode, channels_last), H200)
+        if planned.family == "hopper":
+            _assert_legal(planned, H200)
