@@ -150,6 +150,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser, PASSES)
+    parser.add_argument(
+        "--explain", action="store_true", help="what each choice of a kernel was made from"
+    )
     parser.set_defaults(run=commands.info, suite=None, divisor=None)
 
 

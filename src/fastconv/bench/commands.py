@@ -109,7 +109,8 @@ def verify_errors(arguments: Namespace) -> int:
 def info(arguments: Namespace) -> int:
     """``fastconv info``: the machine, and what the given shapes would run."""
     device = _device(arguments.device)
-    found = information.gather(device, _select(arguments, device) if arguments.shape else [])
+    cases = _select(arguments, device) if arguments.shape else []
+    found = information.gather(device, cases, arguments.explain)
     if arguments.json:
         _print_json(found)
     else:

@@ -26,10 +26,10 @@ _CHOSEN = (
     "channels_per_thread", "inputs_per_thread", "lanes_y", "lanes_x", "lanes_m", "lanes_n",
     "warps", "warps_m", "warps_n", "warps_k", "stage_channels", "stage_taps", "part_taps",
     "block_taps", "stage_rows", "stage_columns", "vector", "vector_input", "vector_grad",
-    "two_level", "flush_channels", "flush_units", "packed", "blocks_per_sm",
-    "parts", "channel_groups", "stack", "pixels", "tile_rows", "tile_columns", "pitch", "lead", "rolling",
-    "segment_tiles", "k_steps", "stage_taps", "input_stages", "weight_stages", "resident",
-    "pass_pixels", "bulk_stores", "vector_loads", "vector_stores",
+    "two_level", "flush_channels", "flush_units", "packed", "blocks_per_sm", "parts",
+    "channel_groups", "stack", "pixels", "tile_rows", "tile_columns", "pitch", "lead",
+    "block_loads", "rolling", "segment_tiles", "k_steps", "input_stages", "weight_stages",
+    "resident", "pass_pixels", "bulk_stores", "vector_loads", "vector_stores",
 )  # fmt: skip
 
 
@@ -40,17 +40,20 @@ class Configuration:
     direction: str
     plan: Plan
 
-    def lines(self) -> list[str]:
-        """For reading: a line for each launch."""
+    def lines(self, explain: bool = False) -> list[str]:
+        """For reading: a line for each launch; and for what the choice was made from."""
         scratch = f"{self.plan.scratch_bytes / 2**20:.1f} MiB of workspace"
         launches = dict.fromkeys(map(_describe, self.plan.launches))
-        return [f"{self.direction}: {self.plan.family}, {scratch} ({self.plan.why})", *launches]
+        explanation = [f"    {line}" for line in self.plan.explanation] if explain else []
+        head = f"{self.direction}: {self.plan.family}, {scratch} ({self.plan.why})"
+        return [head, *launches, *explanation]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "direction": self.direction,
             "family": self.plan.family,
             "why": self.plan.why,
+            "explanation": self.plan.explanation,
             "scratch_bytes": self.plan.scratch_bytes,
             "launches": [
                 {

@@ -14,7 +14,7 @@ from fastconv.jit import cache
 from fastconv.kernels.family import Gpu
 
 
-def gather(device: torch.device, cases: Sequence[Case]) -> dict[str, Any]:
+def gather(device: torch.device, cases: Sequence[Case], explain: bool = False) -> dict[str, Any]:
     """Everything, as values for JSON."""
     size = cache.size()
     gpu = configurations.device_gpu(device)
@@ -24,7 +24,7 @@ def gather(device: torch.device, cases: Sequence[Case]) -> dict[str, Any]:
         "float32_convolutions": _precision.pytorch_setting(),
         "cache": {"folder": str(cache.folder()), "entries": size.entries, "bytes": size.bytes},
         "planned_for": "this GPU" if gpu else "an H200, for want of a GPU",
-        "cases": [_case(case, gpu or configurations.H200) for case in cases],
+        "cases": [_case(case, gpu or configurations.H200, explain) for case in cases],
     }
 
 
@@ -46,12 +46,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     return text
 
 
-def _case(case: Case, gpu: Gpu) -> dict[str, Any]:
+def _case(case: Case, gpu: Gpu, explain: bool) -> dict[str, Any]:
     legal = configurations.legal(case, gpu)
     return {
         "label": case.label,
         "configurations": [configuration.to_dict() for configuration in legal],
-        "lines": [line for configuration in legal for line in configuration.lines()],
+        "lines": [line for configuration in legal for line in configuration.lines(explain)],
     }
 
 

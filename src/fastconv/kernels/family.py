@@ -68,13 +68,14 @@ class Declined(Exception):
 class Plan:
     """How a pass is computed: launches in order, and bytes of workspace (tensor ``scratch``).
 
-    ``why`` says in a few words why this family, and why in this way.
+    ``why`` says in a few words why this family, and why in this way; ``explanation`` in lines.
     """
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
     family: str
     why: str
+    explanation: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

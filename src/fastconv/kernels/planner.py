@@ -34,9 +34,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return _first(WEIGHT_GRAD, problem, operands, gpu)
 
 
-def _first(
-    planners: tuple[Planner, ...], problem: Problem, operands: Operands, gpu: Gpu
-) -> Plan:
+def _first(planners: tuple[Planner, ...], problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     declined = []
     for planner in planners:
         try:

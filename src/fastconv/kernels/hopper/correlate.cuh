@@ -17,17 +17,18 @@
 // phases of every s-th position; a tile holds its phases one after the other, and a tap reads one
 // of them, where neighbours are neighbours again.
 //
-// Strides and few input channels: the phases of both axes become channels (`fold`), of a convolution
-// of stride 1 with a smaller kernel. Its input exists in no memory but the tile.
+// Strides and few input channels: the phases of both axes become channels (`fold`), of a
+// convolution of stride 1 with a smaller kernel. Its input exists in no memory but the tile.
 //
-// Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns between
-// two rows are computed and thrown away.
+// Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
+// between two rows are computed and thrown away.
 //
 // Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
 // row t as kernel row t - j, for which there are zero weights above and below the kernel.
 //
 // One block per processor, of three warpgroups that work at the same time:
-//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1 to 3
+//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1 to
+//   3
 //              load input pixels to registers, round or split them, and write them to a ring of
 //              input stages. The transposition of NCHW and the padding are part of this copy.
 //   consumers  two warpgroups, of different channels (channel_groups = 2) or different rows; they
@@ -65,7 +66,8 @@ struct OperandOf<bfloat16> {
 };
 using Operand = OperandOf<Scalar>::type;
 
-// --- The tile: what a block computes, and where it lies in shared memory --------------------------
+// --- The tile: what a block computes, and where it lies in shared memory
+// --------------------------
 
 constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
 constexpr int kChunkPlanes = 2 * C::k_steps;
@@ -94,7 +96,9 @@ constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consume
 constexpr int kTileRows = kPixelGroups * kGroupRows;
 constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
 static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
-static_assert(C::skew + C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <= C::pitch,
+static_assert(C::skew + C::lead + C::tile_columns +
+                      (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+                  C::pitch,
               "a row holds its halo");
 
 constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
@@ -104,9 +108,8 @@ constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_p
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 // Products come in eights of pixels: the last may reach a little beyond the tile's last row.
-constexpr int kReach =
-    C::skew + C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
-constexpr int kSlack = kReach > C::tile_rows * C::pitch ? kReach - C::tile_rows * C::pitch : 0;
+constexpr int kReach = C::skew + C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
@@ -117,8 +120,8 @@ constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBy
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
-// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for pass_pixels of 64 channels.
-// Pitches spread a warp's accesses over all banks.
+// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
+// pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::pass_pixels + kVector - 8, 16) + 8;
@@ -161,12 +164,12 @@ struct Ring {
   }
 };
 
-// --- Work items ------------------------------------------------------------------------------------
+// --- Work items
+// ------------------------------------------------------------------------------------
 
-constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups * kStackChannels);
+constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
 // With a lead, rows begin up to lead - 1 columns before the image.
-constexpr int kStrips =
-    ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
 constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
 constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
 constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
@@ -201,7 +204,8 @@ struct Item {
   }
 };
 
-// --- Packing weights -------------------------------------------------------------------------------
+// --- Packing weights
+// -------------------------------------------------------------------------------
 
 // 16 bytes in registers.
 struct alignas(16) Words {
@@ -245,8 +249,8 @@ struct FoldedChannel {
         column(index % C::fold_width) {}
 };
 
-// The weight of output channel `out` for input channel `in`, both of the group; zero for what folding
-// has added to the kernel.
+// The weight of output channel `out` for input channel `in`, both of the group; zero for what
+// folding has added to the kernel.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
                                             int row, int column) {
   const FoldedChannel folded(in);
@@ -288,8 +292,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
     const int group = rest / kOutputGroups;
 
     const int stacked = m / kStackChannels;
-    const int out = (output_group * C::channel_groups + channel_group) * kStackChannels +
-                    m % kStackChannels;
+    const int out =
+        (output_group * C::channel_groups + channel_group) * kStackChannels + m % kStackChannels;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVector;
@@ -307,7 +311,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
   }
 }
 
-// --- Producers -------------------------------------------------------------------------------------
+// --- Producers
+// -------------------------------------------------------------------------------------
 
 // One thread: sends every item's weights through the ring, or all weights once if they fit.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, int items) {
@@ -325,7 +330,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
   Ring<C::weight_stages> at(1);
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const Item item(index);
-    const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
+    const int part =
+        item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
     const unsigned char* const source =
         packed + static_cast<long long>(part) * kPerItem * kWeightBytes;
     for (int tile = 0; tile < item.tiles; ++tile) {
@@ -514,9 +520,9 @@ template <class First, class Second>
 struct Either<false, First, Second> {
   using type = Second;
 };
-using Unit = Either<C::vector_loads, VectorUnit,
-                    Either<C::block_loads, BlockUnit, PixelUnit>::type>::type;
-constexpr int kBatches = ceil_div(Unit::kCount, kLoaders * C::batch);  // of a stage
+using Unit =
+    Either<C::vector_loads, VectorUnit, Either<C::block_loads, BlockUnit, PixelUnit>::type>::type;
+constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
 
 __device__ __forceinline__ bool unit_exists(int index) {
   return Unit::kCount % (kLoaders * C::batch) == 0 || index < Unit::kCount;
@@ -555,8 +561,8 @@ struct Source {
   __device__ Source(const Scalar* input, const LoadCursor& at) {
     const Item& item = at.item;
     channel = at.chunk * kChunkChannels;
-    group = input + static_cast<long long>(item.image) * kInImage +
-            item.group * kInGroup * kInChannel;
+    group =
+        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_phase * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
     column = (item.column - C::lead) * C::stride_width - C::skew;
@@ -687,7 +693,8 @@ __device__ __forceinline__ void copy_input(const Scalar* input, int items) {
   if (under_way > 0) arrive();
 }
 
-// --- Consumers -------------------------------------------------------------------------------------
+// --- Consumers
+// -------------------------------------------------------------------------------------
 
 constexpr int kSums = C::pixels / 2;  // of a thread
 
@@ -696,8 +703,7 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
   const int column_slot = tap_column % kColumnPhases;
-  const int column =
-      C::skew + column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  const int column = C::skew + column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
   if constexpr (C::rolling) {
     int of_row = stage + first_row + tap_row;
     if (of_row >= C::input_stages) of_row -= C::input_stages;
@@ -855,7 +861,8 @@ struct Consumer {
   }
 };
 
-// --- Storing a tile --------------------------------------------------------------------------------
+// --- Storing a tile
+// --------------------------------------------------------------------------------
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kOutChannels = C::groups * C::group_out;
@@ -916,8 +923,8 @@ __device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float sec
   return floats_to_bfloats(first, second);
 }
 
-// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a row
-// starts as far beyond a multiple of 16 bytes as it will in global memory.
+// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
+// row starts as far beyond a multiple of 16 bytes as it will in global memory.
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
@@ -941,8 +948,8 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
 }
 
 // Whether every row, and every piece of one, starts at a multiple of 16 bytes.
-constexpr bool kRowsAligned = C::lead == 0 && C::out_width % kVector == 0 &&
-                              (kStrips == 1 || C::tile_columns % kVector == 0);
+constexpr bool kRowsAligned =
+    C::lead == 0 && C::out_width % kVector == 0 && (kStrips == 1 || C::tile_columns % kVector == 0);
 
 __device__ __forceinline__ void bulk_store_columns(Scalar* row, const Scalar* staged, int begin,
                                                    int end, int lane) {
@@ -1131,7 +1138,8 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int channel = target.channel(16 * warp + lane / 4 + 8 * half);
-          if (channel < C::group_out) biases[half] = widen(bias[item.group * C::group_out + channel]);
+          if (channel < C::group_out)
+            biases[half] = widen(bias[item.group * C::group_out + channel]);
         }
       }
       if constexpr (C::out_channels_last) {

@@ -28,8 +28,8 @@ PRODUCT_BYTES = OUTPUTS * 32
 # A chunk should hold this many products for each pair of barriers.
 CHUNK_PRODUCTS = 8
 MOST_K_STEPS = 4
-# Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of the
-# tensor core's accumulation grows with its length.
+# Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of
+# the tensor core's accumulation grows with its length.
 STAGE_PRODUCTS = 4
 MOST_STAGE_PRODUCTS = 8
 MOST_WEIGHT_STAGES = 10
@@ -40,15 +40,18 @@ WEIGHTS_LATENCY = 1500.0  # cycles
 STORE_BYTES = 15.0  # a cycle
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
-# To load 16 bytes of channels, by bytes of an element: neighbouring channels, blocks, single pixels.
-LOAD_CYCLES = {4: (1.2, 1.6, 3.0), 2: (0.9, 1.4, 4.0)}
+# To load 16 bytes of channels, by bytes of an element: as vectors, in blocks, pixel by pixel.
+LOAD_CYCLES = {4: (2.8, 2.8, 3.2), 2: (2.5, 3.5, 5.0)}
+# What the bank conflicts of writing a block's vectors take the tensor cores.
+BLOCK_CONFLICTS = {4: 0.5, 2: 0.3}
 WEIGHT_BYTES = 24.0
-OVERLAP_LOSS = 0.15
+OVERLAP_LOSS = 0.25
 SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
 MOST_SEGMENT = 64
+EXPLAINED = 5  # tiles
 TILE_CYCLES = 1500.0  # to start and to end a tile
 SHARED_BYTES = 128.0  # a cycle that the tensor cores read
-# Multiply-adds a cycle: of the tensor cores, and what makes up for their overheads against plain cores.
+# Multiply-adds a cycle: of the tensor cores, and how many must count for them to be worth it.
 TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
 LEAST_PRODUCTS = 150.0
 
@@ -150,7 +153,7 @@ class Layer:
         )
 
     @property
-    def block_loads(self) -> bool:
+    def aligned_rows(self) -> bool:
         """Whether 16 bytes of pixels are neighbours in memory, and aligned in every row."""
         operands = self.operands
         return (
@@ -260,6 +263,7 @@ class Tile:
     rows: int
     columns: int
     lead: int = 0
+    block_loads: bool = False
     pass_pixels: int = 0
     buffers: int = 1
     input_stages: int = 0
@@ -285,7 +289,7 @@ class Tile:
     @property
     def skew(self) -> int:
         """Pixels by which a tile's rows begin early, to begin at a multiple of 16 bytes."""
-        if not self.layer.block_loads:
+        if not self.block_loads:
             return 0
         return -(self.lead + self.layer.padding[1]) % self.layer.vector
 
@@ -293,12 +297,12 @@ class Tile:
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
         pitch = self.skew + self.lead + self.columns + self.layer.column_halo
-        whole = self.layer.block_loads or self.rows > 1 and self.columns % self.layer.vector == 0
+        whole = self.block_loads or (self.rows > 1 and self.columns % self.layer.vector == 0)
         return round_up(pitch, self.layer.vector) if whole else pitch
 
     @property
     def plane_padding(self) -> int:
-        """Pixels between planes, so that lanes that write one pixel's planes hit different banks."""
+        """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
         if not self.layer.vector_loads:
             return 0
         wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.layer.k_steps, 2)
@@ -316,10 +320,10 @@ class Tile:
     def units(self) -> int:
         """What the loading threads share of a stage, one part of it."""
         layer = self.layer
-        vectors = 2 * layer.k_steps * (
-            layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        vectors = (
+            2 * layer.k_steps * (layer.slots * self.stage_rows * self.pitch + self.plane_padding)
         )
-        return vectors // (1 if layer.vector_loads else layer.vector if layer.block_loads else 2)
+        return vectors // (1 if layer.vector_loads else layer.vector if self.block_loads else 2)
 
     @property
     def tap_bytes(self) -> int:
@@ -350,9 +354,7 @@ class Tile:
 
     @property
     def output_groups(self) -> int:
-        return ceil_div(
-            self.layer.group_out, self.channel_groups * (OUTPUTS // self.layer.stack)
-        )
+        return ceil_div(self.layer.group_out, self.channel_groups * (OUTPUTS // self.layer.stack))
 
     @property
     def resident(self) -> bool:
@@ -399,11 +401,7 @@ class Tile:
         """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
         operands = self.layer.operands
         alike = self.layer.out_size[1] % operands.vector == self.pitch % operands.vector == 0
-        return (
-            operands.aligned
-            and not operands.output_channels_last
-            and (self.rows == 1 or alike)
-        )
+        return operands.aligned and not operands.output_channels_last and (self.rows == 1 or alike)
 
     @property
     def shares_sectors(self) -> bool:
@@ -414,15 +412,16 @@ class Tile:
         sector = 32 // operands.scalar_bytes
         return self.columns % sector != 0 or self.layer.out_size[1] % sector != 0
 
-    def cycles(self) -> float:
-        """What a tile takes a processor."""
+    @cached_property
+    def work(self) -> dict[str, float]:
+        """What a tile takes a processor, in cycles, if there were nothing else to do."""
         layer = self.layer
         product = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
         steps = layer.chunks * layer.taps * layer.k_steps * layer.products
         rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
         per_vector = LOAD_CYCLES[layer.operands.scalar_bytes][
-            0 if layer.vector_loads else 1 if layer.block_loads else 2
+            0 if layer.vector_loads else 1 if self.block_loads else 2
         ]
         outputs = CONSUMERS * OUTPUTS * self.rows * self.columns
         stored = STORE_BYTES
@@ -431,14 +430,20 @@ class Tile:
         elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
         weights = 0 if self.resident else self.all_weight_stages * self.weight_bytes
-        parts = (
-            CONSUMERS * steps * product,
-            vectors * (per_vector + 0.8 * (layer.parts - 1)),
-            outputs * layer.operands.scalar_bytes / stored,
-            weights / WEIGHT_BYTES,
-        )
+        conflicts = BLOCK_CONFLICTS[layer.operands.scalar_bytes] if self.block_loads else 0.0
+        return {
+            "products": CONSUMERS * steps * product + vectors * conflicts,
+            "loads": vectors * (per_vector + 0.8 * (layer.parts - 1)),
+            "stores": outputs * layer.operands.scalar_bytes / stored,
+            "weights": weights / WEIGHT_BYTES,
+        }
+
+    def cycles(self, processors: int) -> float:
+        """What the whole layer takes, estimated."""
+        parts = self.work.values()
         # They go on at the same time, but not quite without getting into each other's way.
-        return TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+        tile = TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+        return ceil_div(self.tiles, processors) * tile
 
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
@@ -468,9 +473,7 @@ def _folded(layer: Layer) -> Layer:
     """The layer with its strides' phases as channels, if that is possible."""
     fold = tuple(
         stride if stride <= kernel and dilation == 1 else 1
-        for stride, kernel, dilation in zip(
-            layer.stride, layer.kernel, layer.dilation, strict=True
-        )
+        for stride, kernel, dilation in zip(layer.stride, layer.kernel, layer.dilation, strict=True)
     )
     return replace(
         layer,
@@ -512,15 +515,14 @@ def _check(layer: Layer, gpu: Gpu) -> None:
 
 def _plan(layer: Layer, gpu: Gpu) -> Plan:
     _check(layer, gpu)
-    tile = _choose_tile(_views(layer), gpu)
+    tiles = _tiles(_views(layer), gpu)
+    tile = tiles[0]
     layer = tile.layer
     constants = _constants(tile, gpu)
     items = tile.tiles if not layer.rolling else _items(tile, gpu)
     if max(items, tile.tiles) >= 2**31:
         raise Declined("more than 2^31 tiles")
-    packed = (
-        layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
-    )
+    packed = layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
     kernel = tuple(constants.items())
     pack = Launch(
         Kernel("hopper/correlate.cuh", "pack", kernel),
@@ -536,22 +538,45 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
         tile.shared_bytes,
         ("input", "scratch", "bias", "output", layer.batch),
     )
-    return Plan((pack, correlate), packed, "hopper", _why(tile))
+    why = (
+        f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup, in products of "
+        f"{tile.pixels}; {layer.tensor_share:.0%} of the products count"
+    )
+    explanation = [f"{len(tiles)} tiles fit; the cheapest, in cycles:"]
+    explanation += [_explain(one, gpu) for one in tiles[:EXPLAINED]]
+    return Plan((pack, correlate), packed, "hopper", why, tuple(explanation))
 
 
-def _choose_tile(views: list[Layer], gpu: Gpu) -> Tile:
-    best: Tile | None = None
-    least = math.inf
-    for candidate in (tile for view in views for tile in _candidates(view)):
-        tile = candidate.fitted(gpu.shared_bytes_per_block)
-        if tile is None:
-            continue
-        cycles = ceil_div(tile.tiles, gpu.processors) * tile.cycles()
-        if cycles < least:
-            best, least = tile, cycles
-    if best is None:
+def _explain(tile: Tile, gpu: Gpu) -> str:
+    work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
+    return (
+        f"{tile.cycles(gpu.processors):.3g}: {tile.channel_groups * OUTPUTS} channels x "
+        f"{tile.rows} rows x {tile.columns} pixels ({tile.pixels}), "
+        f"{'blocks, ' if tile.block_loads else ''}"
+        f"{ceil_div(tile.tiles, gpu.processors)} rounds of: "
+        f"{work}; {tile.shared_bytes // 1024} KiB shared"
+    )
+
+
+def _tiles(views: list[Layer], gpu: Gpu) -> list[Tile]:
+    """All tiles that fit, the best first."""
+    candidates = (
+        replace(tile, block_loads=block_loads)
+        for view in views
+        for tile in _candidates(view)
+        for block_loads in ((False, True) if view.aligned_rows else (False,))
+    )
+    fitted = (
+        tile.fitted(gpu.shared_bytes_per_block)
+        for tile in candidates
+        if tile.pixels <= tile.layer.most_pixels
+    )
+    tiles = sorted(
+        filter(None, dict.fromkeys(fitted)), key=lambda tile: tile.cycles(gpu.processors)
+    )
+    if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
-    return best
+    return tiles
 
 
 def _candidates(layer: Layer) -> Iterator[Tile]:
@@ -573,10 +598,9 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
         if layer.rolling or layer.stack > 1:
             continue
         for rows in range(2, rows_of_phase + 1):
-            tile = Tile(layer, channel_groups, rows, width)
-            if tile.pixels > most:
+            if Tile(layer, channel_groups, rows, width).pixels > most:
                 break
-            yield tile
+            yield Tile(layer, channel_groups, rows, width)
 
 
 def _segment_tiles(tile: Tile, gpu: Gpu) -> int:
@@ -606,7 +630,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     split = layer.parts == 2
     if layer.vector_loads:
         most = 6
-    elif layer.block_loads:
+    elif tile.block_loads:
         most = 2 if split else 3 if operands.scalar_bytes == 4 else 1
     else:
         most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
@@ -642,7 +666,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
-        "block_loads": layer.block_loads,
+        "block_loads": tile.block_loads,
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0,
@@ -672,11 +696,3 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "consumer_registers": (3 * 168 - producer) // 2,
         "shared_bytes": tile.shared_bytes,
     }
-
-
-def _why(tile: Tile) -> str:
-    layer = tile.layer
-    return (
-        f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup in products of "
-        f"{tile.pixels}, {layer.tensor_share:.0%} of which count"
-    )

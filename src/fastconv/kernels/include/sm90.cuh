@@ -1,5 +1,5 @@
-// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator has
-// a twin of this file too.
+// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator
+// has a twin of this file too.
 #pragma once
 #include "include/ptx.cuh"
 
@@ -29,10 +29,10 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
 
 // Arrives, and has the phase wait for so many bytes of bulk_load.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 // Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
@@ -96,8 +96,8 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- Loads and conversions -----------------------------------------------------------------------
 
-// The 2, 4 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not `valid`
-// (then nothing is read). Issued where it is called: the compiler moves none of them.
+// The 2, 4 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
+// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
 __device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
   unsigned short value;
   asm volatile(
@@ -141,7 +141,7 @@ __device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
   return value;
 }
 
-// The same without a condition.
+// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
 __device__ __forceinline__ unsigned short load(const unsigned short* global) {
   unsigned short value;
   asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
@@ -155,7 +155,7 @@ __device__ __forceinline__ float load(const float* global) {
 
 __device__ __forceinline__ uint4 load(const uint4* global) {
   uint4 value;
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(global));
   return value;
@@ -238,9 +238,9 @@ __device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes, each
-// 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum, `stride`
-// bytes between those that neighbour across it. To move the start, add bytes / 16.
+// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
+// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
+// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
 using Matrix = unsigned long long;
 
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {

@@ -135,8 +135,8 @@ __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix 
   FASTCONV_WGMMA_WIDTHS("k16", ".f16.f16", ", 0, 0")
 }
 template <int kColumns>
-__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left,
-                                      Matrix right, bool accumulate) {
+__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
   FASTCONV_WGMMA_WIDTHS("k16", ".bf16.bf16", ", 0, 0")
 }
 
