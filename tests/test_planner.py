@@ -36,6 +36,11 @@ MODES = {
 }
 TENSOR_CORE_MODES = [mode for mode in MODES if mode != "float64"]
 PASSES = (planner.forward, planner.input_grad)
+WORKLOADS = [
+    workload.scaled(4) if workload.name == "pointwise" else workload
+    for workload in (*FOUNDING, *REAL, *ODD)
+    if workload.groups != workload.input[1]
+]
 
 
 def _operands(
@@ -85,10 +90,8 @@ def test_founding_workloads_run_on_tensor_cores(
 ) -> None:
     problem = workload.problem
     planned = plan(problem, _operands(problem, mode, channels_last), H200)
-    few = plan is planner.input_grad and mode == "ieee" and workload.name == "square3x3"
-    if not few:  # 16 channels out of 64 would be worth it, but not with three products for each
-        assert planned.family == "hopper"
-        assert planned.why.startswith("tensor cores")
+    assert planned.family == "hopper"
+    assert planned.why.startswith("tensor cores")
 
 
 DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
@@ -120,8 +123,8 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
         "so few channels that 5% of the products",
     ),
     "few channels for three products": (
-        planner.forward, _problem((8, 32, 64, 64), (40, 32, 3, 3)), "ieee", H200,
-        "so few channels that 62% of the products",
+        planner.forward, _problem((8, 32, 64, 64), (24, 32, 1, 1)), "ieee", H200,
+        "so few channels that 38% of the products",
     ),
     "far apart": (
         planner.forward,
@@ -145,7 +148,7 @@ def test_weight_gradients_are_portable() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
-@pytest.mark.parametrize("size", [(512, 512), (2160, 3840), (1, 10**6)], ids=str)
+@pytest.mark.parametrize("size", [(512, 512), (1, 10**5)], ids=str)
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_planning_takes_no_time(kernel: int, size: tuple[int, int], channels_last: bool) -> None:
     """The first call of a shape waits for it."""
@@ -167,7 +170,7 @@ ORDER = ("k_steps", "stage_taps", "stack", "rolling", "parts", "transposed")
 @pytest.mark.parametrize("mode", ["tf32", "ieee", "bfloat16"])
 def test_sums_do_not_depend_on_the_batch(mode: str, plan: Planner) -> None:
     taken = 0
-    for workload, channels_last in product((*FOUNDING, *REAL, *ODD), (False, True)):
+    for workload, channels_last in product(WORKLOADS, (False, True)):
         operands = _operands(workload.problem, mode, channels_last)
         orders = set()
         for batch, gpu in product((1, 5, 300), (H200, replace(H200, processors=78))):
@@ -209,14 +212,14 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     assert c["stack"] in (1, 2, 4, 8)
     assert c["stack"] == 1 or (c["tile_rows"] == 1 and row_phases == 1)
     halo = (c["kernel_width"] - 1) * column_step // column_phases
-    assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
+    assert c["skew"] + c["lead"] + c["tile_columns"] + halo <= c["pitch"]
     assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
     rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
     halo_rows = rows + (c["kernel_height"] - 1) // row_phases
     assert c["pixels"] in range(8, 257, 8)
     assert c["pass_pixels"] % 16 == 0
-    slack = c["pixels"] - (c["tile_rows"] - 1) * c["pitch"] - c["tile_columns"] - c["lead"]
-    assert slack >= 0
+    assert c["lead"] + c["tile_columns"] + (c["tile_rows"] - 1) * c["pitch"] <= c["pixels"]
+    slack = max(0, c["skew"] + c["pixels"] + halo - c["tile_rows"] * c["pitch"])
 
     # Rings: nobody waits for a stage that is given back only after the wait.
     per_tile = chunks * taps // c["stage_taps"]
@@ -237,7 +240,7 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     if c["out_channels_last"]:
         staged = c["pass_pixels"] * (64 + vector)
     else:
-        staged = 4 * 8 * (round_up(c["pass_pixels"] + vector - 8, 16) + 8)
+        staged = 4 * c["buffers"] * 8 * (round_up(c["pass_pixels"] + vector - 8, 16) + 8)
     assert staged * scalar_bytes % 16 == 0
     used = (
         c["input_stages"] * (input_bytes + 16)
@@ -263,12 +266,17 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     items = outputs * strips * segments * row_step * c["groups"] * correlate.arguments[-1]
     assert correlate.grid[0] <= items < 2**31
     assert plan.scratch_bytes // 16 < 2**31
-    for size in ("in", "out"):
-        channels = c["groups"] * c[f"group_{size}"]
-        assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
+    folded = c["fold_height"] * c["fold_width"]
+    for size, channels in (("in", c["group_in"] // folded), ("out", c["group_out"])):
+        assert c["groups"] * channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
     # What is copied 16 bytes at a time.
     assert not c["vector_loads"] or (c["in_channels_last"] and c["group_in"] % vector == 0)
+    if c["block_loads"]:
+        assert not c["in_channels_last"]
+        assert c["stride_width"] == folded == 1
+        first = c["skew"] + c["lead"] + c["padding_left"]
+        assert c["in_width"] % vector == c["pitch"] % vector == first % vector == 0
     assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
     assert not (c["bulk_stores"] and c["out_channels_last"])
     if c["bulk_stores"] and c["tile_rows"] > 1:
@@ -287,7 +295,7 @@ def _problems(draw: st.DrawFn) -> Problem:
     dilation = pair(st.just(1) | st.integers(1, 12))
     padding = pair(st.tuples(st.integers(0, 20), st.integers(0, 20)))
     size = tuple(
-        max(1, step * (taps - 1) + 1 - sum(sides)) + draw(st.integers(0, 90) | st.integers(0, 3000))
+        max(1, step * (taps - 1) + 1 - sum(sides)) + draw(st.integers(0, 90) | st.integers(0, 600))
         for step, taps, sides in zip(dilation, kernel, padding, strict=True)
     )
     groups = draw(st.sampled_from([1, 1, 1, 2, 5, 32]))
@@ -311,19 +319,16 @@ GPUS = [
 ]
 
 
-@settings(max_examples=300)
-@given(
-    problem=_problems(),
-    mode=st.sampled_from([*MODES, *TENSOR_CORE_MODES, "tf32"]),
-    formats=st.tuples(st.booleans(), st.booleans()),
-    aligned=st.booleans(),
-    gpu=st.sampled_from(GPUS),
-)
-def test_any_geometry_has_a_legal_plan(
-    problem: Problem, mode: str, formats: tuple[bool, bool], aligned: bool, gpu: Gpu
+def _check(
+    plans: tuple[Planner, ...],
+    problem: Problem,
+    mode: str,
+    formats: tuple[bool, bool],
+    aligned: bool,
+    gpu: Gpu,
 ) -> None:
     operands = _operands(problem, mode, *formats, aligned)
-    for plan in (*PASSES, planner.weight_grad):
+    for plan in plans:
         planned = plan(problem, operands, gpu)
         for launch in planned.launches:
             assert launch.shared_bytes <= gpu.shared_bytes_per_block
@@ -333,11 +338,32 @@ def test_any_geometry_has_a_legal_plan(
             _assert_legal(planned, gpu)
 
 
+any_geometry = given(
+    problem=_problems(),
+    mode=st.sampled_from([*MODES, *TENSOR_CORE_MODES, "tf32"]),
+    formats=st.tuples(st.booleans(), st.booleans()),
+    aligned=st.booleans(),
+    gpu=st.sampled_from(GPUS),
+)
+
+
+@settings(max_examples=200)
+@any_geometry
+def test_any_geometry_has_a_legal_plan(**case: Any) -> None:
+    _check(PASSES, **case)
+
+
+@settings(max_examples=100)
+@any_geometry
+def test_any_weight_gradient_has_a_legal_plan(**case: Any) -> None:
+    _check((planner.weight_grad,), **case)
+
+
 @pytest.mark.parametrize("plan", PASSES)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
 def test_plans_of_the_suites_are_legal(mode: str, channels_last: bool, plan: Planner) -> None:
-    for workload in (*FOUNDING, *REAL, *ODD):
+    for workload in WORKLOADS:
         problem = workload.problem
         planned = plan(problem, _operands(problem, mode, channels_last), H200)
         if planned.family == "hopper":

@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_info(subcommands.add_parser(
         "info", parents=[output], help="describe the machine, and what a shape would run"
     ))  # fmt: skip
+    _add_tune(subcommands.add_parser(
+        "tune", parents=[output], help="find the fastest kernels for shapes, by measuring"
+    ))  # fmt: skip
     return parser
 
 
@@ -154,6 +157,22 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--explain", action="store_true", help="what each choice of a kernel was made from"
     )
     parser.set_defaults(run=commands.info, suite=None, divisor=None)
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser, PASSES)
+    _add_suites(parser)
+    parser.add_argument(
+        "--repeats", type=_positive, default=5, metavar="N", help="samples in a round (default: 5)"
+    )
+    parser.add_argument(
+        "--row-seconds", type=float, default=2.0, metavar="S",
+        help="stop measuring a row after this long (default: 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the table to add to (default: your own)"
+    )
+    parser.set_defaults(run=commands.tune_plans)
 
 
 def _positive(text: str) -> int:

@@ -21,8 +21,8 @@ SCALARS = {
     torch.float32: ("float", 4),
     torch.float64: ("double", 8),
 }
-# Roundings of a sum's terms that are allowed, in epsilons of the type that they are summed in.
 ROUNDINGS = 4
+"""Allowed of a sum's terms, in epsilons of the type that they are summed in."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,18 @@ class Tensors:
         )
 
 
+def new_output(work: Work) -> Tensor:
+    """Where the pass's result goes, full of NaN."""
+    problem = work.case.problem
+    shape = {
+        "forward": problem.output_shape,
+        "input_grad": problem.input_shape,
+        "weight_grad": problem.weight_shape,
+    }[work.direction]
+    nan = torch.full(shape, torch.nan, dtype=work.dtype)
+    return placed(nan, work.output_format, work.aligned)
+
+
 def run(work: Work, tensors: Tensors) -> Tensor:
     """The pass in the emulator; outputs and workspace hold NaN before."""
     read = {
@@ -139,15 +151,7 @@ def run(work: Work, tensors: Tensors) -> Tensor:
     }[work.direction]
     if not work.bias:
         read.pop("bias", None)
-    problem, plan = work.case.problem, work.plan
-    shape = {
-        "forward": problem.output_shape,
-        "input_grad": problem.input_shape,
-        "weight_grad": problem.weight_shape,
-    }[work.direction]
-    output = placed(
-        torch.full(shape, torch.nan, dtype=work.dtype), work.output_format, work.aligned
-    )
+    plan, output = work.plan, new_output(work)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
     return output
@@ -175,19 +179,22 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
 
 
 def check(work: Work) -> None:
-    """Runs the pass on random tensors and compares every element with float64.
-
-    Terms are summed in a wide type, then the sum is rounded once.
-    """
+    """Runs the pass on random tensors and compares every element with float64."""
     tensors = Tensors.random(work)
-    actual, expected = run(work, tensors).double(), float64(work, tensors)
-    sizes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
-    # Of the sum's terms, with no cancellation between them.
-    size = float64(work, sizes)
+    assert_correct(work, tensors, run(work, tensors))
+
+
+def assert_correct(
+    work: Work, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
+) -> None:
+    """Compares every element: terms are summed in a wide type, then the sum is rounded once."""
+    expected = float64(work, tensors)
+    # The sum of a sum's terms, with no cancellation between them.
+    size = float64(work, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
     wide = torch.float64 if work.dtype == torch.float64 else torch.float32
-    bound = ROUNDINGS * torch.finfo(wide).eps * size
+    bound = roundings * torch.finfo(wide).eps * size
     bound += torch.finfo(work.dtype).eps / 2 * (expected.abs() + bound)
-    error = (actual - expected).abs()
+    error = (actual.double() - expected).abs()
     wrong = ~(error <= bound)
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {wrong.numel()} elements are wrong, first at "
@@ -200,7 +207,7 @@ def placed(tensor: Tensor, memory_format: torch.memory_format, aligned: bool) ->
     tensor = tensor.contiguous(memory_format=memory_format)
     if aligned:
         return tensor
-    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 

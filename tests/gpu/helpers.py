@@ -136,6 +136,38 @@ def large_convolutions(draw: st.DrawFn) -> Convolution:
     )
 
 
-def arguments_of(problem: Problem) -> tuple[Any, ...]:
-    """The operators' last arguments, with float32 in float32."""
-    return problem.stride, problem.padding, problem.dilation, problem.groups, "ieee"
+@st.composite
+def tensor_core_convolutions(draw: st.DrawFn) -> Convolution:
+    """What tensor cores take: 8 channels and more, wide images and narrow ones."""
+
+    def pair(values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
+        return draw(values), draw(values)
+
+    kernel = pair(st.integers(1, 5) | st.integers(6, 15))
+    stride = pair(st.sampled_from([1, 1, 1, 2, 3, 4]))
+    dilation = pair(st.just(1) | st.integers(1, 6))
+    padding = pair(st.tuples(st.integers(0, 8), st.integers(0, 8)))
+    more = draw(st.integers(0, 40)), draw(st.integers(0, 40) | st.integers(41, 400))
+    size = tuple(
+        max(1, step * (taps - 1) + 1 - sum(sides)) + extra
+        for step, taps, sides, extra in zip(dilation, kernel, padding, more, strict=True)
+    )
+    batch, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 1, 2, 3]))
+    sides = (*padding[0], *padding[1])
+    single = Problem.of((batch, 1, *size), (1, 1, *kernel), stride, sides, dilation, 1)
+    most = max(64, 5 * MOST_PRODUCTS * 2 // single.flops // groups)  # products of channels
+    depth = draw(st.integers(8, min(90, most // 8)))
+    multiplier = draw(st.integers(8, max(8, min(200, most // depth))))
+    return Convolution(
+        input_shape=(batch, groups * depth, *size),
+        weight_shape=(groups * multiplier, depth, *kernel),
+        bias=draw(st.booleans()),
+        batched=True,
+        geometry={"stride": stride, "padding": padding, "dilation": dilation, "groups": groups},
+        formats=pair(st.sampled_from(list(FORMATS.values()))),
+    )
+
+
+def arguments_of(problem: Problem, precision: str = "ieee") -> tuple[Any, ...]:
+    """The operators' last arguments; without a precision, float32 is float32."""
+    return problem.stride, problem.padding, problem.dilation, problem.groups, precision

@@ -11,8 +11,10 @@ All that runs slows down ten to fifty times, so the problems are small, and what
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import oracle
 from fastconv import ops
+from fastconv.backends import cuda
 from fastconv.problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
@@ -42,11 +45,32 @@ PROBLEMS = {
     "many blocks": ((400, 3, 7, 8), (4, 3, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
 }
 
+# The same, for tensor cores where there are any: rows that blocks walk down, several rows at once,
+# rows stacked in a product, strides, weights that do not stay, blocks of pixels, strips.
+TENSOR_CORE_PROBLEMS = {
+    "rolling": ((1, 16, 7, 130), (32, 16, 3, 2), (1, 1), (1, 1, 1, 0), (1, 1), 1),
+    "narrow": ((2, 24, 9, 7), (72, 24, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
+    "stacked": ((1, 16, 12, 21), (16, 16, 4, 2), (1, 1), (0, 0, 1, 1), (1, 1), 1),
+    "strided": ((1, 16, 13, 18), (64, 16, 3, 2), (2, 2), (1, 1, 0, 0), (1, 1), 1),
+    "folded": ((1, 3, 14, 18), (64, 3, 4, 4), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "blocks": ((1, 16, 12, 64), (64, 16, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+    "deep": ((1, 72, 5, 6), (130, 72, 2, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    "strips": ((1, 24, 3, 301), (64, 24, 1, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    "grouped": ((1, 32, 6, 20), (64, 16, 3, 2), (1, 1), (1, 1, 0, 0), (1, 1), 2),
+}
+MODES = (
+    (torch.float32, "tf32"),
+    (torch.float32, "ieee"),
+    (torch.bfloat16, "ieee"),
+)
 
-def results(problem: Problem, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+
+def results(
+    problem: Problem, tensors: list[torch.Tensor], precision: str
+) -> tuple[torch.Tensor, ...]:
     """All three passes, on the device of the tensors."""
     input, weight, grad_output = tensors
-    last = (problem.stride, problem.padding, problem.dilation, problem.groups, "ieee")
+    last = (problem.stride, problem.padding, problem.dilation, problem.groups, precision)
     return (
         ops.forward(input, weight, None, *last),
         ops.input_grad(grad_output, weight, problem.input_size, *last),
@@ -73,11 +97,19 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
-def check(problem: Problem, dtype: torch.dtype, memory_format: Any, aligned: bool) -> bool:
+def check(
+    problem: Problem,
+    dtype: torch.dtype,
+    memory_format: Any,
+    aligned: bool,
+    precision: str = "ieee",
+) -> bool:
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     on_cpu = [oracle.random(s, dtype).contiguous(memory_format=memory_format) for s in shapes]
+    if precision == "tf32":  # of numbers that it does not round
+        on_cpu = [(tensor.view(torch.int32) & ~0x1FFF).view(dtype) for tensor in on_cpu]
     on_gpu = [tensor.to("cuda") if aligned else misaligned(tensor) for tensor in on_cpu]
-    actual = [result.cpu() for result in results(problem, on_gpu)]
+    actual = [result.cpu() for result in results(problem, on_gpu, precision)]
     expected = reference(problem, on_cpu)
     sizes = reference(problem, [tensor.abs() for tensor in on_cpu])
     try:
@@ -86,7 +118,8 @@ def check(problem: Problem, dtype: torch.dtype, memory_format: Any, aligned: boo
         ):
             oracle.assert_within_rounding(name, *values)
     except AssertionError as error:
-        print(f"wrong: {problem}, {dtype}, {memory_format}, aligned={aligned}: {error}")
+        kind = f"{dtype}, {precision}, {memory_format}, aligned={aligned}"
+        print(f"wrong: {problem}, {kind}: {error}")
         return False
     return True
 
@@ -100,6 +133,15 @@ def main() -> int:
             dtype = DTYPES[(index + turn) % len(DTYPES)]
             aligned = (index + 2 * turn) % 3 != 0
             correct.append(check(Problem.of(*arguments), dtype, memory_format, aligned))
+    # As if there were two processors: blocks have several tiles to compute, and large ones.
+    few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
+    with mock.patch.object(cuda, "gpu", return_value=few):
+        for index, arguments in enumerate(TENSOR_CORE_PROBLEMS.values()):
+            for turn, memory_format in enumerate(FORMATS):
+                dtype, precision = MODES[(index + turn) % len(MODES)]
+                aligned = (index + turn) % 4 != 3
+                problem = Problem.of(*arguments)
+                correct.append(check(problem, dtype, memory_format, aligned, precision))
     print(f"{sum(correct)} of {len(correct)} correct")
     return 0 if all(correct) else 1
 

@@ -96,9 +96,10 @@ def weight_grad(
 
 
 # The names that launches know a pass's tensors by, in the order of _Ready.run.
+CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
 _TENSORS: dict[Planner, tuple[str, ...]] = {
-    planner.forward: ("input", "weight", "bias", "output", "scratch"),
-    planner.input_grad: ("input", "weight", "bias", "output", "scratch"),
+    planner.forward: CORRELATION_TENSORS,
+    planner.input_grad: CORRELATION_TENSORS,
     planner.weight_grad: ("grad_output", "input", "output", "scratch"),
 }
 

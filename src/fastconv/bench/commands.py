@@ -10,11 +10,12 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastconv.bench import configurations, environment, limits, report, results, verify
+from fastconv.bench import configurations, environment, limits, report, results, tune, verify
 from fastconv.bench import info as information
 from fastconv.bench.cases import Case, cases
 from fastconv.bench.console import console, extra, work_through
@@ -24,6 +25,7 @@ from fastconv.bench.timing import Effort
 from fastconv.bench.verify import Check
 from fastconv.bench.workloads import parse_shape, suite, unique
 from fastconv.kernels.family import Gpu, Kernel
+from fastconv.kernels.hopper import tuned
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
 CPU_DIVISOR = 4
@@ -116,6 +118,30 @@ def info(arguments: Namespace) -> int:
     else:
         print("\n".join(information.lines(found)))
     return 0
+
+
+def tune_plans(arguments: Namespace) -> int:
+    """``fastconv tune``: measures which plans are fastest, and keeps what betters the rules."""
+    device = _device(arguments.device)
+    if device.type != "cuda":
+        raise UsageError(f"only GPU kernels are tuned, and {device} is no GPU")
+    selected = _select(arguments, device)
+    table: Path = arguments.output or tuned.own()
+    found: dict[str, str] = {}
+    tune.build(selected, device)
+
+    def work(case: Case) -> str:
+        result = tune.tune(case, device, Effort(arguments.repeats, arguments.row_seconds))
+        found.update(result.choices)
+        return result.brief
+
+    finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
+    tuned.add(table, found)
+    if arguments.json:
+        _print_json(found)
+    else:
+        print(f"{len(found)} of {len(selected)} rows bettered; written to {table}")
+    return 0 if finished else INTERRUPTED
 
 
 def _measure(

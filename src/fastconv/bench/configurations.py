@@ -16,7 +16,7 @@ from fastconv.backends import cuda
 from fastconv.bench import contestants
 from fastconv.bench.cases import PASSES, STEP, Case
 from fastconv.kernels import planner
-from fastconv.kernels.family import Gpu, Kernel, Launch, Plan
+from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
 
 H200 = Gpu("sm_90a", 132, 232448, 233472)
 """Assumed where there is no GPU."""
@@ -107,20 +107,19 @@ def compile_seconds(case: Case, gpu: Gpu, seconds: dict[Kernel, float]) -> float
     return sum(seconds.get(kernel, 0.0) for kernel in kernels([case], gpu))
 
 
-def _planned(case: Case, direction: str, gpu: Gpu) -> Configuration:
-    plan, operands = _roles(case, direction)
-    layout = (
-        not operands[0].is_contiguous(),
-        not operands[1].is_contiguous(),
-        operands[2].stride(),
+def operands(case: Case, tensors: Sequence[Tensor]) -> Operands:
+    """How the tensors of :func:`roles` lie in memory."""
+    return cuda.operands_of(
+        case.torch_dtype,
+        not tensors[0].is_contiguous(),
+        not tensors[1].is_contiguous(),
+        tensors[2].stride(),
         True,
         case.precision or "ieee",
     )
-    planned = plan(case.workload.problem, cuda.operands_of(case.torch_dtype, *layout), gpu)
-    return Configuration(direction, planned)
 
 
-def _roles(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
+def roles(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
     """The planner of a pass, and the tensors whose layouts it asks for, without data."""
     at = case.tensors(torch.device("meta"))
     one = Case(case.workload, direction, case.dtype, case.precision, case.format)
@@ -130,6 +129,11 @@ def _roles(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor
     if direction == "input_grad":
         return planner.input_grad, (at.grad_output, result, at.weight)
     return planner.weight_grad, (at.input, at.grad_output, result)
+
+
+def _planned(case: Case, direction: str, gpu: Gpu) -> Configuration:
+    plan, tensors = roles(case, direction)
+    return Configuration(direction, plan(case.workload.problem, operands(case, tensors), gpu))
 
 
 def _describe(launch: Launch) -> str:

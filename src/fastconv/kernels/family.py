@@ -76,6 +76,8 @@ class Plan:
     family: str
     why: str
     explanation: tuple[str, ...] = ()
+    key: str = ""  # the problem's, and this plan's name, in tables of measured choices
+    choice: str = ""
 
 
 @dataclass(frozen=True)

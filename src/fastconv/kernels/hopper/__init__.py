@@ -1,5 +1,5 @@
 """Kernels for Hopper's tensor cores (sm_90a)."""
 
-from fastconv.kernels.hopper.correlate import forward, input_grad
+from fastconv.kernels.hopper.correlate import alternatives, forward, input_grad
 
-__all__ = ["forward", "input_grad"]
+__all__ = ["alternatives", "forward", "input_grad"]

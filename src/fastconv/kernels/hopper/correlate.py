@@ -1,9 +1,10 @@
 """Plans forward convolutions and input gradients of stride 1 with ``correlate.cuh``.
 
 The rules: of all tiles that fit shared memory, the one whose slowest part (products, loads or
-stores) is estimated to take least. What decides the order of a sum (chunks of channels, taps
-between two flushes, stacked rows, rolling) depends on the layer alone, never on the batch, so that
-an image gives the same bits in any batch.
+stores) is estimated to take least; unless measurements have shown another to be faster (see
+``tuned``). What decides the order of a sum (chunks of channels, taps between two flushes, stacked
+rows, rolling) depends on the layer alone, never on the batch, so that an image gives the same bits
+in any batch.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, islice
 
 from fastconv.kernels.arithmetic import ceil_div, divisors, round_up
 from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.hopper import tuned
 from fastconv.problem import Problem
 
 THREADS = 384
@@ -43,7 +46,7 @@ SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
 # To load 16 bytes of channels, by bytes of an element: as vectors, in blocks, pixel by pixel.
 LOAD_CYCLES = {4: (2.8, 2.8, 3.2), 2: (2.5, 3.5, 5.0)}
 # What the bank conflicts of writing a block's vectors take the tensor cores.
-BLOCK_CONFLICTS = {4: 0.5, 2: 0.3}
+BLOCK_CONFLICTS = {4: 0.1, 2: 0.3}
 WEIGHT_BYTES = 24.0
 OVERLAP_LOSS = 0.25
 SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
@@ -62,6 +65,33 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
+    return _chosen(_plans(_forward_layer(problem, operands), gpu))
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    return _chosen(_plans(_input_grad_layer(problem, operands), gpu))
+
+
+def alternatives(
+    direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: int
+) -> list[Plan]:
+    """The plans for a pass that the rules like best. All give the same bits.
+
+    Raises:
+        Declined: there are none.
+    """
+    layers = {"forward": _forward_layer, "input_grad": _input_grad_layer}
+    if direction not in layers:
+        raise Declined(direction)
+    return list(islice(_plans(layers[direction](problem, operands), gpu), most))
+
+
+def _forward_layer(problem: Problem, operands: Operands) -> Layer:
     layer = Layer(
         operands,
         False,
@@ -77,19 +107,14 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         (problem.padding.top, problem.padding.left),
         problem.kernel_size,
     )
-    return _plan(min(layer, _folded(layer), key=lambda one: one.steps * one.taps), gpu)
+    return min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
 
 
-def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
-
-    Raises:
-        Declined: another family does it better, or this one cannot.
-    """
+def _input_grad_layer(problem: Problem, operands: Operands) -> Layer:
     if problem.stride != (1, 1):
         raise Declined(f"input gradients of stride {problem.stride}")
     (height, width), dilation = problem.kernel_size, problem.dilation
-    layer = Layer(
+    return Layer(
         operands,
         True,
         problem.batch,
@@ -107,7 +132,6 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         ),
         problem.kernel_size,
     )
-    return _plan(layer, gpu)
 
 
 @dataclass(frozen=True)
@@ -241,6 +265,10 @@ class Layer:
     @cached_property
     def stage_taps(self) -> int:
         wanted = STAGE_PRODUCTS / self.k_steps
+        if self.parts == 2 and self.rolling:
+            # One consumer should multiply while the other stores, and they can drift apart by no
+            # more than the stages there are.
+            wanted = 1
         choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_PRODUCTS]
         return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
 
@@ -268,6 +296,16 @@ class Tile:
     buffers: int = 1
     input_stages: int = 0
     weight_stages: int = 0
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other tiles of its layer."""
+        height, width = self.layer.out_size
+        loads = "blocks" if self.block_loads else "pixels"
+        return (
+            f"{height}x{width} in {self.channel_groups}x{self.rows}x{self.columns}+{self.lead} "
+            f"{loads}"
+        )
 
     @cached_property
     def pixels(self) -> int:
@@ -513,38 +551,81 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined(f"so few channels that {layer.tensor_share:.0%} of the products would count")
 
 
-def _plan(layer: Layer, gpu: Gpu) -> Plan:
+def _plans(layer: Layer, gpu: Gpu) -> Iterator[Plan]:
+    """For every tile that fits, the best first."""
     _check(layer, gpu)
     tiles = _tiles(_views(layer), gpu)
-    tile = tiles[0]
+    explanation = (
+        f"{len(tiles)} tiles fit; the cheapest, in cycles:",
+        *(_explain(tile, gpu) for tile in tiles[:EXPLAINED]),
+    )
+    for tile in tiles:
+        why = (
+            f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup, in products of "
+            f"{tile.pixels}; {layer.tensor_share:.0%} of the products count"
+        )
+        plan = Plan(*_launches(tile, gpu), "hopper", why, explanation)
+        yield replace(plan, key=_key(layer, gpu), choice=tile.name)
+
+
+def _chosen(plans: Iterator[Plan]) -> Plan:
+    """The plan that was measured to be best, if this layer was measured; else the rules' first."""
+    first = next(plans)
+    measured = tuned.choice(first.key)
+    for plan in chain([first], plans) if measured else ():
+        if plan.choice == measured:
+            return replace(plan, why=f"{plan.why}; measured")
+    return first
+
+
+def _launches(tile: Tile, gpu: Gpu) -> tuple[tuple[Launch, Launch], int]:
     layer = tile.layer
-    constants = _constants(tile, gpu)
     items = tile.tiles if not layer.rolling else _items(tile, gpu)
     if max(items, tile.tiles) >= 2**31:
         raise Declined("more than 2^31 tiles")
     packed = layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
-    kernel = tuple(constants.items())
+    constants = tuple(_constants(tile, gpu).items())
     pack = Launch(
-        Kernel("hopper/correlate.cuh", "pack", kernel),
+        Kernel("hopper/correlate.cuh", "pack", constants),
         (min(ceil_div(packed // 16, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
         0,
         ("weight", "scratch"),
     )
     correlate = Launch(
-        Kernel("hopper/correlate.cuh", "correlate", kernel),
+        Kernel("hopper/correlate.cuh", "correlate", constants),
         (min(items, gpu.processors), 1, 1),
         THREADS,
         tile.shared_bytes,
         ("input", "scratch", "bias", "output", layer.batch),
     )
-    why = (
-        f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup, in products of "
-        f"{tile.pixels}; {layer.tensor_share:.0%} of the products count"
+    return (pack, correlate), packed
+
+
+def _key(layer: Layer, gpu: Gpu) -> str:
+    """What a measured choice holds for: a layer, its tensors, and a GPU."""
+    operands = layer.operands
+
+    def size(values: tuple[int, int]) -> str:
+        return "x".join(map(str, values))
+
+    words = (
+        f"{gpu.architecture}/{gpu.processors}",
+        "input_grad" if layer.transposed else "forward",
+        operands.scalar.removeprefix("fastconv::"),
+        operands.precision if operands.scalar == "float" else "-",
+        "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
+        f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
+        f"{layer.group_out}x{size(layer.out_size)}",
+        f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
+        f"dilation={size(layer.dilation)} padding={size(layer.padding)} fold={size(layer.fold)}",
+        "aligned" if operands.aligned else "unaligned",
     )
-    explanation = [f"{len(tiles)} tiles fit; the cheapest, in cycles:"]
-    explanation += [_explain(one, gpu) for one in tiles[:EXPLAINED]]
-    return Plan((pack, correlate), packed, "hopper", why, tuple(explanation))
+    return " ".join(words)
+
+
+def _channels_last(operands: Operands) -> tuple[bool, bool]:
+    return operands.input_channels_last, operands.output_channels_last
 
 
 def _explain(tile: Tile, gpu: Gpu) -> str:

@@ -1,0 +1,117 @@
+"""Measures which of the plans for a case is fastest."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastconv import jit
+from fastconv.backends import cuda
+from fastconv.bench import configurations, contestants, timing
+from fastconv.bench.cases import Case, Tensors
+from fastconv.jit import launch
+from fastconv.kernels import hopper
+from fastconv.kernels.family import Declined, Plan
+
+MOST_PLANS = 8
+GAIN = 0.98  # of the rules' time: a choice that gains less is not worth an entry
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of one case: milliseconds of each plan, the rules' choice first."""
+
+    case: Case
+    plans: Sequence[Plan]
+    ms: Sequence[float]
+
+    @property
+    def best(self) -> int:
+        return min(range(len(self.ms)), key=lambda i: self.ms[i])
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """An entry for a table, if the rules can be bettered."""
+        best = self.best
+        if best == 0 or self.ms[best] > GAIN * self.ms[0]:
+            return {}
+        return {self.plans[best].key: self.plans[best].choice}
+
+    @property
+    def brief(self) -> str:
+        if not self.plans:
+            return f"{self.case.label}: one plan"
+        best = self.best
+        return (
+            f"{self.case.label}: rules {self.ms[0]:.4g} ms ({self.plans[0].choice}), best of "
+            f"{len(self.ms)} {self.ms[best]:.4g} ms ({self.plans[best].choice})"
+        )
+
+
+def tune(case: Case, device: torch.device, effort: timing.Effort) -> Tuned:
+    """Times the plans that the rules like best, in turns, on the same data.
+
+    Raises:
+        AssertionError: two plans give different bits, which they must not.
+    """
+    plans = _plans(case, device)
+    if not plans:
+        return Tuned(case, [], [])
+    one = case.tensors(device)
+    sets = [one, *(case.tensors(device, seed) for seed in range(1, timing.set_count(one, device)))]
+    runs = [_Run(case, plan, one) for plan in plans]
+    expected = runs[0](one).clone()
+    for run, plan in zip(runs, plans, strict=True):
+        assert run(one).equal(expected), f"{case.label}: {plan.choice} gives different bits"
+    samples = timing.take_turns(runs, sets, effort)
+    return Tuned(case, plans, [statistics.median(of_one) for of_one in samples])
+
+
+def build(cases: Sequence[Case], device: torch.device) -> None:
+    """Compiles all that tuning the cases needs, side by side."""
+    kernels = {
+        launch.kernel.text: launch.kernel
+        for case in cases
+        for plan in _plans(case, device)
+        for launch in plan.launches
+    }
+    arch = jit.architecture(device)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda kernel: jit.build(kernel, arch), kernels.values()))
+
+
+def _plans(case: Case, device: torch.device) -> list[Plan]:
+    gpu = configurations.device_gpu(device)
+    assert gpu is not None, "plans are for GPUs"
+    _, tensors = configurations.roles(case, case.direction)
+    operands = configurations.operands(case, tensors)
+    try:
+        return hopper.alternatives(case.direction, case.workload.problem, operands, gpu, MOST_PLANS)
+    except Declined:
+        return []
+
+
+class _Run:
+    """Computes a case's pass by one plan, into a result of its own."""
+
+    def __init__(self, case: Case, plan: Plan, tensors: Tensors) -> None:
+        self._read: Callable[[Tensors], Tensor] = (
+            (lambda these: these.input)
+            if case.direction == "forward"
+            else (lambda these: these.grad_output)
+        )
+        self._output = torch.empty_like(contestants.ours(case)(tensors))
+        device = tensors.input.device
+        self._scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+        self._prepared = launch.prepare(plan.launches, device, cuda.CORRELATION_TENSORS)
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        addresses = (self._read(tensors), tensors.weight, None, self._output, self._scratch)
+        self._prepared.run(*(0 if one is None else one.data_ptr() for one in addresses))
+        return self._output
