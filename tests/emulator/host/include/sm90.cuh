@@ -54,9 +54,19 @@ inline float load_or_zero(const float* global, bool valid) { return valid ? *glo
 inline uint4 load_or_zero(const uint4* global, bool valid) {
   return valid ? *global : make_uint4(0, 0, 0, 0);
 }
+inline uint2 load_or_zero(const uint2* global, bool valid) {
+  return valid ? *global : make_uint2(0, 0);
+}
 
 inline unsigned short load(const unsigned short* global) { return *global; }
 inline float load(const float* global) { return *global; }
+
+inline void add_to_memory(float4* global, float4 values) {
+  global->x += values.x;
+  global->y += values.y;
+  global->z += values.z;
+  global->w += values.w;
+}
 
 inline float round_operand_to_tf32(float value) {
   const unsigned bits = __float_as_uint(value);
