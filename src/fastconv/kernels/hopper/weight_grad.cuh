@@ -10,7 +10,8 @@
 // phases.
 //
 //   input       [kernel row][plane][column][octet][8 channels][phases]       in shared memory
-//   grad_output [columns of 16 bytes][64 channels][phases][16 bytes]         there as it is
+//   grad_output [columns of 16 bytes][64 channels][phases][16 bytes]         there as it is, or
+//               [phases][column][64 channels]                                if it is channels-last
 //
 // One tap of 8 channels in one column is 128 bytes, a core matrix, and a tap is nothing but another
 // start address. A product takes two neighbouring columns of all phases, for product_taps taps of
@@ -63,8 +64,7 @@ struct OperandOf<bfloat16> {
 };
 using Operand = OperandOf<Scalar>::type;
 
-// --- The products: what a block computes
-// ------------------------------------------------------------
+// --- The products: what a block computes ---------------------------------------------------------
 
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
@@ -118,8 +118,7 @@ struct Tile {
   __device__ int plane() const { return segment / C::kernel_rows; }
 };
 
-// --- The pixels: how blocks walk through images
-// -----------------------------------------------------
+// --- The pixels: how blocks walk through images --------------------------------------------------
 
 // Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
 // next, input rows move on by kRowAdvance dilations.
@@ -145,17 +144,22 @@ __device__ __forceinline__ int stages_of(int strip) {
   return min(C::strip_stages, kStages - strip * C::strip_stages);
 }
 
-// A step of a walk, found by how many stages come before it.
+// What a step takes, in any unit: of one strip, and of all strips of one row.
+constexpr long long kLastStrip = static_cast<long long>(kStrips - 1) * C::strip_weight;
+constexpr long long kRowWeight = kLastStrip + C::last_strip_weight;
+
+// A step of a walk, found by the weight of what comes before it.
 struct Place {
   int walk;
   int step;
 
-  __device__ explicit Place(long long stages) {
-    const int rows = static_cast<int>(stages / (kSteps * kStages));
-    const int rest = static_cast<int>(stages % (kSteps * kStages));
-    const int strip = rest / (kSteps * C::strip_stages);
-    walk = rows * kStrips + strip;
-    step = rest % (kSteps * C::strip_stages) / stages_of(strip);
+  __device__ explicit Place(long long weight) {
+    const long long rest = weight % (kSteps * kRowWeight);
+    const bool last = rest >= kSteps * kLastStrip;
+    const int strip = last ? kStrips - 1 : static_cast<int>(rest / (kSteps * C::strip_weight));
+    const long long of_strip = rest - static_cast<long long>(strip) * kSteps * C::strip_weight;
+    walk = static_cast<int>(weight / (kSteps * kRowWeight)) * kStrips + strip;
+    step = static_cast<int>(of_strip / (last ? C::last_strip_weight : C::strip_weight));
   }
 };
 
@@ -177,10 +181,10 @@ struct Share {
   Place end;
 
   __device__ Share(int worker, int workers, int batch)
-      : at(stages(batch) * worker / workers), end(stages(batch) * (worker + 1) / workers) {}
+      : at(weight(batch) * worker / workers), end(weight(batch) * (worker + 1) / workers) {}
 
-  __device__ static long long stages(int batch) {
-    return static_cast<long long>(ceil_div(batch, C::phase_images)) * kRowStep * kSteps * kStages;
+  __device__ static long long weight(int batch) {
+    return ceil_div(batch, C::phase_images) * kRowStep * kSteps * kRowWeight;
   }
   __device__ bool more() const {
     return at.walk < end.walk || (at.walk == end.walk && at.step < end.step);
@@ -198,16 +202,35 @@ struct Share {
   }
 };
 
-// --- Shared memory
-// ----------------------------------------------------------------------------------
+// What all blocks of a launch share. Each role finds its block's part by itself: values that all of
+// them keep would take registers from those that have none to spare.
+struct Work {
+  int first_tile;
+  int tiles;
+  int workers;
+  int batch;
+
+  __device__ Tile tile() const { return Tile(first_tile + static_cast<int>(blockIdx.x) % tiles); }
+  __device__ Share share() const {
+    return Share(static_cast<int>(blockIdx.x) / tiles, workers, batch);
+  }
+};
+
+// --- Shared memory -------------------------------------------------------------------------------
 
 // An input row's tile: its first column lies at a multiple of 4 elements, `kShift` columns early.
-constexpr int kQuad = 4;  // columns that are loaded together
+constexpr int kQuad = 4;  // columns that are loaded together, or channels if they are neighbours
 constexpr int kFirstColumn = -C::lead * C::stride_width - C::padding_left;
-constexpr int kShift = C::vector_input ? kFirstColumn - floor_div(kFirstColumn, kQuad) * kQuad : 0;
-constexpr int kTileColumns = round_up(kShift + (kStripColumns - 1 + C::lead) * C::stride_width +
-                                          (C::product_taps - 1) * C::dilation_width + 1,
-                                      kQuad);
+constexpr int kShift = C::vector_input && !C::in_channels_last
+                           ? kFirstColumn - floor_div(kFirstColumn, kQuad) * kQuad
+                           : 0;
+// Its columns, for so many columns of an output row.
+__host__ __device__ constexpr int tile_columns(int columns) {
+  return round_up(kShift + (columns - 1 + C::lead) * C::stride_width +
+                      (C::product_taps - 1) * C::dilation_width + 1,
+                  kQuad);
+}
+constexpr int kTileColumns = tile_columns(kStripColumns);
 
 // In units of 16 bytes, as wgmma's descriptors are.
 constexpr int kColumnVectors = kOctet * C::product_octets;
@@ -217,11 +240,16 @@ constexpr int kRowVectors = C::parts * kPartVectors;
 
 // A stage of grad_output. Its units of 16 bytes' columns are padded, so that neighbouring columns
 // of one row, that are copied together, lie in different banks.
+constexpr int kStageChannels = C::channel_groups * kOutputs;
 constexpr int kStageUnits = C::stage_columns / kVector;
-constexpr int kStageRows = C::channel_groups * kOutputs * kPhases;
+constexpr int kStageRows = kStageChannels * kPhases;
 constexpr int kUnitBytes =
     (kStageRows + (kStageUnits > 1 && kStageUnits < 8 ? 8 / kStageUnits : 1)) * 16;
-constexpr int kStageBytes = kStageUnits * kUnitBytes;
+// Of channels-last tensors, phases are padded: a warp reads one pixel of all of them.
+constexpr int kPixelBytes = kStageChannels * kScalarBytes;
+constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
+constexpr int kStageBytes =
+    C::grad_channels_last ? kPhases * kPhaseBytes : kStageUnits * kUnitBytes;
 constexpr int kBodyColumns = 8;  // that a consumer takes at a time
 static_assert(C::stage_columns % kBodyColumns == 0, "");
 
@@ -242,27 +270,34 @@ __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
 }
 
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+// A position in two laps of a ring of stages, whose parities differ. Producers start a lap ahead:
+// the stages are empty.
 template <int kRingStages>
 struct Ring {
-  int stage = 0;
-  unsigned parity;
+  int position;
 
-  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
-  __device__ void advance() {
-    if (++stage == kRingStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+  __device__ explicit Ring(int laps) : position(laps * kRingStages) {}
+  __device__ int stage() const {
+    return position < kRingStages ? position : position - kRingStages;
   }
+  __device__ unsigned parity() const { return position >= kRingStages; }
+  // The position so many stages further on.
+  __device__ Ring operator+(int stages) const {
+    Ring later(*this);
+    later.position += stages;
+    if (later.position >= 2 * kRingStages) later.position -= 2 * kRingStages;
+    return later;
+  }
+  __device__ void advance() { *this = *this + 1; }
 };
 
-// --- Producers: the output's gradient
-// ---------------------------------------------------------------
+// --- Producers: the output's gradient ------------------------------------------------------------
 
 constexpr int kProducers = 64;  // threads, for each of the two tensors
 constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
-constexpr int kInChannel = C::in_height * C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
 constexpr int kOutChannel = C::out_height * C::out_width;
 
@@ -290,9 +325,23 @@ __device__ __forceinline__ void copy_unit(unsigned char* target, const Scalar* r
   }
 }
 
+// Where a phase of a step lies in grad_output.
+struct PhasePlace {
+  int image;
+  int row;
+  bool exists;
+
+  // From where phase 0 lies.
+  __device__ PhasePlace(int first_image, int first_row, int phase, int batch) {
+    image = first_image + phase % C::phase_images;
+    row = first_row + phase / C::phase_images * (kSteps * kRowStep);
+    exists = image < batch && row < C::out_height;
+  }
+};
+
 // What a thread copies: one unit of columns of some rows of a stage, a row for every channel and
 // phase.
-struct GradCopier {
+struct RowCopier {
   static constexpr int kPassRows = kProducers / kStageUnits;
   static constexpr int kPassChannels = kPassRows / kPhases;
   static constexpr int kPasses = kStageRows / kPassRows;
@@ -304,7 +353,7 @@ struct GradCopier {
   int column;  // of the stage
   int target;  // in the stage
 
-  __device__ GradCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+  __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
     const int unit = thread % kStageUnits;
     const int row = thread / kStageUnits;
     const int channel = tile.output + row / kPhases;
@@ -319,29 +368,83 @@ struct GradCopier {
   // Copies a stage that begins at column `first` of an output row.
   __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
                                        int row_of_first, int first) const {
-    const int image = image_of_first + phase % C::phase_images;
-    const int row = row_of_first + phase / C::phase_images * (kSteps * kRowStep);
-    const bool valid = image < batch && row < C::out_height;
+    const PhasePlace place(image_of_first, row_of_first, phase, batch);
     const Scalar* source =
-        channels + (valid ? static_cast<long long>(image) * kOutImage + row * C::out_width : 0);
+        channels + (place.exists
+                        ? static_cast<long long>(place.image) * kOutImage + place.row * C::out_width
+                        : 0);
     const int at = first - early(row_of_first) + column;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < kPasses; ++i) {
-      const bool exists =
-          C::group_out % (C::channel_groups * kOutputs) == 0 || i * kPassChannels < channels_left;
+      const bool exists = C::group_out % kStageChannels == 0 || i * kPassChannels < channels_left;
       copy_unit(stage + target + i * (kPassRows * 16), exists ? source : channels, at,
-                valid && exists);
+                place.exists && exists);
       source += kPassChannels * kOutChannel;
     }
   }
 };
 
+// The same for channels-last tensors: 16 bytes of some columns' channels, in all phases.
+struct PixelCopier {
+  static constexpr int kPixelVectors = kStageChannels / kVector;
+  static constexpr int kPassColumns = kProducers / kPixelVectors;
+  static constexpr int kOutChannels = C::groups * C::group_out;
+  static_assert(C::stage_columns % kPassColumns == 0, "whole passes");
+
+  const Scalar* channels;
+  int channels_left;  // in the group
+  int column;         // of the stage, in the first pass
+  int target;         // in a phase of the stage
+
+  __device__ PixelCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    const int channel = thread % kPixelVectors * kVector;
+    channels = grad_output + (tile.group * C::group_out + tile.output + channel);
+    channels_left = C::group_out - tile.output - channel;
+    column = thread / kPixelVectors;
+    target = column * kPixelBytes + channel * kScalarBytes;
+  }
+
+  // Copies a stage that begins at column `first` of an output row.
+  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
+                                       int row_of_first, int first) const {
+#pragma unroll 1
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const PhasePlace place(image_of_first, row_of_first, phase, batch);
+      const Scalar* const row = channels + static_cast<long long>(place.image) * kOutImage +
+                                place.row * (C::out_width * kOutChannels);
+#pragma unroll
+      for (int i = 0; i < C::stage_columns; i += kPassColumns) {
+        const int at = first + column + i;
+        Scalar* const pixel =
+            reinterpret_cast<Scalar*>(stage + phase * kPhaseBytes + target + i * kPixelBytes);
+#pragma unroll
+        for (int j = 0; j < kVector; j += C::grad_vector) {
+          const bool exists = place.exists && at < C::out_width &&
+                              (C::group_out % kStageChannels == 0 || j < channels_left);
+          copy_elements<C::grad_vector>(pixel + j, exists ? row + at * kOutChannels + j : channels,
+                                        exists);
+        }
+      }
+    }
+  }
+};
+
+template <bool kChannelsLast>
+struct CopierFor {
+  using type = RowCopier;
+};
+template <>
+struct CopierFor<true> {
+  using type = PixelCopier;
+};
+using GradCopier = CopierFor<C::grad_channels_last>::type;
+
 // Two warps: copy grad_output, as many stages ahead as there are.
-__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Tile& tile, Share share,
-                                          int batch) {
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+  Share share = work.share();
   const int thread = static_cast<int>(threadIdx.x);
   const bool first_lane = thread % 32 == 0;
-  const GradCopier copier(grad_output, tile, thread);
+  const GradCopier copier(grad_output, work.tile(), thread);
   constexpr int kAhead = C::grad_stages - 1;
   Ring<C::grad_stages> at(1), landed(0);
   int under_way = 0;
@@ -352,8 +455,8 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Tile&
     for (int step = 0; step < run.steps; ++step) {
 #pragma unroll 1
       for (int i = 0; i < stages; ++i) {
-        barrier_wait(&barriers().grad_empty[at.stage], at.parity);
-        copier.copy(shared_memory() + kGradRing + at.stage * kStageBytes, batch, run.image,
+        barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
+        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, work.batch, run.image,
                     run.output_row(step), run.strip * kStripColumns + i * C::stage_columns);
         copy_async_commit();
         at.advance();
@@ -363,7 +466,7 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Tile&
         }
         copy_async_wait<kAhead>();
         __syncwarp();
-        if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage]);
+        if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
         landed.advance();
       }
     }
@@ -371,23 +474,26 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Tile&
   copy_async_wait<0>();
   __syncwarp();
   for (; under_way > 0; --under_way) {
-    if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage]);
+    if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
     landed.advance();
   }
 }
 
-// --- Producers: the input
-// ---------------------------------------------------------------------------
+// --- Producers: the input ------------------------------------------------------------------------
 
 using Quad = Vector<Scalar, kQuad>;
 
-// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases.
+// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases; of
+// channels-last tensors 4 channels of a column.
 constexpr int kBlockOctets = kBlockPlanes * C::product_octets;
-constexpr int kUnitQuads = 4;
-constexpr int kTileQuads = kTileColumns / kQuad;
-constexpr int kUnits = kBlockOctets * ceil_div(kTileQuads, kUnitQuads);  // of an input row
+constexpr int kUnitColumns = 16;
+
+// Of an input row, for so many columns of an output row.
+__host__ __device__ constexpr int units_of(int columns) {
+  return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
+}
+constexpr int kUnits = units_of(kStripColumns);
 constexpr int kInputWarps = kProducers / 32;
-constexpr int kWarpUnits = ceil_div(kUnits, kInputWarps);
 
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
@@ -400,25 +506,24 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
   return {load_or_zero(&source->bits, valid)};
 }
 
-// Starts loading 4 neighbours of a row, or zeros beyond its ends and if not `valid`.
-__device__ __forceinline__ Quad load_quad(const Scalar* row, int column, bool valid) {
+__device__ __forceinline__ bool is_below(int value, int bound) {
+  return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// Starts loading 4 neighbours, of which the first is number `first` of `count`; zeros where there
+// are none. A vector is there as a whole or not at all.
+__device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int count) {
   Quad quad;
-  if constexpr (C::vector_input) {
-    const bool inside = static_cast<unsigned>(column) < static_cast<unsigned>(C::in_width);
-    if constexpr (kScalarBytes == 4) {
-      const uint4 bits =
-          load_or_zero(reinterpret_cast<const uint4*>(row + column), valid && inside);
-      quad = reinterpret_cast<const Quad&>(bits);
-    } else {
-      const uint2 bits =
-          load_or_zero(reinterpret_cast<const uint2*>(row + column), valid && inside);
-      quad = reinterpret_cast<const Quad&>(bits);
-    }
+  if constexpr (C::vector_input && kScalarBytes == 4) {
+    const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else if constexpr (C::vector_input) {
+    const uint2 bits = load_or_zero(reinterpret_cast<const uint2*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
   } else {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      const bool inside = static_cast<unsigned>(column + i) < static_cast<unsigned>(C::in_width);
-      quad.element[i] = load_element(row + column + i, valid && inside);
+      quad.element[i] = load_element(source + i, is_below(first + i, count));
     }
   }
   return quad;
@@ -453,45 +558,53 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half,
 // What a lane loads: its place in the first of its warp's units. Units follow each other along
 // octets, then along columns.
 struct InputLoader {
-  const Scalar* row;  // of the lane's channel, of image 0; row 0
-  int channels_left;  // in the group, from the lane's on
-  int column;         // in the image, if the strip is the first
+  const Scalar* row;  // row 0 of image 0, of the lane's channel
+  int channel;        // in an octet
+  int channels_left;  // in the group, from there on
+  int column;         // in a unit
+  int first_column;   // of the tile, if the strip is the first
   int warp;
   int lane;
 
   __device__ InputLoader(const Scalar* input, const Tile& tile, int thread) {
     warp = thread / 32;
     lane = thread % 32;
-    const int channel = tile.plane() * kPlaneChannels + lane % kOctet;
-    row = input + static_cast<long long>(tile.group * C::group_in + channel) * kInChannel;
-    channels_left = C::group_in - channel;
-    column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width) +
-             lane / kOctet * kQuad;
+    channel = C::in_channels_last ? lane % 2 * kQuad : lane % kOctet;
+    column = C::in_channels_last ? lane / 2 : lane / kOctet * kQuad;
+    const int first_channel = tile.plane() * kPlaneChannels + channel;
+    channels_left = C::group_in - first_channel;
+    first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
+    row = input + static_cast<long long>(tile.group * C::group_in + first_channel) * kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
-  __device__ static int first_quad(int unit) { return unit / kBlockOctets * kUnitQuads; }
+  __device__ static int unit_column(int unit) { return unit / kBlockOctets * kUnitColumns; }
   __device__ bool exists(int unit) const {
     return (kUnits % (kInputWarps * C::batch) == 0 || unit < kUnits) &&
-           (kTileQuads % kUnitQuads == 0 || first_quad(unit) + lane / kOctet < kTileQuads);
+           (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
   }
 
   // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
   // are left, from the first on; `first` is the strip's column.
   __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
                                        Quad (&quads)[kPhases]) const {
-    const int at = first + column + first_quad(unit) * kQuad;
-    const bool valid = exists(unit) && octet(unit) * kOctet < channels_left;
-    const Scalar* const source = image + (octet(unit) * kOctet * kInChannel + y * C::in_width);
+    const int x = first + first_column + unit_column(unit) + column;
+    const int left = channels_left - octet(unit) * kOctet;
+    const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
+    // The neighbours are channels, or columns.
+    const int number = C::in_channels_last ? 0 : x;
+    const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
+    const Scalar* const source =
+        image + (octet(unit) * kOctet * kInChannel + y * kInRow + x * kInColumn);
 #pragma unroll
     for (int phase = 0; phase < kPhases; ++phase) {
       constexpr long long kImage = kInImage;
       const int of_image = phase % C::phase_images;
       const int below = phase / C::phase_images * kStripRows;
+      const bool exists = of_image < images && is_below(y + below, C::in_height);
       quads[phase] =
-          load_quad(source + (of_image * kImage + static_cast<long long>(below) * C::in_width), at,
-                    valid && of_image < images &&
-                        static_cast<unsigned>(y + below) < static_cast<unsigned>(C::in_height));
+          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow), number,
+                    exists ? count : 0);
     }
   }
 
@@ -500,10 +613,9 @@ struct InputLoader {
                                         const Quad (&quads)[kPhases]) const {
     if (!exists(unit)) return;
     const int plane = octet(unit) / C::product_octets;
-    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet +
-                       first_quad(unit) * (kQuad * kColumnVectors);
-    unsigned char* const target =
-        ring_row + (vector + lane / kOctet * (kQuad * kColumnVectors) + lane % kOctet) * 16;
+    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
+                       (unit_column(unit) + column) * kColumnVectors;
+    constexpr int kNeighbour = C::in_channels_last ? 1 : kColumnVectors;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       Phases phases;
@@ -511,33 +623,34 @@ struct InputLoader {
       for (int phase = 0; phase < kPhases; ++phase) {
         phases.element[phase] = quads[phase].element[i];
       }
-      store_phases(target + i * (kColumnVectors * 16), phases);
+      store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
     }
   }
 
-  // Loads a row and writes it to the ring, as soon as there is room.
+  // Loads units of a row and writes them to the ring, as soon as there is room.
   __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
-                                           const Ring<C::input_stages>& at) const {
-    unsigned char* const ring_row = shared_memory() + kInputRing + at.stage * (kRowVectors * 16);
+                                           int units, const Ring<C::input_stages>& at) const {
+    unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
 #pragma unroll 1
-    for (int unit = warp; unit < kUnits; unit += kInputWarps * C::batch) {
+    for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
       Quad quads[C::batch][kPhases];
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) {
         load(image, images, y, first, unit + kInputWarps * k, quads[k]);
       }
-      if (unit == warp) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, quads[k]);
     }
     // With one unit there is nothing to do for the second warp but to wait.
-    if (warp >= kUnits) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
   }
 };
 
 // Two warps: load the rows of every run.
-__device__ __forceinline__ void load_input(const Scalar* input, const Tile& tile, Share share,
-                                           int batch) {
+__device__ __forceinline__ void load_input(const Scalar* input, const Work& work) {
+  const Tile tile = work.tile();
+  Share share = work.share();
   const InputLoader loader(input, tile, static_cast<int>(threadIdx.x) - kProducers);
   const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
   Ring<C::input_stages> at(1);
@@ -545,15 +658,16 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tile& tile
     const Run run = share.next();
     const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
     const int first_column = run.strip * (kStripColumns * C::stride_width);
+    const int units = units_of(stages_of(run.strip) * C::stage_columns);
     const int rows = run.steps * kNewRows + kOldRows;
     int y = run.output_row(0) * C::stride_height + tap_row;
     int until_skip = kNewRows;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      loader.copy_row(image, batch - run.image, y, first_column, at);
+      loader.copy_row(image, work.batch - run.image, y, first_column, units, at);
       fence_async_shared();
       __syncwarp();
-      if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+      if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
       at.advance();
       y += C::dilation_height;
       // Rows that no tap reads are left out.
@@ -565,8 +679,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tile& tile
   }
 }
 
-// --- Consumers
-// --------------------------------------------------------------------------------------
+// --- Consumers -----------------------------------------------------------------------------------
 
 using Sums = float[C::segments][kSums];
 // Of a thread, in groups of four that lie together in the workspace.
@@ -583,13 +696,25 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   low = __float_as_uint(round_operand_to_tf32(value - rounded));
 }
 
-// Of float32, a thread has one phase of two channels.
+// 4 columns of one channel and phase; `stage` is where the first of all columns is.
+__device__ __forceinline__ float4 load_columns(const unsigned char* stage, int column) {
+  if constexpr (C::grad_channels_last) {
+    const auto at = [&](int i) {
+      return *reinterpret_cast<const float*>(stage + (column + i) * kPixelBytes);
+    };
+    return make_float4(at(0), at(1), at(2), at(3));
+  } else {
+    return *reinterpret_cast<const float4*>(stage + column / kVector * kUnitBytes);
+  }
+}
+
+// Of float32, a thread has one phase of two channels, 8 apart.
 __device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
                                                int column, float) {
-  const unsigned char* const source = stage + column / kVector * kUnitBytes;
+  constexpr int kNext = C::grad_channels_last ? 8 * kScalarBytes : 8 * kPhases * 16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float4 four = *reinterpret_cast<const float4*>(source + half * (8 * kPhases * 16));
+    const float4 four = load_columns(stage + half * kNext, column);
     const float values[kGroupColumns] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
@@ -607,16 +732,37 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, const unsig
 template <class Half>
 __device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
                                                int column, Half) {
-  const unsigned char* const source =
-      stage + column / kVector * kUnitBytes + column % kVector * kScalarBytes;
+  if constexpr (C::grad_channels_last) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint2 even = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16));
-    const uint2 odd = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16) + 16);
-    fragments[0][0][half] = (even.x & 0xffffu) | odd.x << 16;
-    fragments[0][0][half + 2] = even.x >> 16 | (odd.x & 0xffff0000u);
-    fragments[0][1][half] = (even.y & 0xffffu) | odd.y << 16;
-    fragments[0][1][half + 2] = even.y >> 16 | (odd.y & 0xffff0000u);
+    for (int k = 0; k < kGroupProducts; ++k) {
+      load_transposed(fragments[0][k], stage + (column + 2 * k) * kPixelBytes);
+    }
+  } else {
+    const unsigned char* const source =
+        stage + column / kVector * kUnitBytes + column % kVector * kScalarBytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 even = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16));
+      const uint2 odd = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16) + 16);
+      fragments[0][0][half] = (even.x & 0xffffu) | odd.x << 16;
+      fragments[0][0][half + 2] = even.x >> 16 | (odd.x & 0xffff0000u);
+      fragments[0][1][half] = (even.y & 0xffffu) | odd.y << 16;
+      fragments[0][1][half + 2] = even.y >> 16 | (odd.y & 0xffff0000u);
+    }
+  }
+}
+
+// Where in a stage a thread's fragments begin; `channel` is the warp's first.
+__device__ __forceinline__ int first_fragment(int channel, int lane) {
+  if constexpr (!C::grad_channels_last) {
+    return ((channel + lane / 4) * kPhases + lane % 4 * (kPhases / 4)) * 16;
+  } else if constexpr (kScalarBytes == 4) {
+    return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
+  } else {
+    // load_transposed wants of a lane a row of one of four matrices, phases by channels: of 8
+    // channels and of the next 8, in a column and in the next.
+    return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
+           (channel + lane / 8 % 2 * 8) * kScalarBytes;
   }
 }
 
@@ -639,10 +785,8 @@ struct Consumer {
   __device__ explicit Consumer(const Tile& tile) {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int warpgroup = thread / 128;
-    const int lane = thread % 32;
-    const int channel =
-        (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16 + lane / 4;
-    fragment = (channel * kPhases + lane % 4 * (kPhases / 4)) * 16;
+    const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
+    fragment = first_fragment(channel, thread % 32);
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
   }
@@ -659,10 +803,8 @@ struct Consumer {
   __device__ __forceinline__ void wait_for_rows() const {
 #pragma unroll
     for (int i = kFirst; i < kEnd; ++i) {
-      const int stage = row.stage + i;
-      const bool wraps = stage >= C::input_stages;
-      barrier_wait(&barriers().input_full[wraps ? stage - C::input_stages : stage],
-                   row.parity ^ (wraps ? 1u : 0u));
+      const Ring<C::input_stages> at = row + i;
+      barrier_wait(&barriers().input_full[at.stage()], at.parity());
     }
   }
 
@@ -670,7 +812,7 @@ struct Consumer {
   __device__ __forceinline__ void release_rows(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      if (is_first_lane()) barrier_arrive(&barriers().input_empty[row.stage]);
+      if (is_first_lane()) barrier_arrive(&barriers().input_empty[row.stage()]);
       row.advance();
     }
   }
@@ -679,13 +821,16 @@ struct Consumer {
   // only one that differs.
   __device__ __forceinline__ void find_segments(unsigned (&starts)[C::segments],
                                                 int early_columns) const {
+    // Known at compile time where a warpgroup's first segment is a plane's first.
+    constexpr bool kWholePlanes = C::segments % C::kernel_rows == 0;
     const int column = kShift + (C::lead - early_columns) * C::stride_width;
+    const unsigned first = static_cast<unsigned>(ring()) + column * kColumnVectors +
+                           (kWholePlanes ? segment / C::kernel_rows * kPlaneVectors : 0);
 #pragma unroll
     for (int i = 0; i < C::segments; ++i) {
-      int stage = row.stage + (segment + i) % C::kernel_rows;
-      if (stage >= C::input_stages) stage -= C::input_stages;
-      starts[i] = static_cast<unsigned>(ring()) + stage * kRowVectors +
-                  (segment + i) / C::kernel_rows * kPlaneVectors + column * kColumnVectors;
+      const int at = kWholePlanes ? i : segment + i;
+      starts[i] = first + (row + at % C::kernel_rows).stage() * kRowVectors +
+                  at / C::kernel_rows * kPlaneVectors;
     }
   }
 
@@ -773,15 +918,15 @@ struct Consumer {
     find_segments(starts, early_columns);
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-      barrier_wait(&barriers().grad_full[grad.stage], grad.parity);
-      const unsigned char* const stage = shared_memory() + kGradRing + grad.stage * kStageBytes;
+      barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
+      const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
       if constexpr (C::parts == 2) {
         multiply_stage_split(sums, totals, fragments, starts, stage);
       } else {
         multiply_stage(sums, fragments, starts, stage);
       }
       __syncwarp();
-      if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage]);
+      if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
       grad.advance();
     }
     wgmma_wait<0>();
@@ -824,8 +969,9 @@ __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
-__device__ __forceinline__ void consume(float4* workspace, const Tile& tile, Share share) {
-  Consumer consumer(tile);
+__device__ __forceinline__ void consume(float4* workspace, const Work& work) {
+  Share share = work.share();
+  Consumer consumer(work.tile());
   const int thread = static_cast<int>(threadIdx.x) - 128;
   float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
   Sums sums, more;
@@ -856,10 +1002,7 @@ __device__ __forceinline__ void consume(float4* workspace, const Tile& tile, Sha
 }
 
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
-                                            float4* workspace, int first_tile, int tiles,
-                                            int workers, int batch) {
-  const Tile tile(first_tile + static_cast<int>(blockIdx.x) % tiles);
-  const Share share(static_cast<int>(blockIdx.x) / tiles, workers, batch);
+                                            float4* workspace, const Work& work) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -876,18 +1019,17 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
     if (warp < 2) {
-      load_grad(grad_output, tile, share, batch);
+      load_grad(grad_output, work);
     } else {
-      load_input(input, tile, share, batch);
+      load_input(input, work);
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(workspace, tile, share);
+    consume(workspace, work);
   }
 }
 
-// --- The second kernel
-// ------------------------------------------------------------------------------
+// --- The second kernel ---------------------------------------------------------------------------
 
 // One of four neighbouring sums of a thread: which weight it is.
 struct Weight {
@@ -953,7 +1095,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
 extern "C" __global__ void __launch_bounds__(384, 1)
     weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
                 int first_tile, int tiles, int workers, int batch) {
-  fastconv::hopper::weight_grad(grad_output, input, workspace, first_tile, tiles, workers, batch);
+  fastconv::hopper::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
 }
 
 extern "C" __global__ void __launch_bounds__(256)

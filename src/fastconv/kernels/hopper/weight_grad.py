@@ -41,9 +41,9 @@ MOST_REDUCE_BLOCKS = 4096
 
 # Estimated cycles of one processor.
 NARROW_CYCLES = 8.0  # of a product of few columns, beyond its multiplications
-INPUT_CYCLES = 3.0  # to load 16 bytes of the input, half of it for each of its parts
+INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
 GRAD_CYCLES = 1.2  # to copy 16 bytes of the output's gradient, in one piece
-OVERLAP_LOSS = 0.15
+OVERLAP_LOSS = 0.25
 STEP_CYCLES = 300.0
 BLOCK_CYCLES = 6000.0  # to start and to end
 FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
@@ -142,7 +142,7 @@ class Tile:
     def block_segments(self) -> int:
         return self.segments * CONSUMERS // self.channel_groups
 
-    @property
+    @cached_property
     def block_planes(self) -> int:
         """That a block's segments lie in, at most."""
         segments, rows = self.block_segments, self.kernel_rows
@@ -150,7 +150,7 @@ class Tile:
             return segments // rows
         return 1 if rows % segments == 0 else (segments - 2) // rows + 2
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Tiles of all the weights."""
         height, width = self.problem.kernel_size
@@ -185,33 +185,38 @@ class Tile:
 
     @cached_property
     def steps(self) -> int:
-        """Of a strip of rows. Strips' first rows are aligned alike, if any number of steps does."""
+        """Of a strip of rows."""
         height, width = self.problem.output_size
         steps = ceil_div(ceil_div(height, self.row_step), self.phase_strips)
+        if self.lead == 0 or self.phase_strips == 1:
+            return steps
+        # Rows of one step are aligned alike in all strips.
         return round_up(steps, self.vector // math.gcd(self.vector, self.row_step * width))
 
     @cached_property
     def grad_vector(self) -> int:
         """Elements of the copies of the output's gradient."""
         height, width = self.problem.output_size
+        if self.operands.output_channels_last:
+            return self.operands.widest_vector(self.group_out)
         # All rows with the same number begin equally far from a multiple of 16 bytes.
         if self.operands.aligned and height * width % self.vector == 0:
             return self.vector
         return self.operands.widest_vector(width)
 
-    @property
+    @cached_property
     def lead(self) -> int:
         """Columns by which the copies of a row begin early, at most."""
-        if self.grad_vector < self.vector:
+        if self.grad_vector < self.vector or self.operands.output_channels_last:
             return 0
         return self.vector - math.gcd(self.vector, self.problem.output_size[1])
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Of an output row."""
         return ceil_div(self.problem.output_size[1] + self.lead, self.stage_columns)
 
-    @property
+    @cached_property
     def stage_columns(self) -> int:
         width = self.problem.output_size[1]
         narrow = width < 64 and 0 < width % STAGE_COLUMNS <= BODY_COLUMNS
@@ -234,7 +239,9 @@ class Tile:
 
     @cached_property
     def vector_input(self) -> bool:
-        """Whether four neighbours in an input row are aligned."""
+        """Whether four neighbours of the input, in a row or of a pixel, are aligned."""
+        if self.operands.input_channels_last:
+            return self.operands.aligned and self.group_in % QUAD == 0
         piece = self.product_taps * self.problem.dilation[1]
         one_piece = self.product_taps >= self.problem.kernel_size[1]
         return (
@@ -243,12 +250,12 @@ class Tile:
             and (one_piece or piece % QUAD == 0)
         )
 
-    @property
+    @cached_property
     def tile_columns(self) -> int:
         stride, dilation = self.problem.stride[1], self.problem.dilation[1]
         shift = -(self.lead * stride + self.problem.padding.left) % QUAD
         return round_up(
-            (shift if self.vector_input else 0)
+            (shift if self.vector_input and not self.operands.input_channels_last else 0)
             + (self.strip_columns - 1 + self.lead) * stride
             + (self.product_taps - 1) * dilation
             + 1,
@@ -262,6 +269,9 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
+        if self.operands.output_channels_last:
+            pixel = self.channel_groups * OUTPUTS * self.operands.scalar_bytes
+            return self.vector * (self.stage_columns * pixel + 8 * self.operands.scalar_bytes)
         units = self.stage_columns // self.vector
         padding = 8 // units if 1 < units < 8 else 1
         return units * (self.channel_groups * OUTPUTS * self.vector + padding) * 16
@@ -291,40 +301,53 @@ class Tile:
         narrow = NARROW_CYCLES if self.columns < 48 else 0.0
         return self.columns / 2 + narrow * (48 - self.columns) / 40
 
-    def step_cycles(self) -> float:
-        """What a step of a whole strip takes a processor."""
-        strip = self.strip_columns
+    def step_cycles(self, stages: int) -> float:
+        """What a step of a strip of so many stages takes a processor."""
+        strip = stages * self.stage_columns
         multiply = CONSUMERS * self.segments * self.products * strip / 2 * self.product_cycles
+        columns = self.tile_columns - (self.strip_columns - strip) * self.problem.stride[1]
         channels = self.block_planes * self.product_octets * OCTET
+        input_ = channels * columns * self.new_rows * INPUT_CYCLES * (1 + self.parts) / 2
         pieces = 1 if self.grad_vector == self.vector else 2 * self.vector // self.grad_vector
-        input_ = channels * self.tile_columns * self.new_rows * INPUT_CYCLES * (1 + self.parts) / 2
         grad = self.channel_groups * OUTPUTS * strip * pieces * GRAD_CYCLES
         parts = (multiply, input_ * (1 if self.vector_input else 1.5), grad)
         # They go on at the same time, but not quite without getting into each other's way.
         return STEP_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
 
+    @property
+    def weights(self) -> tuple[int, int]:
+        """By which workers share steps: that of a strip, and of the last one, in 16 cycles."""
+        last = (self.stages - 1) % self.strip_stages + 1
+        return (
+            math.ceil(self.step_cycles(self.strip_stages) / 16),
+            math.ceil(self.step_cycles(last) / 16),
+        )
+
     def cycles(self, gpu: Gpu) -> float:
         """What all of it takes, about."""
         workers = self.workers(gpu)
         waves = ceil_div(self.count * workers, gpu.processors)
-        steps = self.all_stages / self.strip_stages / workers
+        strips = ceil_div(self.stages, self.strip_stages)
+        rows = self.image_groups * self.row_step * self.steps / workers
         # Where a walk begins, rows that steps share are loaded all at once.
-        runs = 1 + steps / self.steps
-        rows_again = runs * (self.kernel_rows - self.new_rows) / self.new_rows
-        return waves * (BLOCK_CYCLES + (steps + rows_again / 2) * self.step_cycles())
+        rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
+        again = (1 + rows * strips / self.steps) * rows_again / 2
+        whole, last = self.weights
+        return waves * (BLOCK_CYCLES + 16 * (rows * ((strips - 1) * whole + last) + again * whole))
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
+        count, processors = self.count, gpu.processors
         most_blocks = WORKSPACE_BYTES // self.block_bytes
-        tiles = min(self.count, most_blocks)
-        steps = max(self.all_stages // max(self.strip_stages, 1), 1)
-        most = max(min(most_blocks // tiles, 2 * gpu.processors // tiles, steps), 1)
+        steps = max(self.all_stages // self.strip_stages, 1)
+        most = max(min(most_blocks // min(count, most_blocks), steps), 1)
 
         def cost(workers: int) -> float:
-            waves = ceil_div(self.count * workers, gpu.processors)
+            waves = ceil_div(count * workers, processors)
             return waves * (steps / workers + self.kernel_rows)
 
-        return min(range(1, most + 1), key=cost)
+        # As many as some number of waves has room for.
+        return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
 
 
 def _parts(operands: Operands) -> int:
@@ -338,8 +361,6 @@ def _check(problem: Problem, operands: Operands, gpu: Gpu) -> None:
         raise Declined(f"tensor-core kernels for {gpu.architecture}")
     if operands.scalar == "double":
         raise Declined("float64")
-    if operands.input_channels_last or operands.output_channels_last:
-        raise Declined("weight gradients of channels-last tensors")
     if problem.groups > 1 and min(group_in, group_out) < OCTET:
         raise Declined(f"groups of {group_in} to {group_out} channels, fewer than {OCTET}")
     image_in = problem.in_channels * problem.input_size[0] * problem.input_size[1]
@@ -376,6 +397,7 @@ def _candidates(problem: Problem, operands: Operands) -> Iterator[Tile]:
     octets = ceil_div(problem.in_channels // problem.groups, OCTET)
     many_outputs = problem.out_channels // problem.groups > OUTPUTS
     most_columns = MOST_BLOCK_COLUMNS[_parts(operands)]
+    phases = (1, operands.vector)[: min(problem.batch, 2)]
     for taps, rows in product(_shares(width), _shares(height)):
         # Taps that are further apart than octets of channels make a product of one octet.
         joined = taps == 1 or problem.dilation[1] == 1
@@ -384,7 +406,7 @@ def _candidates(problem: Problem, operands: Operands) -> Iterator[Tile]:
             if columns > min(MOST_COLUMNS, most_columns):
                 break
             planes = ceil_div(octets, product_octets)
-            for channel_groups, images in product((1, 2)[: 1 + many_outputs], (1, operands.vector)):
+            for channel_groups, images in product((1, 2)[: 1 + many_outputs], phases):
                 needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
                 most = min(most_columns // columns, MOST_SEGMENTS, needed)
                 for segments in range(1, most + 1):
@@ -411,7 +433,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
     problem, operands = tile.problem, tile.operands
     split = tile.parts == 2
     sums = tile.segments * tile.columns // 2
-    producer = 72 if split else 56 if sums > 148 else 88
+    producer = 72 if split else 40 if sums > 148 else 88
     bodies = tile.strip_columns // BODY_COLUMNS
     products = tile.strip_columns // 2
     return {
@@ -436,6 +458,8 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "weight_stride_in": operands.weight_strides[1],
         "weight_stride_height": operands.weight_strides[2],
         "weight_stride_width": operands.weight_strides[3],
+        "in_channels_last": operands.input_channels_last,
+        "grad_channels_last": operands.output_channels_last,
         "vector_input": tile.vector_input,
         "grad_vector": tile.grad_vector,
         "lead": tile.lead,
@@ -449,6 +473,8 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "steps": tile.steps,
         "stage_columns": tile.stage_columns,
         "strip_stages": tile.strip_stages,
+        "strip_weight": tile.weights[0],
+        "last_strip_weight": tile.weights[1],
         "input_stages": tile.input_stages,
         "grad_stages": tile.grad_stages,
         "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),

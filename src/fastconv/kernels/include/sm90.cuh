@@ -230,6 +230,15 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
                : "memory");
 }
 
+// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16 bytes,
+// and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
+__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 // Orders registers and shared memory before the warpgroup's next products.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

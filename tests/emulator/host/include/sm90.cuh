@@ -113,6 +113,23 @@ inline void store_transposed(void* column, const unsigned (&rows)[4],
   }
 }
 
+inline void load_transposed(unsigned (&columns)[4], const void* row,
+                            emulator::Site site = emulator::here("load_transposed")) {
+  const int lane = emulator::lane();
+  shared_address(row);
+  const auto own = reinterpret_cast<unsigned long long>(row);
+  if (own % 16) emulator::fail("load_transposed from a misaligned address");
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    columns[matrix] = 0;
+    for (int i = 0; i < 2; ++i) {
+      const int source = 8 * matrix + lane % 4 * 2 + i;
+      const auto address = emulator::exchange(site, ~0u, own, source).value;
+      const unsigned element = reinterpret_cast<const unsigned short*>(address)[lane / 4];
+      columns[matrix] |= element << 16 * i;
+    }
+  }
+}
+
 inline void wgmma_fence() { emulator::wgmma_fence(); }
 
 inline void wgmma_commit() { emulator::wgmma_commit(); }
