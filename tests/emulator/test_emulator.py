@@ -312,6 +312,26 @@ def change(body: str, old: str, new: str) -> str:
     return body.replace(old, new, 1)
 
 
+PRODUCT_FROM_REGISTERS = change(
+    change(
+        PRODUCT,
+        "wgmma_fence();",
+        """
+  unsigned rows[2][4];
+  for (int j = 0; j < 8; ++j) {
+    const int of = row + j % 2 * 8;
+    rows[j / 4][j % 4] =
+        reinterpret_cast<unsigned*>(tile)[of / 8 * 128 + j / 2 * 32 + of % 8 * 4 + i % 4];
+  }
+  wgmma_fence();
+""",
+    ).replace("sums, left, right", "sums, rows[0], right"),
+    "sums, left + 256 / 16,",
+    "sums, rows[1],",
+)
+CHANGED_REGISTERS = change(
+    PRODUCT_FROM_REGISTERS, "wgmma_commit();", "wgmma_commit(); ++rows[1][3];"
+)
 UNAWAITED_SUMS = change(
     PRODUCT,
     "wgmma_wait<0>();",
@@ -356,6 +376,11 @@ SM90 = {
     launch.kernel.entry: launch
     for launch in (
         *(sm90_launch(f"product_{scalar}", PRODUCT.replace("Tf32", scalar)) for scalar in SCALARS),
+        *(
+            sm90_launch(f"registers_{scalar}", PRODUCT_FROM_REGISTERS.replace("Tf32", scalar))
+            for scalar in SCALARS
+        ),
+        sm90_launch("changed_registers", CHANGED_REGISTERS),
         *(
             sm90_launch(name, change(PRODUCT, *fault))
             for name, (fault, _) in FAULTY_PRODUCTS.items()
@@ -412,11 +437,17 @@ def test_kernel_that_depends_on_order(name: str) -> None:
         run_both_orders([launch(name, ORDERED[name], blocks)], tensors(blocks))
 
 
+@pytest.mark.parametrize("left", ["product", "registers"])
 @pytest.mark.parametrize("scalar", SCALARS)
-def test_product(scalar: str) -> None:
+def test_product(scalar: str, left: str) -> None:
     memory, expected = product_tensors(SCALARS[scalar])
-    run_both_orders([SM90[f"product_{scalar}"]], memory)
+    run_both_orders([SM90[f"{left}_{scalar}"]], memory)
     assert_close(memory["out"], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_registers_that_change_under_a_product() -> None:
+    with pytest.raises(EmulatorError, match=r"registers changed under a wgmma, .*:\d+\n"):
+        run([SM90["changed_registers"]], product_tensors()[0])
 
 
 @pytest.mark.parametrize("name", FAULTY_PRODUCTS)

@@ -16,7 +16,7 @@ Planner = Callable[[Problem, Operands, Gpu], Plan]
 
 FORWARD: tuple[Planner, ...] = (hopper.forward, direct.forward)
 INPUT_GRAD: tuple[Planner, ...] = (hopper.input_grad, direct.input_grad)
-WEIGHT_GRAD: tuple[Planner, ...] = (direct.weight_grad,)
+WEIGHT_GRAD: tuple[Planner, ...] = (hopper.weight_grad, direct.weight_grad)
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:

@@ -78,14 +78,15 @@ void multiply_as(const Fragment& fragment, int columns, float* sums) {
 
 }  // namespace
 
-void gather(Fragment& fragment, const Operand& left, const Operand& right, int columns,
-            int thread) {
-  const int lane = thread % 32;
-  const int row = thread / 32 * 16 + lane / 4;
+void gather_left(Fragment& fragment, const Operand& left, int thread) {
+  const int row = thread / 32 * 16 + thread % 32 / 4;
   read_row(fragment.left[0], left, row);
   read_row(fragment.left[1], left, row + 8);
+}
+
+void gather_right(Fragment& fragment, const Operand& right, int columns, int thread) {
   for (int i = 0; i < columns / 4; ++i) {
-    read_row(fragment.right[i], right, i / 2 * 8 + lane % 4 * 2 + i % 2);
+    read_row(fragment.right[i], right, i / 2 * 8 + thread % 4 * 2 + i % 2);
   }
 }
 

@@ -20,8 +20,9 @@ struct alignas(32) Fragment {
   unsigned char right[64][kRowBytes];
 };
 
-// Reads the fragment of one of a warpgroup's 128 threads.
-void gather(Fragment& fragment, const Operand& left, const Operand& right, int columns, int thread);
+// Read the fragment of one of a warpgroup's 128 threads.
+void gather_left(Fragment& fragment, const Operand& left, int thread);
+void gather_right(Fragment& fragment, const Operand& right, int columns, int thread);
 
 // The same for equal fragments, and hardly for others.
 unsigned long long fingerprint(const Fragment& fragment, int columns);

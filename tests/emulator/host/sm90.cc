@@ -58,6 +58,7 @@ struct Product {
   float* sums;
   int columns;
   Operand left, right;
+  Rows rows;  // the left matrix, if rows.registers is not null
   bool accumulate;
   unsigned long long fingerprint;
   int group;
@@ -221,8 +222,13 @@ void give_back_sums(Thread& thread, Sums& sums, const Site& site) {
 
 Fragment& read_fragment(const Product& product) {
   static Fragment fragment;
-  gather(fragment, product.left, product.right, product.columns,
-         static_cast<int>(threadIdx.x % kWarpgroup));
+  const int thread = static_cast<int>(threadIdx.x % kWarpgroup);
+  if (product.rows.registers) {
+    memcpy(fragment.left, product.rows.words, sizeof fragment.left);
+  } else {
+    gather_left(fragment, product.left, thread);
+  }
+  gather_right(fragment, product.right, product.columns, thread);
   return fragment;
 }
 
@@ -231,10 +237,26 @@ void finish(Thread& thread, const Product& product) {
   if (fingerprint(fragment, product.columns) != product.fingerprint) {
     fail("shared memory changed under a wgmma, %s:%d", product.site.file, product.site.line);
   }
+  const Rows& rows = product.rows;
+  if (rows.registers && memcmp(rows.registers, rows.held, sizeof rows.held)) {
+    fail("registers changed under a wgmma, %s:%d", product.site.file, product.site.line);
+  }
   Sums& sums = take_sums(thread, product.sums, product.columns / 2);
   if (!product.accumulate) std::fill_n(sums.values, sums.count, 0.0f);
   multiply(product.scalar, fragment, product.columns, sums.values);
   if (--sums.products == 0) give_back_sums(thread, sums, product.site);
+}
+
+void start(Product product, unsigned long long right) {
+  Thread& thread = self();
+  if (blockDim.x % kWarpgroup) fail("wgmma in a block of %u threads: no warpgroups", blockDim.x);
+  if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
+  in_unison(static_cast<unsigned long long>(product.scalar) << 32 | product.columns << 1 |
+            int(product.accumulate));
+  in_unison(right);
+  product.fingerprint = fingerprint(read_fragment(product), product.columns);
+  ++take_sums(thread, product.sums, product.columns / 2).products;
+  thread.products.push_back(product);
 }
 
 void check_unison() {
@@ -313,18 +335,17 @@ void bulk_store_wait(Site site) {
 
 void wgmma(Site site, Scalar scalar, float* sums, int columns, unsigned long long left,
            unsigned long long right, bool accumulate) {
-  Thread& thread = self();
-  if (blockDim.x % kWarpgroup) fail("wgmma in a block of %u threads: no warpgroups", blockDim.x);
-  if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
-  in_unison(static_cast<unsigned long long>(scalar) << 32 | columns << 1 | int(accumulate));
   in_unison(left);
-  in_unison(right);
   const Operand rows = operand(left, 64), others = operand(right, columns);
-  const int group = thread.product_groups;
-  Product product = {site, scalar, sums, columns, rows, others, accumulate, 0, group};
-  product.fingerprint = fingerprint(read_fragment(product), columns);
-  ++take_sums(thread, sums, columns / 2).products;
-  thread.products.push_back(product);
+  const int group = self().product_groups;
+  start({site, scalar, sums, columns, rows, others, {}, accumulate, 0, group}, right);
+}
+
+void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left,
+           unsigned long long right, bool accumulate) {
+  const Operand others = operand(right, columns);
+  const int group = self().product_groups;
+  start({site, scalar, sums, columns, {}, others, left, accumulate, 0, group}, right);
 }
 
 void wgmma_fence() {

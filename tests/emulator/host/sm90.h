@@ -27,6 +27,15 @@ void bulk_store_wait(Site site);
 // poisoned.
 void wgmma(Site site, Scalar scalar, float* sums, int columns, unsigned long long left,
            unsigned long long right, bool accumulate);
+// The same with the left matrix in registers: a thread's two rows of it, the registers that hold
+// the thread's own part, and what was in them. Those must not change either.
+struct Rows {
+  const unsigned* registers;
+  unsigned held[4];
+  unsigned words[2][kRowBytes / 4];
+};
+void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left,
+           unsigned long long right, bool accumulate);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(Site site, int pending);

@@ -96,7 +96,7 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- Loads and conversions -----------------------------------------------------------------------
 
-// The 2, 4 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
+// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
 // `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
 __device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
   unsigned short value;
@@ -141,6 +141,21 @@ __device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
   return value;
 }
 
+__device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
+  uint2 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n"
+      "}"
+      : "=r"(value.x), "=r"(value.y)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
 // The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
 __device__ __forceinline__ unsigned short load(const unsigned short* global) {
   unsigned short value;
@@ -159,6 +174,14 @@ __device__ __forceinline__ uint4 load(const uint4* global) {
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(global));
   return value;
+}
+
+// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
+// address happen in order.
+__device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
+               "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
+               : "memory");
 }
 
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
@@ -212,6 +235,15 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(column)),
                "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+               : "memory");
+}
+
+// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16
+// bytes, and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
+__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
+               : "r"(shared_address(row))
                : "memory");
 }
 

@@ -72,8 +72,9 @@ namespace fastconv {
 #define FASTCONV_OPERANDS_124 FASTCONV_OPERANDS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define FASTCONV_OPERANDS_128 FASTCONV_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// Of one width: where the list of registers ends, the three inputs follow.
-#define FASTCONV_WGMMA(columns, registers, a, b, c, shape, types, flags)                            \
+// Of one width: where the list of registers ends, the inputs follow: `left` in shared memory, or in
+// four registers.
+#define FASTCONV_WGMMA(columns, registers, a, b, c, d, e, f, shape, types, flags)                   \
   if constexpr (kColumns == columns) {                                                              \
     asm volatile(                                                                                   \
         "{\n"                                                                                       \
@@ -85,39 +86,53 @@ namespace fastconv {
         : FASTCONV_OPERANDS_##registers                                                             \
         : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)));                                \
   }
-#define FASTCONV_WGMMA_WIDTHS(...) \
-  FASTCONV_WGMMA(8, 4, 4, 5, 6, __VA_ARGS__) \
-  FASTCONV_WGMMA(16, 8, 8, 9, 10, __VA_ARGS__) \
-  FASTCONV_WGMMA(24, 12, 12, 13, 14, __VA_ARGS__) \
-  FASTCONV_WGMMA(32, 16, 16, 17, 18, __VA_ARGS__) \
-  FASTCONV_WGMMA(40, 20, 20, 21, 22, __VA_ARGS__) \
-  FASTCONV_WGMMA(48, 24, 24, 25, 26, __VA_ARGS__) \
-  FASTCONV_WGMMA(56, 28, 28, 29, 30, __VA_ARGS__) \
-  FASTCONV_WGMMA(64, 32, 32, 33, 34, __VA_ARGS__) \
-  FASTCONV_WGMMA(72, 36, 36, 37, 38, __VA_ARGS__) \
-  FASTCONV_WGMMA(80, 40, 40, 41, 42, __VA_ARGS__) \
-  FASTCONV_WGMMA(88, 44, 44, 45, 46, __VA_ARGS__) \
-  FASTCONV_WGMMA(96, 48, 48, 49, 50, __VA_ARGS__) \
-  FASTCONV_WGMMA(104, 52, 52, 53, 54, __VA_ARGS__) \
-  FASTCONV_WGMMA(112, 56, 56, 57, 58, __VA_ARGS__) \
-  FASTCONV_WGMMA(120, 60, 60, 61, 62, __VA_ARGS__) \
-  FASTCONV_WGMMA(128, 64, 64, 65, 66, __VA_ARGS__) \
-  FASTCONV_WGMMA(136, 68, 68, 69, 70, __VA_ARGS__) \
-  FASTCONV_WGMMA(144, 72, 72, 73, 74, __VA_ARGS__) \
-  FASTCONV_WGMMA(152, 76, 76, 77, 78, __VA_ARGS__) \
-  FASTCONV_WGMMA(160, 80, 80, 81, 82, __VA_ARGS__) \
-  FASTCONV_WGMMA(168, 84, 84, 85, 86, __VA_ARGS__) \
-  FASTCONV_WGMMA(176, 88, 88, 89, 90, __VA_ARGS__) \
-  FASTCONV_WGMMA(184, 92, 92, 93, 94, __VA_ARGS__) \
-  FASTCONV_WGMMA(192, 96, 96, 97, 98, __VA_ARGS__) \
-  FASTCONV_WGMMA(200, 100, 100, 101, 102, __VA_ARGS__) \
-  FASTCONV_WGMMA(208, 104, 104, 105, 106, __VA_ARGS__) \
-  FASTCONV_WGMMA(216, 108, 108, 109, 110, __VA_ARGS__) \
-  FASTCONV_WGMMA(224, 112, 112, 113, 114, __VA_ARGS__) \
-  FASTCONV_WGMMA(232, 116, 116, 117, 118, __VA_ARGS__) \
-  FASTCONV_WGMMA(240, 120, 120, 121, 122, __VA_ARGS__) \
-  FASTCONV_WGMMA(248, 124, 124, 125, 126, __VA_ARGS__) \
-  FASTCONV_WGMMA(256, 128, 128, 129, 130, __VA_ARGS__)
+#define FASTCONV_WGMMA_FROM_REGISTERS(columns, registers, a, b, c, d, e, f, shape, types, flags)    \
+  if constexpr (kColumns == columns) {                                                              \
+    asm volatile(                                                                                   \
+        "{\n"                                                                                       \
+        ".reg .pred accumulate;\n"                                                                  \
+        "setp.ne.b32 accumulate, %" #f ", 0;\n"                                                     \
+        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
+        " {" FASTCONV_REGISTERS_##registers "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #e         \
+        ", accumulate, 1, 1" flags ";\n"                                                            \
+        "}"                                                                                         \
+        : FASTCONV_OPERANDS_##registers                                                             \
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right),                       \
+          "r"(static_cast<int>(accumulate)));                                                       \
+  }
+#define FASTCONV_WGMMA_WIDTHS(instruction, ...) \
+  instruction(8, 4, 4, 5, 6, 7, 8, 9, __VA_ARGS__) \
+  instruction(16, 8, 8, 9, 10, 11, 12, 13, __VA_ARGS__) \
+  instruction(24, 12, 12, 13, 14, 15, 16, 17, __VA_ARGS__) \
+  instruction(32, 16, 16, 17, 18, 19, 20, 21, __VA_ARGS__) \
+  instruction(40, 20, 20, 21, 22, 23, 24, 25, __VA_ARGS__) \
+  instruction(48, 24, 24, 25, 26, 27, 28, 29, __VA_ARGS__) \
+  instruction(56, 28, 28, 29, 30, 31, 32, 33, __VA_ARGS__) \
+  instruction(64, 32, 32, 33, 34, 35, 36, 37, __VA_ARGS__) \
+  instruction(72, 36, 36, 37, 38, 39, 40, 41, __VA_ARGS__) \
+  instruction(80, 40, 40, 41, 42, 43, 44, 45, __VA_ARGS__) \
+  instruction(88, 44, 44, 45, 46, 47, 48, 49, __VA_ARGS__) \
+  instruction(96, 48, 48, 49, 50, 51, 52, 53, __VA_ARGS__) \
+  instruction(104, 52, 52, 53, 54, 55, 56, 57, __VA_ARGS__) \
+  instruction(112, 56, 56, 57, 58, 59, 60, 61, __VA_ARGS__) \
+  instruction(120, 60, 60, 61, 62, 63, 64, 65, __VA_ARGS__) \
+  instruction(128, 64, 64, 65, 66, 67, 68, 69, __VA_ARGS__) \
+  instruction(136, 68, 68, 69, 70, 71, 72, 73, __VA_ARGS__) \
+  instruction(144, 72, 72, 73, 74, 75, 76, 77, __VA_ARGS__) \
+  instruction(152, 76, 76, 77, 78, 79, 80, 81, __VA_ARGS__) \
+  instruction(160, 80, 80, 81, 82, 83, 84, 85, __VA_ARGS__) \
+  instruction(168, 84, 84, 85, 86, 87, 88, 89, __VA_ARGS__) \
+  instruction(176, 88, 88, 89, 90, 91, 92, 93, __VA_ARGS__) \
+  instruction(184, 92, 92, 93, 94, 95, 96, 97, __VA_ARGS__) \
+  instruction(192, 96, 96, 97, 98, 99, 100, 101, __VA_ARGS__) \
+  instruction(200, 100, 100, 101, 102, 103, 104, 105, __VA_ARGS__) \
+  instruction(208, 104, 104, 105, 106, 107, 108, 109, __VA_ARGS__) \
+  instruction(216, 108, 108, 109, 110, 111, 112, 113, __VA_ARGS__) \
+  instruction(224, 112, 112, 113, 114, 115, 116, 117, __VA_ARGS__) \
+  instruction(232, 116, 116, 117, 118, 119, 120, 121, __VA_ARGS__) \
+  instruction(240, 120, 120, 121, 122, 123, 124, 125, __VA_ARGS__) \
+  instruction(248, 124, 124, 125, 126, 127, 128, 129, __VA_ARGS__) \
+  instruction(256, 128, 128, 129, 130, 131, 132, 133, __VA_ARGS__)
 // clang-format on
 
 // d (+)= left * right: 64 rows by kColumns, over 32 bytes of each row. `left` has 64 rows, `right`
@@ -127,17 +142,35 @@ namespace fastconv {
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS("k8", ".tf32.tf32", "")
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
 }
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS("k16", ".f16.f16", ", 0, 0")
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
 }
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS("k16", ".bf16.bf16", ", 0, 0")
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+}
+
+// The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
+// from byte 16 i + 4 (lane % 4) on. They may not be touched either until the product is complete.
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k8", ".tf32.tf32", "")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".f16.f16", ", 0")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".bf16.bf16", ", 0")
 }
 
 }  // namespace fastconv

@@ -54,10 +54,20 @@ inline float load_or_zero(const float* global, bool valid) { return valid ? *glo
 inline uint4 load_or_zero(const uint4* global, bool valid) {
   return valid ? *global : make_uint4(0, 0, 0, 0);
 }
+inline uint2 load_or_zero(const uint2* global, bool valid) {
+  return valid ? *global : make_uint2(0, 0);
+}
 
 inline unsigned short load(const unsigned short* global) { return *global; }
 inline float load(const float* global) { return *global; }
 inline uint4 load(const uint4* global) { return *global; }
+
+inline void add_to_memory(float4* global, float4 values) {
+  global->x += values.x;
+  global->y += values.y;
+  global->z += values.z;
+  global->w += values.w;
+}
 
 inline float round_operand_to_tf32(float value) {
   const unsigned bits = __float_as_uint(value);
@@ -94,12 +104,28 @@ inline void store_transposed(void* column, const unsigned (&rows)[4],
   }
   for (int matrix = 0; matrix < 4; ++matrix) {
     for (int row = 0; row < 8; ++row) {
-      const auto pair =
-          emulator::exchange(site, ~0u, rows[matrix], 4 * row + lane % 8 / 2).value;
+      const auto pair = emulator::exchange(site, ~0u, rows[matrix], 4 * row + lane % 8 / 2).value;
       if (matrix == lane / 8) {
         static_cast<unsigned short*>(column)[row] =
             static_cast<unsigned short>(pair >> lane % 2 * 16);
       }
+    }
+  }
+}
+
+inline void load_transposed(unsigned (&columns)[4], const void* row,
+                            emulator::Site site = emulator::here("load_transposed")) {
+  const int lane = emulator::lane();
+  shared_address(row);
+  const auto own = reinterpret_cast<unsigned long long>(row);
+  if (own % 16) emulator::fail("load_transposed from a misaligned address");
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    columns[matrix] = 0;
+    for (int i = 0; i < 2; ++i) {
+      const int source = 8 * matrix + lane % 4 * 2 + i;
+      const auto address = emulator::exchange(site, ~0u, own, source).value;
+      const unsigned element = reinterpret_cast<const unsigned short*>(address)[lane / 4];
+      columns[matrix] |= element << 16 * i;
     }
   }
 }

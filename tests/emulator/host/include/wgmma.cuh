@@ -23,4 +23,39 @@ inline void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
   emulator::wgmma(site, emulator::Scalar::kBfloat16, d, kColumns, left, right, accumulate);
 }
 
+// What a thread's rows of a matrix in registers are: its quad of lanes holds them.
+inline emulator::Rows rows_in_registers(const unsigned (&left)[4], emulator::Site site) {
+  emulator::Rows rows = {left, {left[0], left[1], left[2], left[3]}, {}};
+  for (int k = 0; k < 4; ++k) {
+    for (int i = 0; i < 4; ++i) {
+      const int source = emulator::lane() / 4 * 4 + i;
+      rows.words[k % 2][k / 2 * 4 + i] =
+          static_cast<unsigned>(emulator::exchange(site, ~0u, left[k], source).value);
+    }
+  }
+  return rows;
+}
+
+template <int kColumns>
+inline void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4], Matrix right,
+                  bool accumulate, emulator::Site site = emulator::here("wgmma")) {
+  static_assert(kColumns % 8 == 0 && kColumns >= 8 && kColumns <= 256, "wgmma's widths");
+  emulator::wgmma(site, emulator::Scalar::kTf32, d, kColumns, rows_in_registers(left, site), right,
+                  accumulate);
+}
+template <int kColumns>
+inline void wgmma(Float16, float (&d)[kColumns / 2], const unsigned (&left)[4], Matrix right,
+                  bool accumulate, emulator::Site site = emulator::here("wgmma")) {
+  static_assert(kColumns % 8 == 0 && kColumns >= 8 && kColumns <= 256, "wgmma's widths");
+  emulator::wgmma(site, emulator::Scalar::kFloat16, d, kColumns, rows_in_registers(left, site),
+                  right, accumulate);
+}
+template <int kColumns>
+inline void wgmma(Bfloat16, float (&d)[kColumns / 2], const unsigned (&left)[4], Matrix right,
+                  bool accumulate, emulator::Site site = emulator::here("wgmma")) {
+  static_assert(kColumns % 8 == 0 && kColumns >= 8 && kColumns <= 256, "wgmma's widths");
+  emulator::wgmma(site, emulator::Scalar::kBfloat16, d, kColumns, rows_in_registers(left, site),
+                  right, accumulate);
+}
+
 }  // namespace fastconv

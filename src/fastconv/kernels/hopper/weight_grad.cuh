@@ -1,0 +1,1104 @@
+// Weight gradient on Hopper's tensor cores.
+//
+// grad[m, i, tap] = sum over images and output pixels of
+// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//
+// A warpgroup multiplies 64 output channels (rows of wgmma) by input channels and taps (columns),
+// and sums over pixels. wgmma wants 16 bytes of the sum's index side by side. Were they
+// neighbouring pixels, every tap would need the input shifted by another number of bytes. So they
+// are the same pixel of 4 images, or of 4 strips of rows of one image (8 for 16-bit types): the
+// phases.
+//
+//   input       [kernel row][plane][column][octet][8 channels][phases]       in shared memory
+//   grad_output [columns of 16 bytes][64 channels][phases][16 bytes]         there as it is, or
+//               [phases][column][64 channels]                                if it is channels-last
+//
+// One tap of 8 channels in one column is 128 bytes, a core matrix, and a tap is nothing but another
+// start address. A product takes two neighbouring columns of all phases, for product_taps taps of
+// one kernel row and product_octets octets of channels. The output's gradient goes through
+// registers, where it is rounded or split.
+//
+// A block walks down the image, in steps: one output row of every phase, over a strip of columns.
+// Steps that follow each other share input rows (dilated rows: a walk takes every dilation-th
+// output row), so input rows are in a ring, and each is loaded once for a walk.
+//
+// A segment is a kernel row of a plane of channels: one product wide. A warpgroup has the sums of
+// `segments` of them. The block's two warpgroups either have different segments, or, with
+// channel_groups = 2, the same of different output channels.
+//
+// One block per processor and three warpgroups, that work at the same time:
+//   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns; warps 2 and 3
+//              load input rows to registers, transpose and round or split them, and write them to
+//              theirs. Padding is part of the copy.
+//   consumers  two warpgroups multiply.
+//
+// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
+// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
+// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
+// to totals in registers first, after every few columns. A second kernel adds the slots of all
+// blocks in a fixed order: the same bits every time.
+#pragma once
+#include "include/tile.cuh"
+#include "include/wgmma.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using C = Config;
+using Scalar = C::Scalar;
+
+// What the tensor core takes the elements for.
+template <class T>
+struct OperandOf;
+template <>
+struct OperandOf<float> {
+  using type = Tf32;
+};
+template <>
+struct OperandOf<float16> {
+  using type = Float16;
+};
+template <>
+struct OperandOf<bfloat16> {
+  using type = Bfloat16;
+};
+using Operand = OperandOf<Scalar>::type;
+
+// --- The products: what a block computes ---------------------------------------------------------
+
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
+constexpr int kPhases = kVector;
+static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
+
+constexpr int kOutputs = 64;  // channels of a product
+constexpr int kConsumers = 2;
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kOctet = 8;  // input channels
+constexpr int kPlaneChannels = kOctet * C::product_octets;
+constexpr int kColumns = C::product_taps * kPlaneChannels;  // of a product
+constexpr int kSums = kColumns / 2;                         // of a thread and a product
+static_assert(C::product_octets == 1 || C::product_taps == 1 || C::dilation_width == 1,
+              "taps and octets are one row of cores, equally far apart");
+
+constexpr int kPlanes = ceil_div(C::group_in, kPlaneChannels);
+constexpr int kSegments = kPlanes * C::kernel_rows;
+constexpr int kSlices = kConsumers / C::channel_groups;  // of segments, in a block
+constexpr int kBlockSegments = C::segments * kSlices;
+// Planes that a block's segments lie in, at most.
+constexpr int kBlockPlanes = kBlockSegments % C::kernel_rows == 0 ? kBlockSegments / C::kernel_rows
+                             : C::kernel_rows % kBlockSegments == 0
+                                 ? 1
+                                 : (kBlockSegments - 2) / C::kernel_rows + 2;
+
+constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
+constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
+constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
+constexpr int kOutputBlocks = ceil_div(C::group_out, C::channel_groups* kOutputs);
+
+// The weights that a block computes.
+struct Tile {
+  int segment;     // first
+  int piece;       // of the kernel's columns, product_taps each
+  int kernel_row;  // first
+  int output;      // first channel, in the group
+  int group;
+
+  __device__ explicit Tile(int index) {
+    segment = index % kSegmentBlocks * kBlockSegments;
+    index /= kSegmentBlocks;
+    piece = index % kPieces;
+    index /= kPieces;
+    kernel_row = index % kRowBlocks * C::kernel_rows;
+    index /= kRowBlocks;
+    output = index % kOutputBlocks * (C::channel_groups * kOutputs);
+    group = index / kOutputBlocks;
+  }
+
+  __device__ int plane() const { return segment / C::kernel_rows; }
+};
+
+// --- The pixels: how blocks walk through images --------------------------------------------------
+
+// Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
+// next, input rows move on by kRowAdvance dilations.
+constexpr int kRowGcd = gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / kRowGcd;
+constexpr int kRowAdvance = C::stride_height / kRowGcd;
+// Rows of the ring that a step needs and the one before it did not.
+constexpr int kNewRows = kRowAdvance < C::kernel_rows ? kRowAdvance : C::kernel_rows;
+constexpr int kOldRows = C::kernel_rows - kNewRows;
+
+constexpr int kSteps = C::steps;  // of a strip of rows
+static_assert(kSteps * kRowStep * C::phase_strips >= C::out_height, "strips cover the image");
+
+// Rows of grad_output that are not multiples of 16 bytes: a step's columns begin up to `lead`
+// early, where memory has a multiple of 16 bytes.
+static_assert(C::lead < kVector, "");
+constexpr int kStages = ceil_div(C::out_width + C::lead, C::stage_columns);  // of an output row
+constexpr int kStrips = ceil_div(kStages, C::strip_stages);
+constexpr int kStripColumns = C::strip_stages * C::stage_columns;
+constexpr int kWalksPerImage = kRowStep * kStrips;
+
+__device__ __forceinline__ int stages_of(int strip) {
+  return min(C::strip_stages, kStages - strip * C::strip_stages);
+}
+
+// What a step takes, in any unit: of one strip, and of all strips of one row.
+constexpr long long kLastStrip = static_cast<long long>(kStrips - 1) * C::strip_weight;
+constexpr long long kRowWeight = kLastStrip + C::last_strip_weight;
+
+// A step of a walk, found by the weight of what comes before it.
+struct Place {
+  int walk;
+  int step;
+
+  __device__ explicit Place(long long weight) {
+    const long long rest = weight % (kSteps * kRowWeight);
+    const bool last = rest >= kSteps * kLastStrip;
+    const int strip = last ? kStrips - 1 : static_cast<int>(rest / (kSteps * C::strip_weight));
+    const long long of_strip = rest - static_cast<long long>(strip) * kSteps * C::strip_weight;
+    walk = static_cast<int>(weight / (kSteps * kRowWeight)) * kStrips + strip;
+    step = static_cast<int>(of_strip / (last ? C::last_strip_weight : C::strip_weight));
+  }
+};
+
+// Part of a walk, all steps of which a block takes.
+struct Run {
+  int image;  // of phase 0
+  int residue;
+  int strip;
+  int step;  // first
+  int steps;
+
+  // The output row of a step, for the first strip of rows.
+  __device__ int output_row(int i) const { return residue + kRowStep * (step + i); }
+};
+
+// A worker's share of all pixels, run by run.
+struct Share {
+  Place at;
+  Place end;
+
+  __device__ Share(int worker, int workers, int batch)
+      : at(weight(batch) * worker / workers), end(weight(batch) * (worker + 1) / workers) {}
+
+  __device__ static long long weight(int batch) {
+    return ceil_div(batch, C::phase_images) * kRowStep * kSteps * kRowWeight;
+  }
+  __device__ bool more() const {
+    return at.walk < end.walk || (at.walk == end.walk && at.step < end.step);
+  }
+  __device__ Run next() {
+    Run run;
+    run.strip = at.walk % kStrips;
+    run.residue = at.walk / kStrips % kRowStep;
+    run.image = at.walk / kWalksPerImage * C::phase_images;
+    run.step = at.step;
+    run.steps = (at.walk < end.walk ? kSteps : end.step) - at.step;
+    ++at.walk;
+    at.step = 0;
+    return run;
+  }
+};
+
+// What all blocks of a launch share. Each role finds its block's part by itself: values that all of
+// them keep would take registers from those that have none to spare.
+struct Work {
+  int first_tile;
+  int tiles;
+  int workers;
+  int batch;
+
+  __device__ Tile tile() const { return Tile(first_tile + static_cast<int>(blockIdx.x) % tiles); }
+  __device__ Share share() const {
+    return Share(static_cast<int>(blockIdx.x) / tiles, workers, batch);
+  }
+};
+
+// --- Shared memory -------------------------------------------------------------------------------
+
+// An input row's tile: its first column lies at a multiple of 4 elements, `kShift` columns early.
+constexpr int kQuad = 4;  // columns that are loaded together, or channels if they are neighbours
+constexpr int kFirstColumn = -C::lead * C::stride_width - C::padding_left;
+constexpr int kShift = C::vector_input && !C::in_channels_last
+                           ? kFirstColumn - floor_div(kFirstColumn, kQuad) * kQuad
+                           : 0;
+// Its columns, for so many columns of an output row.
+__host__ __device__ constexpr int tile_columns(int columns) {
+  return round_up(kShift + (columns - 1 + C::lead) * C::stride_width +
+                      (C::product_taps - 1) * C::dilation_width + 1,
+                  kQuad);
+}
+constexpr int kTileColumns = tile_columns(kStripColumns);
+
+// In units of 16 bytes, as wgmma's descriptors are.
+constexpr int kColumnVectors = kOctet * C::product_octets;
+constexpr int kPlaneVectors = kTileColumns * kColumnVectors;
+constexpr int kPartVectors = kBlockPlanes * kPlaneVectors;
+constexpr int kRowVectors = C::parts * kPartVectors;
+
+// A stage of grad_output. Its units of 16 bytes' columns are padded, so that neighbouring columns
+// of one row, that are copied together, lie in different banks.
+constexpr int kStageChannels = C::channel_groups * kOutputs;
+constexpr int kStageUnits = C::stage_columns / kVector;
+constexpr int kStageRows = kStageChannels * kPhases;
+constexpr int kUnitBytes =
+    (kStageRows + (kStageUnits > 1 && kStageUnits < 8 ? 8 / kStageUnits : 1)) * 16;
+// Of channels-last tensors, phases are padded: a warp reads one pixel of all of them.
+constexpr int kPixelBytes = kStageChannels * kScalarBytes;
+constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
+constexpr int kStageBytes =
+    C::grad_channels_last ? kPhases * kPhaseBytes : kStageUnits * kUnitBytes;
+constexpr int kBodyColumns = 8;  // that a consumer takes at a time
+static_assert(C::stage_columns % kBodyColumns == 0, "");
+
+constexpr int kInputRing = 0;
+constexpr int kGradRing = kInputRing + C::input_stages * kRowVectors * 16;
+constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::grad_stages) <= C::shared_bytes, "");
+static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
+
+struct Barriers {
+  Barrier input_full[C::input_stages];
+  Barrier input_empty[C::input_stages];
+  Barrier grad_full[C::grad_stages];
+  Barrier grad_empty[C::grad_stages];
+};
+
+__device__ __forceinline__ Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// A position in two laps of a ring of stages, whose parities differ. Producers start a lap ahead:
+// the stages are empty.
+template <int kRingStages>
+struct Ring {
+  int position;
+
+  __device__ explicit Ring(int laps) : position(laps * kRingStages) {}
+  __device__ int stage() const {
+    return position < kRingStages ? position : position - kRingStages;
+  }
+  __device__ unsigned parity() const { return position >= kRingStages; }
+  // The position so many stages further on.
+  __device__ Ring operator+(int stages) const {
+    Ring later(*this);
+    later.position += stages;
+    if (later.position >= 2 * kRingStages) later.position -= 2 * kRingStages;
+    return later;
+  }
+  __device__ void advance() { *this = *this + 1; }
+};
+
+// --- Producers: the output's gradient ------------------------------------------------------------
+
+constexpr int kProducers = 64;  // threads, for each of the two tensors
+constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutChannel = C::out_height * C::out_width;
+
+// By how many columns a step begins early: all phases and channels of a row are aligned alike.
+__device__ __forceinline__ int early(int output_row) {
+  return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
+}
+
+// Copies 16 bytes of an output row, from a column on; zeros beyond its ends, or if not `valid`
+// (then `row` is just an aligned address).
+__device__ __forceinline__ void copy_unit(unsigned char* target, const Scalar* row, int column,
+                                          bool valid) {
+  Scalar* const unit = reinterpret_cast<Scalar*>(target);
+  const bool inside = column >= 0 && column + kVector <= C::out_width;
+  if (C::grad_vector == kVector && (inside || !valid)) {
+    copy_elements<kVector>(unit, row + (valid ? column : 0), valid);
+  } else {
+    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
+#pragma unroll
+    for (int i = 0; i < kVector; i += kCopied) {
+      const int at = column + i;
+      const bool exists = valid && at >= 0 && at < C::out_width;
+      copy_elements<kCopied>(unit + i, row + (exists ? at : 0), exists);
+    }
+  }
+}
+
+// Where a phase of a step lies in grad_output.
+struct PhasePlace {
+  int image;
+  int row;
+  bool exists;
+
+  // From where phase 0 lies.
+  __device__ PhasePlace(int first_image, int first_row, int phase, int batch) {
+    image = first_image + phase % C::phase_images;
+    row = first_row + phase / C::phase_images * (kSteps * kRowStep);
+    exists = image < batch && row < C::out_height;
+  }
+};
+
+// What a thread copies: one unit of columns of some rows of a stage, a row for every channel and
+// phase.
+struct RowCopier {
+  static constexpr int kPassRows = kProducers / kStageUnits;
+  static constexpr int kPassChannels = kPassRows / kPhases;
+  static constexpr int kPasses = kStageRows / kPassRows;
+  static_assert(kPassRows % kPhases == 0 && kStageRows % kPassRows == 0, "a thread has one phase");
+
+  const Scalar* channels;  // of the first pass
+  int channels_left;       // in the group
+  int phase;
+  int column;  // of the stage
+  int target;  // in the stage
+
+  __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    const int unit = thread % kStageUnits;
+    const int row = thread / kStageUnits;
+    const int channel = tile.output + row / kPhases;
+    channels =
+        grad_output + static_cast<long long>(tile.group * C::group_out + channel) * kOutChannel;
+    channels_left = C::group_out - channel;
+    phase = row % kPhases;
+    column = unit * kVector;
+    target = unit * kUnitBytes + row * 16;
+  }
+
+  // Copies a stage that begins at column `first` of an output row.
+  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
+                                       int row_of_first, int first) const {
+    const PhasePlace place(image_of_first, row_of_first, phase, batch);
+    const Scalar* source =
+        channels + (place.exists
+                        ? static_cast<long long>(place.image) * kOutImage + place.row * C::out_width
+                        : 0);
+    const int at = first - early(row_of_first) + column;
+#pragma unroll 2
+    for (int i = 0; i < kPasses; ++i) {
+      const bool exists = C::group_out % kStageChannels == 0 || i * kPassChannels < channels_left;
+      copy_unit(stage + target + i * (kPassRows * 16), exists ? source : channels, at,
+                place.exists && exists);
+      source += kPassChannels * kOutChannel;
+    }
+  }
+};
+
+// The same for channels-last tensors: 16 bytes of some columns' channels, in all phases.
+struct PixelCopier {
+  static constexpr int kPixelVectors = kStageChannels / kVector;
+  static constexpr int kPassColumns = kProducers / kPixelVectors;
+  static constexpr int kOutChannels = C::groups * C::group_out;
+  static_assert(C::stage_columns % kPassColumns == 0, "whole passes");
+
+  const Scalar* channels;
+  int channels_left;  // in the group
+  int column;         // of the stage, in the first pass
+  int target;         // in a phase of the stage
+
+  __device__ PixelCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    const int channel = thread % kPixelVectors * kVector;
+    channels = grad_output + (tile.group * C::group_out + tile.output + channel);
+    channels_left = C::group_out - tile.output - channel;
+    column = thread / kPixelVectors;
+    target = column * kPixelBytes + channel * kScalarBytes;
+  }
+
+  // Copies a stage that begins at column `first` of an output row.
+  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
+                                       int row_of_first, int first) const {
+#pragma unroll 1
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const PhasePlace place(image_of_first, row_of_first, phase, batch);
+      const Scalar* const row = channels + static_cast<long long>(place.image) * kOutImage +
+                                place.row * (C::out_width * kOutChannels);
+#pragma unroll
+      for (int i = 0; i < C::stage_columns; i += kPassColumns) {
+        const int at = first + column + i;
+        Scalar* const pixel =
+            reinterpret_cast<Scalar*>(stage + phase * kPhaseBytes + target + i * kPixelBytes);
+#pragma unroll
+        for (int j = 0; j < kVector; j += C::grad_vector) {
+          const bool exists = place.exists && at < C::out_width &&
+                              (C::group_out % kStageChannels == 0 || j < channels_left);
+          copy_elements<C::grad_vector>(pixel + j, exists ? row + at * kOutChannels + j : channels,
+                                        exists);
+        }
+      }
+    }
+  }
+};
+
+template <bool kChannelsLast>
+struct CopierFor {
+  using type = RowCopier;
+};
+template <>
+struct CopierFor<true> {
+  using type = PixelCopier;
+};
+using GradCopier = CopierFor<C::grad_channels_last>::type;
+
+// Two warps: copy grad_output, as many stages ahead as there are.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+  Share share = work.share();
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool first_lane = thread % 32 == 0;
+  const GradCopier copier(grad_output, work.tile(), thread);
+  constexpr int kAhead = C::grad_stages - 1;
+  Ring<C::grad_stages> at(1), landed(0);
+  int under_way = 0;
+  while (share.more()) {
+    const Run run = share.next();
+    const int stages = stages_of(run.strip);
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+#pragma unroll 1
+      for (int i = 0; i < stages; ++i) {
+        barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
+        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, work.batch, run.image,
+                    run.output_row(step), run.strip * kStripColumns + i * C::stage_columns);
+        copy_async_commit();
+        at.advance();
+        if (under_way < kAhead) {
+          ++under_way;
+          continue;
+        }
+        copy_async_wait<kAhead>();
+        __syncwarp();
+        if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
+        landed.advance();
+      }
+    }
+  }
+  copy_async_wait<0>();
+  __syncwarp();
+  for (; under_way > 0; --under_way) {
+    if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
+    landed.advance();
+  }
+}
+
+// --- Producers: the input ------------------------------------------------------------------------
+
+using Quad = Vector<Scalar, kQuad>;
+
+// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases; of
+// channels-last tensors 4 channels of a column.
+constexpr int kBlockOctets = kBlockPlanes * C::product_octets;
+constexpr int kUnitColumns = 16;
+
+// Of an input row, for so many columns of an output row.
+__host__ __device__ constexpr int units_of(int columns) {
+  return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
+}
+constexpr int kUnits = units_of(kStripColumns);
+constexpr int kInputWarps = kProducers / 32;
+
+// Input rows from a strip of rows to the next.
+constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
+
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+__device__ __forceinline__ bool is_below(int value, int bound) {
+  return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// Starts loading 4 neighbours, of which the first is number `first` of `count`; zeros where there
+// are none. A vector is there as a whole or not at all.
+__device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int count) {
+  Quad quad;
+  if constexpr (C::vector_input && kScalarBytes == 4) {
+    const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else if constexpr (C::vector_input) {
+    const uint2 bits = load_or_zero(reinterpret_cast<const uint2*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      quad.element[i] = load_element(source + i, is_below(first + i, count));
+    }
+  }
+  return quad;
+}
+
+using Phases = Vector<Scalar, kPhases>;
+
+// Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
+  Vector<float, 4> low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float value = phases.element[i];
+    if constexpr (C::parts == 2) {
+      phases.element[i] = round_to_tf32(value);
+      low.element[i] = round_operand_to_tf32(value - phases.element[i]);
+    } else {
+      phases.element[i] = round_operand_to_tf32(value);
+    }
+  }
+  if constexpr (C::parts == 2) {
+    *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
+  }
+  *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+}
+// 16-bit types as they are.
+template <class Half>
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half, 8> phases) {
+  *reinterpret_cast<Vector<Half, 8>*>(target) = phases;
+}
+
+// What a lane loads: its place in the first of its warp's units. Units follow each other along
+// octets, then along columns.
+struct InputLoader {
+  const Scalar* row;  // row 0 of image 0, of the lane's channel
+  int channel;        // in an octet
+  int channels_left;  // in the group, from there on
+  int column;         // in a unit
+  int first_column;   // of the tile, if the strip is the first
+  int warp;
+  int lane;
+
+  __device__ InputLoader(const Scalar* input, const Tile& tile, int thread) {
+    warp = thread / 32;
+    lane = thread % 32;
+    channel = C::in_channels_last ? lane % 2 * kQuad : lane % kOctet;
+    column = C::in_channels_last ? lane / 2 : lane / kOctet * kQuad;
+    const int first_channel = tile.plane() * kPlaneChannels + channel;
+    channels_left = C::group_in - first_channel;
+    first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
+    row = input + static_cast<long long>(tile.group * C::group_in + first_channel) * kInChannel;
+  }
+
+  __device__ static int octet(int unit) { return unit % kBlockOctets; }
+  __device__ static int unit_column(int unit) { return unit / kBlockOctets * kUnitColumns; }
+  __device__ bool exists(int unit) const {
+    return (kUnits % (kInputWarps * C::batch) == 0 || unit < kUnits) &&
+           (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
+  }
+
+  // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
+  // are left, from the first on; `first` is the strip's column.
+  __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
+                                       Quad (&quads)[kPhases]) const {
+    const int x = first + first_column + unit_column(unit) + column;
+    const int left = channels_left - octet(unit) * kOctet;
+    const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
+    // The neighbours are channels, or columns.
+    const int number = C::in_channels_last ? 0 : x;
+    const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
+    const Scalar* const source =
+        image + (octet(unit) * kOctet * kInChannel + y * kInRow + x * kInColumn);
+#pragma unroll
+    for (int phase = 0; phase < kPhases; ++phase) {
+      constexpr long long kImage = kInImage;
+      const int of_image = phase % C::phase_images;
+      const int below = phase / C::phase_images * kStripRows;
+      const bool exists = of_image < images && is_below(y + below, C::in_height);
+      quads[phase] =
+          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow), number,
+                    exists ? count : 0);
+    }
+  }
+
+  // Writes it to a row of the ring.
+  __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
+                                        const Quad (&quads)[kPhases]) const {
+    if (!exists(unit)) return;
+    const int plane = octet(unit) / C::product_octets;
+    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
+                       (unit_column(unit) + column) * kColumnVectors;
+    constexpr int kNeighbour = C::in_channels_last ? 1 : kColumnVectors;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      Phases phases;
+#pragma unroll
+      for (int phase = 0; phase < kPhases; ++phase) {
+        phases.element[phase] = quads[phase].element[i];
+      }
+      store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+    }
+  }
+
+  // Loads units of a row and writes them to the ring, as soon as there is room.
+  __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
+                                           int units, const Ring<C::input_stages>& at) const {
+    unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
+#pragma unroll 1
+    for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
+      Quad quads[C::batch][kPhases];
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) {
+        load(image, images, y, first, unit + kInputWarps * k, quads[k]);
+      }
+      if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, quads[k]);
+    }
+    // With one unit there is nothing to do for the second warp but to wait.
+    if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
+  }
+};
+
+// Two warps: load the rows of every run.
+__device__ __forceinline__ void load_input(const Scalar* input, const Work& work) {
+  const Tile tile = work.tile();
+  Share share = work.share();
+  const InputLoader loader(input, tile, static_cast<int>(threadIdx.x) - kProducers);
+  const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
+  Ring<C::input_stages> at(1);
+  while (share.more()) {
+    const Run run = share.next();
+    const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
+    const int first_column = run.strip * (kStripColumns * C::stride_width);
+    const int units = units_of(stages_of(run.strip) * C::stage_columns);
+    const int rows = run.steps * kNewRows + kOldRows;
+    int y = run.output_row(0) * C::stride_height + tap_row;
+    int until_skip = kNewRows;
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      loader.copy_row(image, work.batch - run.image, y, first_column, units, at);
+      fence_async_shared();
+      __syncwarp();
+      if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
+      at.advance();
+      y += C::dilation_height;
+      // Rows that no tap reads are left out.
+      if (kRowAdvance > kNewRows && --until_skip == 0) {
+        y += (kRowAdvance - kNewRows) * C::dilation_height;
+        until_skip = kNewRows;
+      }
+    }
+  }
+}
+
+// --- Consumers -----------------------------------------------------------------------------------
+
+using Sums = float[C::segments][kSums];
+// Of a thread, in groups of four that lie together in the workspace.
+constexpr int kSlots = C::segments * kSums / 4;
+
+// 4 columns of grad_output as left operands: two products, each in `parts` parts.
+constexpr int kGroupColumns = 4;
+constexpr int kGroupProducts = 2;
+using Fragments = unsigned[C::parts][kGroupProducts][4];
+
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  const float rounded = round_to_tf32(value);
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+}
+
+// 4 columns of one channel and phase; `stage` is where the first of all columns is.
+__device__ __forceinline__ float4 load_columns(const unsigned char* stage, int column) {
+  if constexpr (C::grad_channels_last) {
+    const auto at = [&](int i) {
+      return *reinterpret_cast<const float*>(stage + (column + i) * kPixelBytes);
+    };
+    return make_float4(at(0), at(1), at(2), at(3));
+  } else {
+    return *reinterpret_cast<const float4*>(stage + column / kVector * kUnitBytes);
+  }
+}
+
+// Of float32, a thread has one phase of two channels, 8 apart.
+__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
+                                               int column, float) {
+  constexpr int kNext = C::grad_channels_last ? 8 * kScalarBytes : 8 * kPhases * 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float4 four = load_columns(stage + half * kNext, column);
+    const float values[kGroupColumns] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
+      if constexpr (C::parts == 2) {
+        split(values[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
+      } else {
+        target = __float_as_uint(round_operand_to_tf32(values[i]));
+      }
+    }
+  }
+}
+
+// Of 16-bit types, two neighbouring phases of two channels.
+template <class Half>
+__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
+                                               int column, Half) {
+  if constexpr (C::grad_channels_last) {
+#pragma unroll
+    for (int k = 0; k < kGroupProducts; ++k) {
+      load_transposed(fragments[0][k], stage + (column + 2 * k) * kPixelBytes);
+    }
+  } else {
+    const unsigned char* const source =
+        stage + column / kVector * kUnitBytes + column % kVector * kScalarBytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 even = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16));
+      const uint2 odd = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16) + 16);
+      fragments[0][0][half] = (even.x & 0xffffu) | odd.x << 16;
+      fragments[0][0][half + 2] = even.x >> 16 | (odd.x & 0xffff0000u);
+      fragments[0][1][half] = (even.y & 0xffffu) | odd.y << 16;
+      fragments[0][1][half + 2] = even.y >> 16 | (odd.y & 0xffff0000u);
+    }
+  }
+}
+
+// Where in a stage a thread's fragments begin; `channel` is the warp's first.
+__device__ __forceinline__ int first_fragment(int channel, int lane) {
+  if constexpr (!C::grad_channels_last) {
+    return ((channel + lane / 4) * kPhases + lane % 4 * (kPhases / 4)) * 16;
+  } else if constexpr (kScalarBytes == 4) {
+    return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
+  } else {
+    // load_transposed wants of a lane a row of one of four matrices, phases by channels: of 8
+    // channels and of the next 8, in a column and in the next.
+    return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
+           (channel + lane / 8 % 2 * 8) * kScalarBytes;
+  }
+}
+
+__device__ __forceinline__ void hold_sums(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < C::segments; ++i) hold_registers(sums[i]);
+}
+
+__device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
+
+// A warpgroup that multiplies. Sums take nearly all registers: what is easily found again is not
+// kept.
+struct Consumer {
+  int fragment;  // where in a stage the thread's first fragment begins, in bytes
+  int segment;   // first, from the first of the block's first plane
+  bool accumulate = false;
+  Ring<C::input_stages> row{0};  // the first row of a step
+  Ring<C::grad_stages> grad{0};
+
+  __device__ explicit Consumer(const Tile& tile) {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    const int warpgroup = thread / 128;
+    const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
+    fragment = first_fragment(channel, thread % 32);
+    segment = tile.segment - tile.plane() * C::kernel_rows +
+              (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+  }
+
+  // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
+  // or if there is but one, the next tap.
+  __device__ static Matrix ring() {
+    return matrix(shared_memory() + kInputRing, C::stride_width * kColumnVectors * 16,
+                  128 * (C::product_octets == 1 ? C::dilation_width : 1));
+  }
+
+  // Waits for rows of this step.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void wait_for_rows() const {
+#pragma unroll
+    for (int i = kFirst; i < kEnd; ++i) {
+      const Ring<C::input_stages> at = row + i;
+      barrier_wait(&barriers().input_full[at.stage()], at.parity());
+    }
+  }
+
+  // Gives back the step's first rows.
+  __device__ __forceinline__ void release_rows(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (is_first_lane()) barrier_arrive(&barriers().input_empty[row.stage()]);
+      row.advance();
+    }
+  }
+
+  // Where each segment's products begin in the rows of this step: the lower half of a matrix, the
+  // only one that differs.
+  __device__ __forceinline__ void find_segments(unsigned (&starts)[C::segments],
+                                                int early_columns) const {
+    // Known at compile time where a warpgroup's first segment is a plane's first.
+    constexpr bool kWholePlanes = C::segments % C::kernel_rows == 0;
+    const int column = kShift + (C::lead - early_columns) * C::stride_width;
+    const unsigned first = static_cast<unsigned>(ring()) + column * kColumnVectors +
+                           (kWholePlanes ? segment / C::kernel_rows * kPlaneVectors : 0);
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+      const int at = kWholePlanes ? i : segment + i;
+      starts[i] = first + (row + at % C::kernel_rows).stage() * kRowVectors +
+                  at / C::kernel_rows * kPlaneVectors;
+    }
+  }
+
+  // The products of 4 columns, `column` after where the segments start.
+  template <int kLeftPart, int kRightPart>
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
+                                           const unsigned (&starts)[C::segments], int column,
+                                           bool accumulate_first) const {
+#pragma unroll
+    for (int k = 0; k < kGroupProducts; ++k) {
+#pragma unroll
+      for (int i = 0; i < C::segments; ++i) {
+        const int offset =
+            (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
+        const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
+        wgmma<kColumns>(Operand{}, sums[i], fragments[kLeftPart][k], right,
+                        k > 0 || accumulate_first);
+      }
+    }
+  }
+
+  // The products of a stage. While one group of them is computed, the next one's left operands are
+  // loaded to other registers.
+  __device__ __forceinline__ void multiply_stage(Sums& sums, Fragments (&fragments)[2],
+                                                 unsigned (&starts)[C::segments],
+                                                 const unsigned char* stage) {
+#pragma unroll 1
+    for (int column = 0; column < C::stage_columns; column += kBodyColumns) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        load_fragments(fragments[group], stage + fragment, column + group * kGroupColumns,
+                       Scalar{});
+        wgmma_fence();
+        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
+                       group > 0 || accumulate);
+        wgmma_commit();
+        wgmma_wait<1>();
+      }
+      accumulate = true;
+      move_on(starts);
+    }
+  }
+
+  // The same in two levels, for numbers in two parts. Large products come last: what small ones add
+  // is not lost.
+  __device__ __forceinline__ void multiply_stage_split(Sums& sums, Sums& totals,
+                                                       Fragments (&fragments)[2],
+                                                       unsigned (&starts)[C::segments],
+                                                       const unsigned char* stage) {
+#pragma unroll 1
+    for (int column = 0; column < C::stage_columns; column += kBodyColumns) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        constexpr int kLow = C::parts - 1;
+        load_fragments(fragments[group], stage + fragment, column + group * kGroupColumns,
+                       Scalar{});
+        wgmma_fence();
+        multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+        multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
+        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+      hold_sums(sums);
+#pragma unroll
+      for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+        for (int j = 0; j < kSums; ++j) totals[i][j] += sums[i][j];
+      }
+      move_on(starts);
+    }
+  }
+
+  __device__ __forceinline__ void move_on(unsigned (&starts)[C::segments]) const {
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+      starts[i] += kBodyColumns * C::stride_width * kColumnVectors;
+    }
+  }
+
+  // The products of a step.
+  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int stages, int early_columns) {
+    unsigned starts[C::segments];
+    Fragments fragments[2];
+    find_segments(starts, early_columns);
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
+      const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
+      if constexpr (C::parts == 2) {
+        multiply_stage_split(sums, totals, fragments, starts, stage);
+      } else {
+        multiply_stage(sums, fragments, starts, stage);
+      }
+      __syncwarp();
+      if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
+      grad.advance();
+    }
+    wgmma_wait<0>();
+  }
+};
+
+// Adds a thread's sums to its slots of the workspace, or sets those.
+template <bool kSet>
+__device__ __forceinline__ void flush(const Sums& sums, float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * 128] = values;
+    } else {
+      add_to_memory(slots + i * 128, values);
+    }
+  }
+}
+__device__ __forceinline__ void flush(Sums& sums, float4* slots, bool set) {
+  hold_sums(sums);
+  if (set) {
+    flush<true>(sums, slots);
+  } else {
+    flush<false>(sums, slots);
+  }
+}
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// A block's slots: [warpgroup][slot][thread].
+__device__ __forceinline__ long long slots_of(int block, int warpgroup) {
+  return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
+}
+
+__device__ __forceinline__ void consume(float4* workspace, const Work& work) {
+  Share share = work.share();
+  Consumer consumer(work.tile());
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
+  Sums sums, more;
+  // Where numbers are in two parts, `more` collects the sums.
+  Sums& totals = C::parts == 2 ? more : sums;
+  clear(totals);
+  int steps = 0;  // since the last flush
+  bool flushed = false;
+  while (share.more()) {
+    const Run run = share.next();
+    consumer.wait_for_rows<0, kOldRows>();
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+      consumer.wait_for_rows<kOldRows, C::kernel_rows>();
+      consumer.compute(sums, totals, stages_of(run.strip), early(run.output_row(step)));
+      consumer.release_rows(kNewRows);
+      if (++steps == C::flush_steps) {
+        flush(totals, slots, !flushed);
+        flushed = true;
+        steps = 0;
+        consumer.accumulate = false;
+        if constexpr (C::parts == 2) clear(totals);
+      }
+    }
+    consumer.release_rows(kOldRows);
+  }
+  if (steps > 0 || !flushed) flush(totals, slots, !flushed);
+}
+
+__device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
+                                            float4* workspace, const Work& work) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::input_stages; ++i) {
+      barrier_init(&barriers().input_full[i], kInputWarps);
+      barrier_init(&barriers().input_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < C::grad_stages; ++i) {
+      barrier_init(&barriers().grad_full[i], kProducers / 32);
+      barrier_init(&barriers().grad_empty[i], kConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    give_back_registers<C::producer_registers>();
+    if (warp < 2) {
+      load_grad(grad_output, work);
+    } else {
+      load_input(input, work);
+    }
+  } else {
+    take_registers<C::consumer_registers>();
+    consume(workspace, work);
+  }
+}
+
+// --- The second kernel ---------------------------------------------------------------------------
+
+// One of four neighbouring sums of a thread: which weight it is.
+struct Weight {
+  int output;  // channels, in the group
+  int input;
+  int row;
+  int column;
+
+  __device__ Weight(const Tile& tile, int warpgroup, int slot, int thread, int element) {
+    const int segment =
+        tile.segment + slot * 4 / kSums + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+    const int core = slot * 4 % kSums / 4;  // of the product: octets of taps
+    const int lane = thread % 32;
+    output = tile.output + (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
+             lane / 4 + element / 2 * 8;
+    input = segment / C::kernel_rows * kPlaneChannels + core % C::product_octets * kOctet +
+            lane % 4 * 2 + element % 2;
+    row = tile.kernel_row + segment % C::kernel_rows;
+    column = tile.piece * C::product_taps + core / C::product_octets;
+  }
+
+  __device__ bool exists() const {
+    return output < C::group_out && input < C::group_in && row < C::kernel_height &&
+           column < C::kernel_width;
+  }
+};
+
+// Adds up the slots of every weight, workers in order, and writes it where its strides say.
+__device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int first_tile,
+                                       int tiles, int workers) {
+  constexpr int kBlockSlots = kConsumers * kSlots * 128;
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
+    const Tile tile(first_tile + i / kBlockSlots);
+    const float4* const first = workspace + i;
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int worker = 0; worker < workers; ++worker) {
+      const float4 partial = first[static_cast<long long>(worker) * tiles * kBlockSlots];
+      total.x += partial.x;
+      total.y += partial.y;
+      total.z += partial.z;
+      total.w += partial.w;
+    }
+    const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Weight weight(tile, i / (kSlots * 128) % kConsumers, i / 128 % kSlots, i % 128, j);
+      if (!weight.exists()) continue;
+      grad[static_cast<long long>(tile.group * C::group_out + weight.output) *
+               C::weight_stride_out +
+           static_cast<long long>(weight.input) * C::weight_stride_in +
+           static_cast<long long>(weight.row) * C::weight_stride_height +
+           static_cast<long long>(weight.column) * C::weight_stride_width] =
+          narrow<Scalar>(values[j]);
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
+                int first_tile, int tiles, int workers, int batch) {
+  fastconv::hopper::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    reduce(const float4* workspace, Config::Scalar* grad, int first_tile, int tiles, int workers) {
+  fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+}

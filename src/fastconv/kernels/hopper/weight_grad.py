@@ -1,0 +1,493 @@
+"""Plans weight gradients with ``weight_grad.cuh``.
+
+The rules: of all ways to cut the weights into products that fit registers and shared memory, the
+one whose slowest part (products, or loads of either tensor) is estimated to take least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.problem import Problem
+
+THREADS = 384
+CONSUMERS = 2  # warpgroups
+OUTPUTS = 64  # channels of a product
+OCTET = 8  # input channels
+QUAD = 4  # input columns that are loaded together
+
+MOST_COLUMNS = 256  # of a product
+# Of a warpgroup, so that a thread's sums (and their totals, of numbers in two parts) fit registers.
+MOST_BLOCK_COLUMNS = {1: 360, 2: 184}
+MOST_SEGMENTS = 5  # products of a rolled loop
+# The error of the tensor core's sums grows with the number of products added, in float32's too.
+FLUSH_PRODUCTS = 512
+# Additions to totals that are flushed together: each level rounds.
+FLUSH_ADDITIONS = 64
+BODY_COLUMNS = 8
+STAGE_COLUMNS = 16
+MOST_STRIP_STAGES = 8
+MOST_GRAD_STAGES = 4
+FEWEST_GRAD_STAGES = 3
+WORKSPACE_BYTES = 64 << 20
+REDUCE_THREADS = 256
+MOST_REDUCE_BLOCKS = 4096
+
+# Estimated cycles of one processor.
+NARROW_CYCLES = 8.0  # of a product of few columns, beyond its multiplications
+INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
+GRAD_CYCLES = 1.2  # to copy 16 bytes of the output's gradient, in one piece
+OVERLAP_LOSS = 0.25
+STEP_CYCLES = 300.0
+BLOCK_CYCLES = 6000.0  # to start and to end
+FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
+
+    ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
+    output's gradient, ``weight_strides`` the result's.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    _check(problem, operands, gpu)
+    tile = _choose_tile(problem, operands, gpu)
+    _check_worth(tile, gpu)
+    most_blocks = WORKSPACE_BYTES // tile.block_bytes
+    tiles_at_once = min(tile.count, most_blocks)
+    workers = tile.workers(gpu)
+    kernel = tuple(_constants(tile).items())
+    launches: list[Launch] = []
+    for first in range(0, tile.count, tiles_at_once):
+        tiles = min(tiles_at_once, tile.count - first)
+        launches.append(
+            Launch(
+                Kernel("hopper/weight_grad.cuh", "weight_grad", kernel),
+                (tiles * workers, 1, 1),
+                THREADS,
+                tile.shared_bytes,
+                ("grad_output", "input", "scratch", first, tiles, workers, problem.batch),
+            )
+        )
+        slots = tiles * tile.block_bytes // 16
+        launches.append(
+            Launch(
+                Kernel("hopper/weight_grad.cuh", "reduce", kernel),
+                (min(ceil_div(slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
+                REDUCE_THREADS,
+                0,
+                ("scratch", "output", first, tiles, workers),
+            )
+        )
+    scratch = tiles_at_once * workers * tile.block_bytes
+    return Plan(tuple(launches), scratch, "hopper", _why(tile))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes, and how it walks through the images."""
+
+    problem: Problem
+    operands: Operands
+    channel_groups: int
+    kernel_rows: int
+    product_taps: int
+    product_octets: int
+    segments: int
+    phase_images: int
+    strip_stages: int = 0
+    input_stages: int = 0
+    grad_stages: int = 0
+
+    @property
+    def parts(self) -> int:
+        return _parts(self.operands)
+
+    @property
+    def products(self) -> int:
+        return 3 if self.parts == 2 else 1
+
+    @property
+    def vector(self) -> int:
+        return self.operands.vector
+
+    @property
+    def group_in(self) -> int:
+        return self.problem.in_channels // self.problem.groups
+
+    @property
+    def group_out(self) -> int:
+        return self.problem.out_channels // self.problem.groups
+
+    @property
+    def columns(self) -> int:
+        """Of a product."""
+        return self.product_taps * self.product_octets * OCTET
+
+    # --- Weights ---------------------------------------------------------------------------------
+
+    @property
+    def planes(self) -> int:
+        return ceil_div(self.group_in, self.product_octets * OCTET)
+
+    @property
+    def block_segments(self) -> int:
+        return self.segments * CONSUMERS // self.channel_groups
+
+    @cached_property
+    def block_planes(self) -> int:
+        """That a block's segments lie in, at most."""
+        segments, rows = self.block_segments, self.kernel_rows
+        if segments % rows == 0:
+            return segments // rows
+        return 1 if rows % segments == 0 else (segments - 2) // rows + 2
+
+    @cached_property
+    def count(self) -> int:
+        """Tiles of all the weights."""
+        height, width = self.problem.kernel_size
+        return (
+            self.problem.groups
+            * ceil_div(self.group_out, self.channel_groups * OUTPUTS)
+            * ceil_div(height, self.kernel_rows)
+            * ceil_div(width, self.product_taps)
+            * ceil_div(self.planes * self.kernel_rows, self.block_segments)
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the workspace."""
+        return CONSUMERS * OUTPUTS * self.segments * self.columns * 4
+
+    # --- Pixels ----------------------------------------------------------------------------------
+
+    @property
+    def phase_strips(self) -> int:
+        return self.vector // self.phase_images
+
+    @property
+    def row_step(self) -> int:
+        dilation = self.problem.dilation[0]
+        return dilation // math.gcd(self.problem.stride[0], dilation)
+
+    @property
+    def new_rows(self) -> int:
+        stride = self.problem.stride[0]
+        return min(stride // math.gcd(stride, self.problem.dilation[0]), self.kernel_rows)
+
+    @cached_property
+    def steps(self) -> int:
+        """Of a strip of rows."""
+        height, width = self.problem.output_size
+        steps = ceil_div(ceil_div(height, self.row_step), self.phase_strips)
+        if self.lead == 0 or self.phase_strips == 1:
+            return steps
+        # Rows of one step are aligned alike in all strips.
+        return round_up(steps, self.vector // math.gcd(self.vector, self.row_step * width))
+
+    @cached_property
+    def grad_vector(self) -> int:
+        """Elements of the copies of the output's gradient."""
+        height, width = self.problem.output_size
+        if self.operands.output_channels_last:
+            return self.operands.widest_vector(self.group_out)
+        # All rows with the same number begin equally far from a multiple of 16 bytes.
+        if self.operands.aligned and height * width % self.vector == 0:
+            return self.vector
+        return self.operands.widest_vector(width)
+
+    @cached_property
+    def lead(self) -> int:
+        """Columns by which the copies of a row begin early, at most."""
+        if self.grad_vector < self.vector or self.operands.output_channels_last:
+            return 0
+        return self.vector - math.gcd(self.vector, self.problem.output_size[1])
+
+    @cached_property
+    def stages(self) -> int:
+        """Of an output row."""
+        return ceil_div(self.problem.output_size[1] + self.lead, self.stage_columns)
+
+    @cached_property
+    def stage_columns(self) -> int:
+        width = self.problem.output_size[1]
+        narrow = width < 64 and 0 < width % STAGE_COLUMNS <= BODY_COLUMNS
+        return BODY_COLUMNS if narrow else STAGE_COLUMNS
+
+    @property
+    def strip_columns(self) -> int:
+        return self.strip_stages * self.stage_columns
+
+    @property
+    def image_groups(self) -> int:
+        return ceil_div(self.problem.batch, self.phase_images)
+
+    @property
+    def all_stages(self) -> int:
+        """What workers share."""
+        return self.image_groups * self.row_step * self.steps * self.stages
+
+    # --- Shared memory ---------------------------------------------------------------------------
+
+    @cached_property
+    def vector_input(self) -> bool:
+        """Whether four neighbours of the input, in a row or of a pixel, are aligned."""
+        if self.operands.input_channels_last:
+            return self.operands.aligned and self.group_in % QUAD == 0
+        piece = self.product_taps * self.problem.dilation[1]
+        one_piece = self.product_taps >= self.problem.kernel_size[1]
+        return (
+            self.operands.aligned
+            and self.problem.input_size[1] % QUAD == 0
+            and (one_piece or piece % QUAD == 0)
+        )
+
+    @cached_property
+    def tile_columns(self) -> int:
+        stride, dilation = self.problem.stride[1], self.problem.dilation[1]
+        shift = -(self.lead * stride + self.problem.padding.left) % QUAD
+        return round_up(
+            (shift if self.vector_input and not self.operands.input_channels_last else 0)
+            + (self.strip_columns - 1 + self.lead) * stride
+            + (self.product_taps - 1) * dilation
+            + 1,
+            QUAD,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        channels = self.block_planes * self.product_octets * OCTET
+        return self.parts * channels * self.tile_columns * 16
+
+    @property
+    def stage_bytes(self) -> int:
+        if self.operands.output_channels_last:
+            pixel = self.channel_groups * OUTPUTS * self.operands.scalar_bytes
+            return self.vector * (self.stage_columns * pixel + 8 * self.operands.scalar_bytes)
+        units = self.stage_columns // self.vector
+        padding = 8 // units if 1 < units < 8 else 1
+        return units * (self.channel_groups * OUTPUTS * self.vector + padding) * 16
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.input_stages * (self.row_bytes + 16) + self.grad_stages * (
+            self.stage_bytes + 16
+        )
+
+    def fitted(self, budget: int) -> Tile | None:
+        """With as many stages as fit ``budget`` bytes of shared memory; None if too few do."""
+        fewest = self.kernel_rows + self.new_rows
+        tile = replace(self, input_stages=fewest, grad_stages=FEWEST_GRAD_STAGES)
+        left = budget - tile.shared_bytes
+        if left < 0:
+            return None
+        more = min(left // (self.stage_bytes + 16), MOST_GRAD_STAGES - FEWEST_GRAD_STAGES)
+        left -= more * (self.stage_bytes + 16)
+        rows = min(left // (self.row_bytes + 16), self.new_rows + 1)
+        return replace(tile, grad_stages=FEWEST_GRAD_STAGES + more, input_stages=fewest + rows)
+
+    # --- Estimates -------------------------------------------------------------------------------
+
+    @property
+    def product_cycles(self) -> float:
+        narrow = NARROW_CYCLES if self.columns < 48 else 0.0
+        return self.columns / 2 + narrow * (48 - self.columns) / 40
+
+    def step_cycles(self, stages: int) -> float:
+        """What a step of a strip of so many stages takes a processor."""
+        strip = stages * self.stage_columns
+        multiply = CONSUMERS * self.segments * self.products * strip / 2 * self.product_cycles
+        columns = self.tile_columns - (self.strip_columns - strip) * self.problem.stride[1]
+        channels = self.block_planes * self.product_octets * OCTET
+        input_ = channels * columns * self.new_rows * INPUT_CYCLES * (1 + self.parts) / 2
+        pieces = 1 if self.grad_vector == self.vector else 2 * self.vector // self.grad_vector
+        grad = self.channel_groups * OUTPUTS * strip * pieces * GRAD_CYCLES
+        parts = (multiply, input_ * (1 if self.vector_input else 1.5), grad)
+        # They go on at the same time, but not quite without getting into each other's way.
+        return STEP_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """By which workers share steps: that of a strip, and of the last one, in 16 cycles."""
+        last = (self.stages - 1) % self.strip_stages + 1
+        return (
+            math.ceil(self.step_cycles(self.strip_stages) / 16),
+            math.ceil(self.step_cycles(last) / 16),
+        )
+
+    def cycles(self, gpu: Gpu) -> float:
+        """What all of it takes, about."""
+        workers = self.workers(gpu)
+        waves = ceil_div(self.count * workers, gpu.processors)
+        strips = ceil_div(self.stages, self.strip_stages)
+        rows = self.image_groups * self.row_step * self.steps / workers
+        # Where a walk begins, rows that steps share are loaded all at once.
+        rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
+        again = (1 + rows * strips / self.steps) * rows_again / 2
+        whole, last = self.weights
+        return waves * (BLOCK_CYCLES + 16 * (rows * ((strips - 1) * whole + last) + again * whole))
+
+    def workers(self, gpu: Gpu) -> int:
+        """Blocks that share the pixels: so many that few processors are idle at the end."""
+        count, processors = self.count, gpu.processors
+        most_blocks = WORKSPACE_BYTES // self.block_bytes
+        steps = max(self.all_stages // self.strip_stages, 1)
+        most = max(min(most_blocks // min(count, most_blocks), steps), 1)
+
+        def cost(workers: int) -> float:
+            waves = ceil_div(count * workers, processors)
+            return waves * (steps / workers + self.kernel_rows)
+
+        # As many as some number of waves has room for.
+        return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
+
+
+def _parts(operands: Operands) -> int:
+    return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
+
+
+def _check(problem: Problem, operands: Operands, gpu: Gpu) -> None:
+    group_in = problem.in_channels // problem.groups
+    group_out = problem.out_channels // problem.groups
+    if gpu.architecture != "sm_90a":
+        raise Declined(f"tensor-core kernels for {gpu.architecture}")
+    if operands.scalar == "double":
+        raise Declined("float64")
+    if problem.groups > 1 and min(group_in, group_out) < OCTET:
+        raise Declined(f"groups of {group_in} to {group_out} channels, fewer than {OCTET}")
+    image_in = problem.in_channels * problem.input_size[0] * problem.input_size[1]
+    image_out = problem.out_channels * problem.output_size[0] * problem.output_size[1]
+    if max(image_in, image_out) >= 2**30:
+        raise Declined("images of 2^30 elements and more")
+
+
+def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
+    best: Tile | None = None
+    least = math.inf
+    for candidate in _candidates(problem, operands):
+        tile = candidate.fitted(gpu.shared_bytes_per_block)
+        if tile is None or tile.block_bytes > WORKSPACE_BYTES:
+            continue
+        cycles = tile.cycles(gpu)
+        if cycles < least:
+            best, least = tile, cycles
+    if best is None:
+        raise Declined("input rows that do not fit shared memory")
+    if best.all_stages >= 2**31:
+        raise Declined("more than 2^31 stages of pixels")
+    return best
+
+
+def _check_worth(tile: Tile, gpu: Gpu) -> None:
+    portable = tile.problem.flops / 2 / (FFMA_PRODUCTS * gpu.processors)
+    if tile.cycles(gpu) > portable + BLOCK_CYCLES:
+        raise Declined("so few channels or pixels that most of the products would not count")
+
+
+def _candidates(problem: Problem, operands: Operands) -> Iterator[Tile]:
+    height, width = problem.kernel_size
+    octets = ceil_div(problem.in_channels // problem.groups, OCTET)
+    many_outputs = problem.out_channels // problem.groups > OUTPUTS
+    most_columns = MOST_BLOCK_COLUMNS[_parts(operands)]
+    phases = (1, operands.vector)[: min(problem.batch, 2)]
+    for taps, rows in product(_shares(width), _shares(height)):
+        # Taps that are further apart than octets of channels make a product of one octet.
+        joined = taps == 1 or problem.dilation[1] == 1
+        for product_octets in range(1, octets + 1 if joined else 2):
+            columns = taps * product_octets * OCTET
+            if columns > min(MOST_COLUMNS, most_columns):
+                break
+            planes = ceil_div(octets, product_octets)
+            for channel_groups, images in product((1, 2)[: 1 + many_outputs], phases):
+                needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
+                most = min(most_columns // columns, MOST_SEGMENTS, needed)
+                for segments in range(1, most + 1):
+                    tile = Tile(
+                        problem, operands, channel_groups, rows, taps, product_octets, segments,
+                        images,
+                    )  # fmt: skip
+                    yield from _with_strips(tile)
+
+
+def _shares(size: int) -> list[int]:
+    """What the largest of n equal shares can be, for any n."""
+    return sorted({ceil_div(size, n) for n in range(1, size + 1)})
+
+
+def _with_strips(tile: Tile) -> Iterator[Tile]:
+    """With strips of about equal widths."""
+    wanted = range(1, MOST_STRIP_STAGES + 1)
+    for stages in sorted({ceil_div(tile.stages, ceil_div(tile.stages, n)) for n in wanted}):
+        yield replace(tile, strip_stages=stages)
+
+
+def _constants(tile: Tile) -> dict[str, Constant]:
+    problem, operands = tile.problem, tile.operands
+    split = tile.parts == 2
+    sums = tile.segments * tile.columns // 2
+    producer = 72 if split else 40 if sums > 148 else 88
+    bodies = tile.strip_columns // BODY_COLUMNS
+    products = tile.strip_columns // 2
+    return {
+        "Scalar": operands.scalar,
+        "parts": tile.parts,
+        "groups": problem.groups,
+        "group_in": tile.group_in,
+        "group_out": tile.group_out,
+        "in_height": problem.input_size[0],
+        "in_width": problem.input_size[1],
+        "out_height": problem.output_size[0],
+        "out_width": problem.output_size[1],
+        "kernel_height": problem.kernel_size[0],
+        "kernel_width": problem.kernel_size[1],
+        "stride_height": problem.stride[0],
+        "stride_width": problem.stride[1],
+        "dilation_height": problem.dilation[0],
+        "dilation_width": problem.dilation[1],
+        "padding_top": problem.padding.top,
+        "padding_left": problem.padding.left,
+        "weight_stride_out": operands.weight_strides[0],
+        "weight_stride_in": operands.weight_strides[1],
+        "weight_stride_height": operands.weight_strides[2],
+        "weight_stride_width": operands.weight_strides[3],
+        "in_channels_last": operands.input_channels_last,
+        "grad_channels_last": operands.output_channels_last,
+        "vector_input": tile.vector_input,
+        "grad_vector": tile.grad_vector,
+        "lead": tile.lead,
+        "channel_groups": tile.channel_groups,
+        "kernel_rows": tile.kernel_rows,
+        "product_taps": tile.product_taps,
+        "product_octets": tile.product_octets,
+        "segments": tile.segments,
+        "phase_images": tile.phase_images,
+        "phase_strips": tile.phase_strips,
+        "steps": tile.steps,
+        "stage_columns": tile.stage_columns,
+        "strip_stages": tile.strip_stages,
+        "strip_weight": tile.weights[0],
+        "last_strip_weight": tile.weights[1],
+        "input_stages": tile.input_stages,
+        "grad_stages": tile.grad_stages,
+        "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),
+        "batch": 2 if producer == 88 else 1,
+        "producer_registers": producer,
+        # 384 threads are launched with 168 registers each.
+        "consumer_registers": (3 * 168 - producer) // 2,
+        "shared_bytes": tile.shared_bytes,
+    }
+
+
+def _why(tile: Tile) -> str:
+    return (
+        f"tensor cores: {tile.segments} products of {tile.columns} columns a warpgroup, "
+        f"{tile.product_taps} taps of {tile.product_octets * OCTET} channels each"
+    )
