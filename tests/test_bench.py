@@ -296,9 +296,10 @@ def test_kernels_are_compiled_before_the_first_row(
     arguments = ["bench", *FAST, "--shape", CAUSAL, "--precision", "ieee", "tf32", "--json"]
     assert cli.main(arguments) == 0
     assert all(arch == "sm_90a" for _, arch in built)
-    assert len(set(built)) == len(built) == 4  # the same for both precisions
+    assert len(set(built)) == len(built)  # each once, for whatever precision
+    assert {kernel.source.split("/")[0] for kernel, _ in built} == {"direct", "hopper"}
     captured = capsys.readouterr()
-    assert "compiling 4 kernels" in captured.err
+    assert f"compiling {len(built)} kernels" in captured.err
     assert all(row["compile_s"] > 0 for row in json.loads(captured.out)["rows"])
 
 
@@ -387,7 +388,7 @@ def test_verify_sees_a_wrong_last_image(monkeypatch: pytest.MonkeyPatch) -> None
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--device", "cpu", "--shape", SHAPE]) == 0
     shown = capsys.readouterr().out
-    for text in ("torch", "nvrtc", "cache", "direct", "correlate: grid", "the only family"):
+    for text in ("torch", "nvrtc", "cache", "direct", "correlate: grid", "does not take"):
         assert text in shown
     assert cli.main(["info", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cache"]["entries"] >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 Pair = tuple[int, int]
@@ -78,7 +79,7 @@ class Problem:
             self.dilation[1] * (self.kernel_size[1] - 1) + 1,
         )
 
-    @property
+    @cached_property
     def output_size(self) -> Pair:
         padded, extent = self.padded_size, self.kernel_extent
         return (

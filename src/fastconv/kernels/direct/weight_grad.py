@@ -216,6 +216,8 @@ def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
         for columns in STAGE_COLUMNS:
             if tile.shared_bytes > budget and columns < tile.stage_columns:
                 tile = replace(tile, stage_columns=columns)
+        while tile.shared_bytes > budget and tile.inputs_per_thread > 1:
+            tile = replace(tile, inputs_per_thread=tile.inputs_per_thread // 2)
         if tile.shared_bytes <= budget and tile.window <= MOST_WINDOW:
             return tile
     raise AssertionError("a single tap has no halo and fits every GPU")

@@ -37,8 +37,8 @@
 // row of all channels: then a block walks down the image, and each row is loaded once.
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
-// high_x low_y + high_x high_y: three products. The tensor core truncates as it accumulates, so
-// sums move to registers of their own after every stage of weights.
+// high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
+// truncates as it accumulates, so sums move to registers of their own after every stage of weights.
 #pragma once
 #include "include/tile.cuh"
 #include "include/wgmma.cuh"
@@ -801,6 +801,10 @@ struct Consumer {
           if (large) {
             wgmma<C::pixels>(Operand{}, sums, a, b, accumulate);
           } else {
+            if constexpr (C::low_products) {
+              wgmma<C::pixels>(Operand{}, sums, a + kPart, b + kPartPixels, accumulate);
+              accumulate = true;
+            }
             wgmma<C::pixels>(Operand{}, sums, a, b + kPartPixels, accumulate);
             wgmma<C::pixels>(Operand{}, sums, a + kPart, b, true);
           }

@@ -34,8 +34,10 @@ MOST_K_STEPS = 4
 # Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of
 # the tensor core's accumulation grows with its length.
 STAGE_PRODUCTS = 4
+SHORT_SUM = 128  # terms
 MOST_STAGE_PRODUCTS = 8
 MOST_WEIGHT_STAGES = 10
+ENOUGH_WEIGHT_STAGES = 6
 MOST_RESIDENT_BYTES = 100 * 1024
 WEIGHTS_LATENCY = 1500.0  # cycles
 
@@ -138,7 +140,7 @@ def _input_grad_layer(problem: Problem, operands: Operands) -> Layer:
 class Layer:
     """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
 
-    With a ``fold``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
+    With ``folding``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
     sizes and padding those of the tensors.
     """
 
@@ -155,7 +157,7 @@ class Layer:
     dilation: tuple[int, int]
     padding: tuple[int, int]
     weight_kernel: tuple[int, int]
-    fold: tuple[int, int] = (1, 1)
+    folding: tuple[int, int] = (1, 1)
 
     @property
     def vector(self) -> int:
@@ -173,7 +175,7 @@ class Layer:
             operands.input_channels_last
             and operands.aligned
             and self.group_in % operands.vector == 0
-            and self.fold == (1, 1)
+            and self.folding == (1, 1)
         )
 
     @property
@@ -185,12 +187,18 @@ class Layer:
             and operands.aligned
             and self.stride[1] == 1
             and self.in_size[1] % operands.vector == 0
-            and self.fold == (1, 1)
+            and self.folding == (1, 1)
         )
 
     @property
+    def low_products(self) -> bool:
+        """Whether the products of low parts count: in short sums, which round little themselves."""
+        terms = self.group_in * self.weight_kernel[0] * self.weight_kernel[1]
+        return self.parts == 2 and terms // (self.folding[0] * self.folding[1]) <= SHORT_SUM
+
+    @property
     def products(self) -> int:
-        return 3 if self.parts == 2 else 1
+        return 1 if self.parts == 1 else 4 if self.low_products else 3
 
     @property
     def most_pixels(self) -> int:
@@ -275,7 +283,7 @@ class Layer:
     @property
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
-        folds = self.fold[0] * self.fold[1]
+        folds = self.folding[0] * self.folding[1]
         sums = self.group_in // folds * self.weight_kernel[0] * self.weight_kernel[1]
         channels = OUTPUTS // self.stack
         outputs = self.group_out / (ceil_div(self.group_out, channels) * channels) * self.stack
@@ -381,7 +389,8 @@ class Tile:
         """So many that a stage arrives while the others are multiplied."""
         layer = self.layer
         cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
-        return min(1 + math.ceil(WEIGHTS_LATENCY / cycles), self.all_weight_stages)
+        stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
+        return min(stages, self.all_weight_stages)
 
     @property
     def most_weight_stages(self) -> int:
@@ -509,16 +518,16 @@ class Tile:
 
 def _folded(layer: Layer) -> Layer:
     """The layer with its strides' phases as channels, if that is possible."""
-    fold = tuple(
+    rows, columns = (
         stride if stride <= kernel and dilation == 1 else 1
         for stride, kernel, dilation in zip(layer.stride, layer.kernel, layer.dilation, strict=True)
     )
     return replace(
         layer,
-        group_in=layer.group_in * fold[0] * fold[1],
-        kernel=(ceil_div(layer.kernel[0], fold[0]), ceil_div(layer.kernel[1], fold[1])),
-        stride=(layer.stride[0] // fold[0], layer.stride[1] // fold[1]),
-        fold=(fold[0], fold[1]),
+        group_in=layer.group_in * rows * columns,
+        kernel=(ceil_div(layer.kernel[0], rows), ceil_div(layer.kernel[1], columns)),
+        stride=(layer.stride[0] // rows, layer.stride[1] // columns),
+        folding=(rows, columns),
     )
 
 
@@ -539,7 +548,7 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined(f"tensor-core kernels for {gpu.architecture}")
     if operands.scalar == "double":
         raise Declined("float64")
-    group_in = layer.group_in // (layer.fold[0] * layer.fold[1])
+    group_in = layer.group_in // (layer.folding[0] * layer.folding[1])
     if layer.groups > 1 and min(group_in, layer.group_out) < 8:
         raise Declined(f"groups of {group_in} to {layer.group_out} channels, fewer than 8")
     image_in = layer.groups * group_in * layer.in_size[0] * layer.in_size[1]
@@ -618,7 +627,7 @@ def _key(layer: Layer, gpu: Gpu) -> str:
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
         f"{layer.group_out}x{size(layer.out_size)}",
         f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
-        f"dilation={size(layer.dilation)} padding={size(layer.padding)} fold={size(layer.fold)}",
+        f"dilation={size(layer.dilation)} padding={size(layer.padding)} fold={size(layer.folding)}",
         "aligned" if operands.aligned else "unaligned",
     )
     return " ".join(words)
@@ -666,22 +675,33 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
     sector = 32 // operands.scalar_bytes
     rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
     for channel_groups in (1, 2) if layer.group_out > OUTPUTS else (1,):
-        for strips in range(1, 4 * ceil_div(width, most) + 4):
-            # Strips of rows that are not whole sectors share one with their neighbours, unless each
-            # row has its own strips.
-            own = strips > 1 and operands.aligned and not operands.output_channels_last
-            for lead in (0, sector) if own and width % sector else (0,):
-                columns = ceil_div(width + max(lead - 1, 0), strips)
-                for unit in (1,) if strips == 1 else (sector,) if lead else (layer.vector, sector):
-                    wide = round_up(columns, unit)
-                    if lead + wide <= most:
-                        yield Tile(layer, channel_groups, 1, wide, lead)
+        if width <= most:
+            yield Tile(layer, channel_groups, 1, width)
+        # Strips of rows that are not whole sectors share one with their neighbours, unless each row
+        # has its own strips.
+        own = operands.aligned and not operands.output_channels_last and width % sector
+        for columns in _strip_widths(width, most, layer.vector, sector):
+            yield Tile(layer, channel_groups, 1, columns)
+        for columns in _strip_widths(width + sector - 1, most - sector, sector) if own else ():
+            yield Tile(layer, channel_groups, 1, columns, sector)
         if layer.rolling or layer.stack > 1:
             continue
         for rows in range(2, rows_of_phase + 1):
             if Tile(layer, channel_groups, rows, width).pixels > most:
                 break
             yield Tile(layer, channel_groups, rows, width)
+
+
+def _strip_widths(width: int, most: int, *units: int) -> list[int]:
+    """Widths that share out ``width`` about equally, in whole units, in two strips or more."""
+    return sorted(
+        {
+            columns
+            for unit in units
+            for columns in range(unit, min(most, width - 1) + 1, unit)
+            if columns == round_up(ceil_div(width, ceil_div(width, columns)), unit)
+        }
+    )
 
 
 def _segment_tiles(tile: Tile, gpu: Gpu) -> int:
@@ -710,9 +730,11 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
     split = layer.parts == 2
     if layer.vector_loads:
-        most = 6
+        most = 4 if split else 6
     elif tile.block_loads:
         most = 2 if split else 3 if operands.scalar_bytes == 4 else 1
+    elif layer.folding != (1, 1):
+        most = 2
     else:
         most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
     batch = min(range(most, 0, -1), key=lambda n: round_up(tile.units, LOADERS * n))
@@ -720,6 +742,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
+        "low_products": layer.low_products,
         "transposed": layer.transposed,
         "groups": layer.groups,
         "group_in": layer.group_in,
@@ -734,8 +757,8 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "stride_width": layer.stride[1],
         "dilation_height": layer.dilation[0],
         "dilation_width": layer.dilation[1],
-        "fold_height": layer.fold[0],
-        "fold_width": layer.fold[1],
+        "fold_height": layer.folding[0],
+        "fold_width": layer.folding[1],
         "weight_height": layer.weight_kernel[0],
         "weight_width": layer.weight_kernel[1],
         "padding_top": layer.padding[0],

@@ -401,7 +401,7 @@ def _candidates(problem: Problem, operands: Operands) -> Iterator[Tile]:
     for taps, rows in product(_shares(width), _shares(height)):
         # Taps that are further apart than octets of channels make a product of one octet.
         joined = taps == 1 or problem.dilation[1] == 1
-        for product_octets in range(1, octets + 1 if joined else 2):
+        for product_octets in _shares(octets) if joined else (1,):
             columns = taps * product_octets * OCTET
             if columns > min(MOST_COLUMNS, most_columns):
                 break
