@@ -390,6 +390,10 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for text in ("torch", "nvrtc", "cache", "direct", "correlate: grid", "does not take"):
         assert text in shown
+    assert "the cheapest, in cycles" not in shown
+    wide = ["--shape", "8x32x512x512 64x32x5x9", "--pass", "forward"]
+    assert cli.main(["info", "--device", "cpu", "--explain", *wide]) == 0
+    assert "the cheapest, in cycles" in capsys.readouterr().out
     assert cli.main(["info", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cache"]["entries"] >= 0
 
@@ -409,6 +413,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--dtype", "int8"], "int8"),
         (["bench", "--compare", "a.json", "b.json"], "cannot read a.json"),
         (["verify", "--pass", "step"], "step"),
+        (["tune", "--device", "cpu"], "only GPU kernels are tuned, and cpu is no GPU"),
         (["report", "none.json"], "cannot read none.json"),
     ],
 )

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import product
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
-from fastconv.kernels import planner
+from fastconv.kernels import hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.hopper import tuned
 from fastconv.kernels.planner import Planner
 from fastconv.problem import Problem
 
@@ -378,3 +380,35 @@ def test_plans_of_the_suites_are_legal(mode: str, channels_last: bool, plan: Pla
         planned = plan(problem, _operands(problem, mode, channels_last), H200)
         if planned.family == "hopper":
             _assert_legal(planned, H200)
+
+
+def test_measured_choices_are_found() -> None:
+    """Every entry of the shipped table is a plan of some layer of the suites, and is taken."""
+    table = tuned.read(tuned.SHIPPED)
+    taken = {}
+    for workload, mode, last in product((*FOUNDING, *REAL, *ODD), TENSOR_CORE_MODES, (False, True)):
+        plan = planner.forward(
+            workload.problem, _operands(workload.problem, mode, channels_last=last), H200
+        )
+        taken[plan.key] = plan.choice
+    assert table, "there is a table"
+    assert {key: taken.get(key) for key in table} == table
+
+
+def test_a_table_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
+    problem = _problem((4, 32, 100, 300), (64, 32, 5, 9))
+    first, second = hopper.alternatives("forward", problem, _operands(problem), H200, 2)
+    assert first.key == second.key
+    assert first.choice != second.choice
+    tuned.add(tuned.own(), {"other": "kept"})
+    tuned.add(tuned.own(), {second.key: second.choice})
+    try:
+        plan = planner.forward(problem, _operands(problem), H200)
+        assert (plan.choice, plan.launches) == (second.choice, second.launches)
+        assert plan.why.endswith("measured")
+        assert tuned.read(tuned.own())["other"] == "kept"
+        tuned.own().write_text("not JSON", encoding="utf-8")
+        assert tuned.read(tuned.own()) == {}
+    finally:
+        tuned._table.cache_clear()
