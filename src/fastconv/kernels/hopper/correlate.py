@@ -286,7 +286,7 @@ class Layer:
         folds = self.folding[0] * self.folding[1]
         sums = self.group_in // folds * self.weight_kernel[0] * self.weight_kernel[1]
         channels = OUTPUTS // self.stack
-        outputs = self.group_out / (ceil_div(self.group_out, channels) * channels) * self.stack
+        outputs = self.group_out / (ceil_div(self.group_out, channels) * channels)
         return outputs * sums / (self.steps * 2 * self.vector * self.taps)
 
 
