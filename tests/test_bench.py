@@ -293,7 +293,9 @@ def test_kernels_are_compiled_before_the_first_row(
     built: list[Any] = []
     monkeypatch.setattr(configurations, "device_gpu", lambda device: configurations.H200)
     monkeypatch.setattr(jit, "build", lambda kernel, arch: built.append((kernel, arch)))
-    arguments = ["bench", *FAST, "--shape", CAUSAL, "--precision", "ieee", "tf32", "--json"]
+    deep = "1x16x6x9 64x16x3x3"
+    arguments = ["bench", *FAST, "--shape", CAUSAL, "--shape", deep]
+    arguments += ["--precision", "ieee", "tf32", "--json"]
     assert cli.main(arguments) == 0
     assert all(arch == "sm_90a" for _, arch in built)
     assert len(set(built)) == len(built)  # each once, for whatever precision

@@ -58,7 +58,7 @@ TILE_CYCLES = 1500.0  # to start and to end a tile
 SHARED_BYTES = 128.0  # a cycle that the tensor cores read
 # Multiply-adds a cycle: of the tensor cores, and how many must count for them to be worth it.
 TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
-LEAST_PRODUCTS = 150.0
+LEAST_PRODUCTS = 64.0
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
