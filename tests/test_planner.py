@@ -306,6 +306,7 @@ def _problems(draw: st.DrawFn) -> Problem:
     groups = draw(st.sampled_from([1, 1, 1, 2, 5, 32]))
     depth, multiplier = pair(st.integers(8, 130) | st.integers(1, 1500))
     batch = draw(st.integers(1, 4) | st.integers(1, 10**5))
+    batch = min(batch, 2**36 // (groups * multiplier * size[0] * size[1]) + 1)  # no terabytes
     return Problem.of(
         (batch, groups * depth, *size),
         (groups * multiplier, depth, *kernel),
