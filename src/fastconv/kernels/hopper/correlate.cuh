@@ -40,34 +40,17 @@
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
 // truncates as it accumulates, so sums move to registers of their own after every stage of weights.
 #pragma once
+#include "hopper/operand.cuh"
 #include "include/tile.cuh"
-#include "include/wgmma.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 using C = Config;
 using Scalar = C::Scalar;
-
-// What the tensor core takes the elements for.
-template <class T>
-struct OperandOf;
-template <>
-struct OperandOf<float> {
-  using type = Tf32;
-};
-template <>
-struct OperandOf<float16> {
-  using type = Float16;
-};
-template <>
-struct OperandOf<bfloat16> {
-  using type = Bfloat16;
-};
 using Operand = OperandOf<Scalar>::type;
 
-// --- The tile: what a block computes, and where it lies in shared memory
-// --------------------------
+// --- The tile: what a block computes, and where it lies in shared memory -------------------------
 
 constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
 constexpr int kChunkPlanes = 2 * C::k_steps;
@@ -164,8 +147,7 @@ struct Ring {
   }
 };
 
-// --- Work items
-// ------------------------------------------------------------------------------------
+// --- Work items ----------------------------------------------------------------------------------
 
 constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
 // With a lead, rows begin up to lead - 1 columns before the image.
@@ -204,8 +186,7 @@ struct Item {
   }
 };
 
-// --- Packing weights
-// -------------------------------------------------------------------------------
+// --- Packing weights -----------------------------------------------------------------------------
 
 // 16 bytes in registers.
 struct alignas(16) Words {
@@ -311,8 +292,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
   }
 }
 
-// --- Producers
-// -------------------------------------------------------------------------------------
+// --- Producers -----------------------------------------------------------------------------------
 
 // One thread: sends every item's weights through the ring, or all weights once if they fit.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, int items) {
@@ -693,8 +673,7 @@ __device__ __forceinline__ void copy_input(const Scalar* input, int items) {
   if (under_way > 0) arrive();
 }
 
-// --- Consumers
-// -------------------------------------------------------------------------------------
+// --- Consumers -----------------------------------------------------------------------------------
 
 constexpr int kSums = C::pixels / 2;  // of a thread
 
@@ -865,8 +844,7 @@ struct Consumer {
   }
 };
 
-// --- Storing a tile
-// --------------------------------------------------------------------------------
+// --- Storing a tile ------------------------------------------------------------------------------
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kOutChannels = C::groups * C::group_out;
@@ -917,6 +895,7 @@ __device__ __forceinline__ int misalignment(const Scalar* row) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(row) / kScalarBytes % kSector);
 }
 
+// Two sums to neighbours of the output's type, which the first argument stands for.
 __device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
   return {{first, second}};
 }
@@ -927,10 +906,10 @@ __device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float sec
   return floats_to_bfloats(first, second);
 }
 
-// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
-// row starts as far beyond a multiple of 16 bytes as it will in global memory.
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
+// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
+// row starts as far beyond a multiple of 16 bytes as it will in global memory.
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
                                            int half, float bias, int lane) {
 #pragma unroll

@@ -38,30 +38,14 @@
 // to totals in registers first, after every few columns. A second kernel adds the slots of all
 // blocks in a fixed order: the same bits every time.
 #pragma once
+#include "hopper/operand.cuh"
 #include "include/tile.cuh"
-#include "include/wgmma.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 using C = Config;
 using Scalar = C::Scalar;
-
-// What the tensor core takes the elements for.
-template <class T>
-struct OperandOf;
-template <>
-struct OperandOf<float> {
-  using type = Tf32;
-};
-template <>
-struct OperandOf<float16> {
-  using type = Float16;
-};
-template <>
-struct OperandOf<bfloat16> {
-  using type = Bfloat16;
-};
 using Operand = OperandOf<Scalar>::type;
 
 // --- The products: what a block computes ---------------------------------------------------------
