@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
 
-from emulator import precompile, run_both_orders
+from emulator import precompile
+from emulator.works import Case, Tensors, Work, float64, run
 from fastconv.kernels import hopper
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.problem import Problem
+from fastconv.kernels.family import Declined, Gpu, Operands
 
 # Few processors, so that blocks have several runs each.
 GPU = Gpu("sm_90a", 3, 232448, 233472)
 PLANNER = sys.modules[hopper.weight_grad.__module__]
 
+# Dtype, precision, and the relative error allowed.
 MODES = {
-    "tf32": (torch.float32, "float", "tf32", 5e-7),
-    "ieee": (torch.float32, "float", "ieee", 3e-7),
-    "bfloat16": (torch.bfloat16, "fastconv::bfloat16", "ieee", 4e-3),
-    "float16": (torch.float16, "fastconv::float16", "ieee", 5e-4),
+    "tf32": (torch.float32, "tf32", 5e-7),
+    "ieee": (torch.float32, "ieee", 3e-7),
+    "bfloat16": (torch.bfloat16, "ieee", 4e-3),
+    "float16": (torch.float16, "ieee", 5e-4),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A small convolution that has something the others lack."""
-
-    name: str
-    input: tuple[int, int, int, int]
-    weight: tuple[int, int, int, int]
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-    @property
-    def problem(self) -> Problem:
-        return Problem.of(
-            self.input, self.weight, self.stride, self.padding, self.dilation, self.groups
-        )
-
+TOLERANCES = {(dtype, precision): tolerance for dtype, precision, tolerance in MODES.values()}
 
 CASES = (
     Case("asymmetric", (2, 12, 9, 20), (70, 12, 5, 9), padding=(2, 2, 4, 4)),
@@ -62,30 +43,9 @@ CASES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Work:
-    """The weight gradient of a case in a mode."""
-
-    case: Case
-    mode: str
-    channels_last: bool = False
-    aligned: bool = True
-
-    @property
-    def plan(self) -> Plan:
-        dtype, scalar, precision, _ = MODES[self.mode]
-        strides = torch.empty(self.case.weight).contiguous(memory_format=self.format).stride()
-        last = self.channels_last
-        operands = Operands(scalar, dtype.itemsize, last, last, strides, self.aligned, precision)
-        return hopper.weight_grad(self.case.problem, operands, GPU)
-
-    @property
-    def format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-    def __str__(self) -> str:
-        layout = "channels-last" if self.channels_last else "contiguous"
-        return f"{self.case.name}-{self.mode}-{layout}{'' if self.aligned else '-unaligned'}"
+def _work(case: Case, mode: str, channels_last: bool = False, aligned: bool = True) -> Work:
+    dtype, precision, _ = MODES[mode]
+    return Work(case, hopper.weight_grad, dtype, channels_last, aligned, GPU, precision)
 
 
 def _works() -> list[Work]:
@@ -93,11 +53,11 @@ def _works() -> list[Work]:
     modes = list(MODES)
     works = []
     for i, case in enumerate(CASES):
-        works.append(Work(case, modes[i % 4]))
-        works.append(Work(case, modes[(i + 1) % 4], channels_last=True))
+        works.append(_work(case, modes[i % 4]))
+        works.append(_work(case, modes[(i + 1) % 4], channels_last=True))
     for mode in modes:
-        works += [Work(CASES[0], mode, aligned=False), Work(CASES[2], mode)]
-        works += [Work(CASES[2], mode, channels_last=True)]
+        works += [_work(CASES[0], mode, aligned=False), _work(CASES[2], mode)]
+        works += [_work(CASES[2], mode, channels_last=True)]
     return list(dict.fromkeys(works))
 
 
@@ -115,20 +75,10 @@ def _compiled() -> object:
 
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_against_float64(work: Work) -> None:
-    problem = work.case.problem
-    *_, tolerance = MODES[work.mode]
-    grad_output, input = (
-        _random(shape, work) for shape in (problem.output_shape, problem.input_shape)
-    )
-    output = torch.full(problem.weight_shape, torch.nan, dtype=input.dtype)
-    output = output.contiguous(memory_format=work.format)
-    plan = work.plan
-    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-    tensors = {"grad_output": grad_output, "input": input, "output": output, "scratch": scratch}
-    run_both_orders(plan.launches, tensors)
-    expected = _float64(problem, *(_exact(tensor, work.mode) for tensor in (grad_output, input)))
+    tensors = Tensors.random(work)
+    output, expected = run(work, tensors), float64(work, tensors)
     error = (output.double() - expected).norm() / expected.norm()
-    assert error <= tolerance, f"relative error {error:.1e}"
+    assert error <= TOLERANCES[work.dtype, work.precision], f"relative error {error:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -144,30 +94,3 @@ def test_declines(changes: dict[str, object], reason: str) -> None:
     }  # fmt: skip
     with pytest.raises(Declined, match=reason):
         hopper.weight_grad(CASES[0].problem, Operands(**{**kind, **changes}), GPU)  # type: ignore[arg-type]
-
-
-def _random(shape: tuple[int, ...], work: Work) -> torch.Tensor:
-    tensor = torch.randn(shape).to(MODES[work.mode][0]).contiguous(memory_format=work.format)
-    if work.aligned:
-        return tensor
-    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return storage[1:].as_strided(shape, tensor.stride(), 1).copy_(tensor)
-
-
-def _exact(tensor: torch.Tensor, mode: str) -> torch.Tensor:
-    """What is multiplied, in float64: TF32 rounds to nearest first, ties away from zero."""
-    if mode == "tf32":
-        bits = tensor.contiguous().view(torch.int32)
-        tensor = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-    return tensor.double()
-
-
-def _float64(problem: Problem, grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    top, bottom, left, right = problem.padding
-    weight = torch.zeros(problem.weight_shape, dtype=torch.float64, requires_grad=True)
-    output = torch.nn.functional.conv2d(
-        torch.nn.functional.pad(input, (left, right, top, bottom)),
-        weight, None, problem.stride, 0, problem.dilation, problem.groups,
-    )  # fmt: skip
-    (grad,) = torch.autograd.grad(output, weight, grad_output)
-    return grad

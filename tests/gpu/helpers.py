@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +52,7 @@ def precompile(calls: Iterable[Callable[[], Any]]) -> None:
         for call in calls:
             call()
     if kernels:
-        arch = jit.architecture(CUDA)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(lambda kernel: jit.build(kernel, arch), kernels.values()))
+        jit.build_all(list(kernels.values()), jit.architecture(CUDA))
 
 
 def all_passes(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -81,9 +79,7 @@ def build(cases: Sequence[Case], device: torch.device) -> None:
         for plan in _plans(case, device)
         for launch in plan.launches
     }
-    arch = jit.architecture(device)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda kernel: jit.build(kernel, arch), kernels.values()))
+    jit.build_all(list(kernels.values()), jit.architecture(device))
 
 
 def _plans(case: Case, device: torch.device) -> list[Plan]:

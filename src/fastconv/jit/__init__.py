@@ -11,7 +11,7 @@ from fastconv.jit.compile import (
     compile_kernel,
     nvrtc_version,
 )
-from fastconv.jit.launch import LaunchError, Prepared, architecture, prepare
+from fastconv.jit.launch import LaunchError, Prepared, architecture, build_all, prepare
 
 __all__ = [
     "CompilationError",
@@ -21,6 +21,7 @@ __all__ = [
     "Prepared",
     "architecture",
     "build",
+    "build_all",
     "compile_kernel",
     "nvrtc_version",
     "prepare",

@@ -51,6 +51,12 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}{'a' if (major, minor) in _SPECIFIC else ''}"
 
 
+def build_all(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
+    """The kernels' machine code, as :func:`build` gives it; many compile at once."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(lambda kernel: build(kernel, arch), kernels))
+
+
 def prepare(
     launches: Sequence[Launch], device: torch.device, names: Iterable[str] | None = None
 ) -> Prepared:
@@ -244,8 +250,7 @@ def _load_missing(kernels: list[Kernel], index: int) -> None:
         return
     arch = architecture(torch.device("cuda", index))
     _check_driver()
-    with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as threads:
-        cubins = list(threads.map(lambda kernel: build(kernel, arch), kernels))
+    cubins = build_all(kernels, arch)
     with _loading(index):
         for kernel, cubin in zip(kernels, cubins, strict=True):
             _loaded[index, kernel] = _Loaded(kernel, cubin, index)

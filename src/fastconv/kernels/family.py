@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
+from fastconv.problem import Problem
+
 FOLDER = Path(__file__).parent
 """Where the families' device code lies; ``#include`` paths start here."""
 
@@ -121,3 +123,38 @@ class Operands:
         """Elements of the widest copy whose addresses, these distances apart, are all aligned."""
         vector = gcd(self.vector, *distances) if self.aligned else 1
         return vector if vector * self.scalar_bytes >= 4 else 1  # no copy is narrower than 4 bytes
+
+
+def geometry_constants(
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    padding: tuple[int, int],
+    operands: Operands,
+) -> dict[str, Constant]:
+    """What every kernel is told of the kernel, and of its weight in memory.
+
+    ``padding`` is that at the top and at the left.
+    """
+    return {
+        "kernel_height": kernel[0],
+        "kernel_width": kernel[1],
+        "stride_height": stride[0],
+        "stride_width": stride[1],
+        "dilation_height": dilation[0],
+        "dilation_width": dilation[1],
+        "padding_top": padding[0],
+        "padding_left": padding[1],
+        "weight_stride_out": operands.weight_strides[0],
+        "weight_stride_in": operands.weight_strides[1],
+        "weight_stride_height": operands.weight_strides[2],
+        "weight_stride_width": operands.weight_strides[3],
+    }
+
+
+def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:
+    """The same of a problem as it stands."""
+    padding = (problem.padding.top, problem.padding.left)
+    return geometry_constants(
+        problem.kernel_size, problem.stride, problem.dilation, padding, operands
+    )

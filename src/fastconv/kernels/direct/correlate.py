@@ -14,13 +14,12 @@ from fastconv.kernels.direct.tiling import (
     STAGES,
     WHY,
     filled,
-    geometry_constants,
     part_sizes,
     pitch_padding,
     power_of_two_for,
     shared_budget,
 )
-from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan, problem_constants
 from fastconv.problem import Problem
 
 PIXELS = 4  # of a thread, neighbours in a row
@@ -186,7 +185,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         "in_width": in_size[1],
         "out_height": out_size[0],
         "out_width": out_size[1],
-        **geometry_constants(problem, operands),
+        **problem_constants(problem, operands),
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "wide_offsets": problem.groups

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.family import Constant, Gpu, Operands
-from fastconv.problem import Problem
+from fastconv.kernels.family import Gpu
 
 FAMILY = "direct"
 WHY = "plain CUDA cores: any geometry and dtype, on every GPU"
@@ -65,21 +64,3 @@ def pitch_padding(row_elements: int, rows: int, element_bytes: int, vector: int)
         return abs((row_elements + padding) * rows * element_bytes % 128 - 16)
 
     return min(range(0, 128 // element_bytes, max(vector, 4)), key=distance_from_best)
-
-
-def geometry_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:
-    """What both kernels are told of the kernel, and of its weight in memory."""
-    return {
-        "kernel_height": problem.kernel_size[0],
-        "kernel_width": problem.kernel_size[1],
-        "stride_height": problem.stride[0],
-        "stride_width": problem.stride[1],
-        "dilation_height": problem.dilation[0],
-        "dilation_width": problem.dilation[1],
-        "padding_top": problem.padding.top,
-        "padding_left": problem.padding.left,
-        "weight_stride_out": operands.weight_strides[0],
-        "weight_stride_in": operands.weight_strides[1],
-        "weight_stride_height": operands.weight_strides[2],
-        "weight_stride_width": operands.weight_strides[3],
-    }

@@ -11,13 +11,12 @@ from fastconv.kernels.direct.tiling import (
     STAGES,
     WHY,
     filled,
-    geometry_constants,
     part_sizes,
     pitch_padding,
     power_of_two_for,
     shared_budget,
 )
-from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan, problem_constants
 from fastconv.problem import Problem
 
 PIXELS = 4  # that a thread takes at a time
@@ -142,7 +141,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         "in_width": problem.input_size[1],
         "out_height": problem.output_size[0],
         "out_width": problem.output_size[1],
-        **geometry_constants(problem, operands),
+        **problem_constants(problem, operands),
         "in_channels_last": operands.input_channels_last,
         "grad_channels_last": operands.output_channels_last,
         "wide_offsets": max(

@@ -16,16 +16,23 @@ from functools import cached_property
 from itertools import chain, islice
 
 from fastconv.kernels.arithmetic import ceil_div, divisors, round_up
-from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
-from fastconv.kernels.hopper import tuned
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    geometry_constants,
+)
+from fastconv.kernels.hopper import limits, tuned
+from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, THREADS
 from fastconv.problem import Problem
 
-THREADS = 384
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
-CONSUMERS = 2  # warpgroups
 LOADERS = 96  # threads
-OUTPUTS = 64  # channels of a product
 PRODUCT_BYTES = OUTPUTS * 32
 
 # A chunk should hold this many products for each pair of barriers.
@@ -93,8 +100,8 @@ def alternatives(
     return list(islice(_plans(layers[direction](problem, operands), gpu), most))
 
 
-def _forward_layer(problem: Problem, operands: Operands) -> Layer:
-    layer = Layer(
+def _layer(problem: Problem, operands: Operands) -> Layer:
+    return Layer(
         operands,
         False,
         problem.batch,
@@ -109,30 +116,26 @@ def _forward_layer(problem: Problem, operands: Operands) -> Layer:
         (problem.padding.top, problem.padding.left),
         problem.kernel_size,
     )
+
+
+def _forward_layer(problem: Problem, operands: Operands) -> Layer:
+    layer = _layer(problem, operands)
     return min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
 
 
 def _input_grad_layer(problem: Problem, operands: Operands) -> Layer:
+    """The other way round: channels and sizes change places, and what padding left out is added."""
     if problem.stride != (1, 1):
         raise Declined(f"input gradients of stride {problem.stride}")
-    (height, width), dilation = problem.kernel_size, problem.dilation
-    return Layer(
-        operands,
-        True,
-        problem.batch,
-        problem.groups,
-        problem.out_channels // problem.groups,
-        problem.in_channels // problem.groups,
-        problem.output_size,
-        problem.input_size,
-        problem.kernel_size,
-        problem.stride,
-        dilation,
-        (
-            dilation[0] * (height - 1) - problem.padding.top,
-            dilation[1] * (width - 1) - problem.padding.left,
-        ),
-        problem.kernel_size,
+    layer, extent = _layer(problem, operands), problem.kernel_extent
+    return replace(
+        layer,
+        transposed=True,
+        group_in=layer.group_out,
+        group_out=layer.group_in,
+        in_size=layer.out_size,
+        out_size=layer.in_size,
+        padding=(extent[0] - 1 - layer.padding[0], extent[1] - 1 - layer.padding[1]),
     )
 
 
@@ -544,17 +547,8 @@ def _views(layer: Layer) -> list[Layer]:
 
 def _check(layer: Layer, gpu: Gpu) -> None:
     operands = layer.operands
-    if gpu.architecture != "sm_90a":
-        raise Declined(f"tensor-core kernels for {gpu.architecture}")
-    if operands.scalar == "double":
-        raise Declined("float64")
-    group_in = layer.group_in // (layer.folding[0] * layer.folding[1])
-    if layer.groups > 1 and min(group_in, layer.group_out) < 8:
-        raise Declined(f"groups of {group_in} to {layer.group_out} channels, fewer than 8")
-    image_in = layer.groups * group_in * layer.in_size[0] * layer.in_size[1]
-    image_out = layer.groups * layer.group_out * layer.out_size[0] * layer.out_size[1]
-    if max(image_in, image_out) >= 2**30:
-        raise Declined("images of 2^30 elements and more")
+    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
+    limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.out_size)
     rate = TENSOR_PRODUCTS[operands.scalar_bytes] / layer.products
     if layer.tensor_share * rate < LEAST_PRODUCTS:
         raise Declined(f"so few channels that {layer.tensor_share:.0%} of the products would count")
@@ -751,22 +745,11 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "in_width": layer.in_size[1],
         "out_height": layer.out_size[0],
         "out_width": layer.out_size[1],
-        "kernel_height": layer.kernel[0],
-        "kernel_width": layer.kernel[1],
-        "stride_height": layer.stride[0],
-        "stride_width": layer.stride[1],
-        "dilation_height": layer.dilation[0],
-        "dilation_width": layer.dilation[1],
+        **geometry_constants(layer.kernel, layer.stride, layer.dilation, layer.padding, operands),
         "fold_height": layer.folding[0],
         "fold_width": layer.folding[1],
         "weight_height": layer.weight_kernel[0],
         "weight_width": layer.weight_kernel[1],
-        "padding_top": layer.padding[0],
-        "padding_left": layer.padding[1],
-        "weight_stride_out": operands.weight_strides[0],
-        "weight_stride_in": operands.weight_strides[1],
-        "weight_stride_height": operands.weight_strides[2],
-        "weight_stride_width": operands.weight_strides[3],
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
@@ -796,7 +779,6 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "batch": batch,
         "batches_ahead": 1 if split else 2,
         "producer_registers": producer,
-        # 384 threads are launched with 168 registers each.
-        "consumer_registers": (3 * 168 - producer) // 2,
+        "consumer_registers": limits.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
     }

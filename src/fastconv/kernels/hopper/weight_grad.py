@@ -13,12 +13,20 @@ from functools import cached_property
 from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    problem_constants,
+)
+from fastconv.kernels.hopper import limits
+from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, THREADS
 from fastconv.problem import Problem
 
-THREADS = 384
-CONSUMERS = 2  # warpgroups
-OUTPUTS = 64  # channels of a product
 OCTET = 8  # input channels
 QUAD = 4  # input columns that are loaded together
 
@@ -58,7 +66,9 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    _check(problem, operands, gpu)
+    channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
+    sizes = (problem.input_size, problem.output_size)
+    limits.check(operands, gpu, problem.groups, channels, *sizes)
     tile = _choose_tile(problem, operands, gpu)
     _check_worth(tile, gpu)
     most_blocks = WORKSPACE_BYTES // tile.block_bytes
@@ -354,21 +364,6 @@ def _parts(operands: Operands) -> int:
     return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
 
 
-def _check(problem: Problem, operands: Operands, gpu: Gpu) -> None:
-    group_in = problem.in_channels // problem.groups
-    group_out = problem.out_channels // problem.groups
-    if gpu.architecture != "sm_90a":
-        raise Declined(f"tensor-core kernels for {gpu.architecture}")
-    if operands.scalar == "double":
-        raise Declined("float64")
-    if problem.groups > 1 and min(group_in, group_out) < OCTET:
-        raise Declined(f"groups of {group_in} to {group_out} channels, fewer than {OCTET}")
-    image_in = problem.in_channels * problem.input_size[0] * problem.input_size[1]
-    image_out = problem.out_channels * problem.output_size[0] * problem.output_size[1]
-    if max(image_in, image_out) >= 2**30:
-        raise Declined("images of 2^30 elements and more")
-
-
 def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     best: Tile | None = None
     least = math.inf
@@ -446,18 +441,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "in_width": problem.input_size[1],
         "out_height": problem.output_size[0],
         "out_width": problem.output_size[1],
-        "kernel_height": problem.kernel_size[0],
-        "kernel_width": problem.kernel_size[1],
-        "stride_height": problem.stride[0],
-        "stride_width": problem.stride[1],
-        "dilation_height": problem.dilation[0],
-        "dilation_width": problem.dilation[1],
-        "padding_top": problem.padding.top,
-        "padding_left": problem.padding.left,
-        "weight_stride_out": operands.weight_strides[0],
-        "weight_stride_in": operands.weight_strides[1],
-        "weight_stride_height": operands.weight_strides[2],
-        "weight_stride_width": operands.weight_strides[3],
+        **problem_constants(problem, operands),
         "in_channels_last": operands.input_channels_last,
         "grad_channels_last": operands.output_channels_last,
         "vector_input": tile.vector_input,
@@ -480,8 +464,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),
         "batch": 2 if producer == 88 else 1,
         "producer_registers": producer,
-        # 384 threads are launched with 168 registers each.
-        "consumer_registers": (3 * 168 - producer) // 2,
+        "consumer_registers": limits.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
     }
 

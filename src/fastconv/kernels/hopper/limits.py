@@ -1,0 +1,41 @@
+"""What the plans of Hopper's kernels share: the block's make-up, and what they do not take."""
+
+from __future__ import annotations
+
+from fastconv.kernels.family import Declined, Gpu, Operands
+
+THREADS = 384
+CONSUMERS = 2  # warpgroups
+OUTPUTS = 64  # channels of a product
+LEAST_GROUP = 8  # channels
+LAUNCH_REGISTERS = 168  # of a thread, for three warpgroups
+MOST_IMAGE = 2**30  # elements: offsets within an image are 32-bit numbers
+
+
+def consumer_registers(producer_registers: int) -> int:
+    """What the two consumers' threads can have if the producer's keep so many."""
+    return (3 * LAUNCH_REGISTERS - producer_registers) // CONSUMERS
+
+
+def check(
+    operands: Operands,
+    gpu: Gpu,
+    groups: int,
+    group_channels: tuple[int, int],
+    in_size: tuple[int, int],
+    out_size: tuple[int, int],
+) -> None:
+    """Raises Declined for what no kernel here takes.
+
+    ``group_channels`` are a group's, of the image that is read and of the other.
+    """
+    if gpu.architecture != "sm_90a":
+        raise Declined(f"tensor-core kernels for {gpu.architecture}")
+    if operands.scalar == "double":
+        raise Declined("float64")
+    first, second = group_channels
+    if groups > 1 and min(first, second) < LEAST_GROUP:
+        raise Declined(f"groups of {first} to {second} channels, fewer than {LEAST_GROUP}")
+    images = (first * in_size[0] * in_size[1], second * out_size[0] * out_size[1])
+    if groups * max(images) >= MOST_IMAGE:
+        raise Declined("images of 2^30 elements and more")
