@@ -243,8 +243,8 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
   if constexpr (C::transposed) {
     k = group * C::group_in + in;
     c = out;
-    row = C::weight_height - 1 - row;
-    column = C::weight_width - 1 - column;
+    row = C::first_tap_row + C::tap_step_height * (C::weight_height - 1 - row);
+    column = C::first_tap_column + C::tap_step_width * (C::weight_width - 1 - column);
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -848,7 +848,8 @@ struct Consumer {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kOutChannels = C::groups * C::group_out;
-constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutPlane = C::image_height * C::image_width;
+constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
 
@@ -878,17 +879,45 @@ struct Target {
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
   }
-  // The element in output column 0.
-  __device__ Scalar* row_start(int product_row, int line) const {
+  // The element in column 0 of a row of the image.
+  __device__ Scalar* image_row(int product_row, int y) const {
     const int c = group * C::group_out + channel(product_row);
-    const int y = output_row(product_row, line);
     if constexpr (C::out_channels_last) {
-      return image + (y * C::out_width * kOutChannels + c);
+      return image + (y * C::image_width * kOutChannels + c);
     } else {
-      return image + ((c * C::out_height + y) * C::out_width);
+      return image + ((c * C::image_height + y) * C::image_width);
+    }
+  }
+  // The same of the row that an output row is in the image.
+  __device__ Scalar* row_start(int product_row, int line) const {
+    return image_row(product_row, C::out_step_height * output_row(product_row, line) + C::row_at);
+  }
+  // Stores an element, or a vector of channels, of an output column; and zeros around it where no
+  // phase has anything to store.
+  template <class Stored>
+  __device__ __forceinline__ void store(int product_row, int line, int column,
+                                        const Stored& value) const {
+    constexpr bool kAllRows =
+        (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
+    constexpr bool kAllColumns =
+        (C::out_width - 1) * C::out_step_width + C::column_end <= C::image_width;
+#pragma unroll
+    for (int i = C::row_begin; i < C::row_end; ++i) {
+      const int y = C::out_step_height * output_row(product_row, line) + i;
+      if (!kAllRows && y >= C::image_height) break;
+      Scalar* const row = image_row(product_row, y);
+#pragma unroll
+      for (int j = C::column_begin; j < C::column_end; ++j) {
+        const int x = C::out_step_width * column + j;
+        if (!kAllColumns && x >= C::image_width) break;
+        *reinterpret_cast<Stored*>(row + x * kOutColumn) =
+            i == C::row_at && j == C::column_at ? value : Stored{};
+      }
     }
   }
 };
+static_assert(!C::bulk_stores || (C::out_step_width == 1 && C::row_end - C::row_begin == 1),
+              "bulk copies store whole rows");
 
 // How far a row's first element lies beyond a multiple of 32 bytes, in elements.
 __device__ __forceinline__ int misalignment(const Scalar* row) {
@@ -1030,8 +1059,8 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
             const int at = (pass * kPass + pixel) % C::pitch;
             if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
                 target.column + at < C::out_width && target.exists(first + channel, line)) {
-              target.row_start(first + channel, line)[target.column + at] =
-                  buffer[channel * kRowPitch + pixel];
+              target.store(first + channel, line, target.column + at,
+                           buffer[channel * kRowPitch + pixel]);
             }
           }
         }
@@ -1090,9 +1119,9 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
-        *reinterpret_cast<Stored*>(target.row_start(product_row, line) +
-                                   (target.column + at) * kOutChannels) =
-            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row);
+        target.store(
+            product_row, line, target.column + at,
+            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row));
       }
     }
   }

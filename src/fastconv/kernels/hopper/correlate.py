@@ -1,4 +1,4 @@
-"""Plans forward convolutions and input gradients of stride 1 with ``correlate.cuh``.
+"""Plans forward convolutions and input gradients with ``correlate.cuh``.
 
 The rules: of all tiles that fit shared memory, the one whose slowest part (products, loads or
 stores) is estimated to take least; unless measurements have shown another to be faster (see
@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, product
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, divisors, round_up
 from fastconv.kernels.family import (
@@ -52,6 +53,7 @@ WEIGHTS_LATENCY = 1500.0  # cycles
 STORE_BYTES = 15.0  # a cycle
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
+STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts of sectors
 # To load 16 bytes of channels, by bytes of an element: as vectors, in blocks, pixel by pixel.
 LOAD_CYCLES = {4: (2.8, 2.8, 3.2), 2: (2.5, 3.5, 5.0)}
 # What the bank conflicts of writing a block's vectors take the tensor cores.
@@ -66,6 +68,7 @@ SHARED_BYTES = 128.0  # a cycle that the tensor cores read
 # Multiply-adds a cycle: of the tensor cores, and how many must count for them to be worth it.
 TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
 LEAST_PRODUCTS = 64.0
+MOST_PHASES = 16  # of a strided input gradient: each is a launch and a kernel of its own
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -74,7 +77,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(_forward_layer(problem, operands), gpu))
+    return _chosen(_plans(_forward_layers(problem, operands), gpu))
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -83,7 +86,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(_input_grad_layer(problem, operands), gpu))
+    return _chosen(_plans(_input_grad_layers(problem, operands), gpu))
 
 
 def alternatives(
@@ -94,7 +97,7 @@ def alternatives(
     Raises:
         Declined: there are none.
     """
-    layers = {"forward": _forward_layer, "input_grad": _input_grad_layer}
+    layers = {"forward": _forward_layers, "input_grad": _input_grad_layers}
     if direction not in layers:
         raise Declined(direction)
     return list(islice(_plans(layers[direction](problem, operands), gpu), most))
@@ -115,28 +118,105 @@ def _layer(problem: Problem, operands: Operands) -> Layer:
         problem.dilation,
         (problem.padding.top, problem.padding.left),
         problem.kernel_size,
+        problem.output_size,
     )
 
 
-def _forward_layer(problem: Problem, operands: Operands) -> Layer:
+def _forward_layers(problem: Problem, operands: Operands) -> list[Layer]:
     layer = _layer(problem, operands)
-    return min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
+    return [min(layer, _folded(layer), key=lambda one: one.steps * one.taps)]
 
 
-def _input_grad_layer(problem: Problem, operands: Operands) -> Layer:
-    """The other way round: channels and sizes change places, and what padding left out is added."""
-    if problem.stride != (1, 1):
-        raise Declined(f"input gradients of stride {problem.stride}")
-    layer, extent = _layer(problem, operands), problem.kernel_extent
-    return replace(
-        layer,
-        transposed=True,
-        group_in=layer.group_out,
-        group_out=layer.group_in,
-        in_size=layer.out_size,
-        out_size=layer.in_size,
-        padding=(extent[0] - 1 - layer.padding[0], extent[1] - 1 - layer.padding[1]),
-    )
+def _input_grad_layers(problem: Problem, operands: Operands) -> list[Layer]:
+    """The other way round: channels and sizes change places, and what padding left out is added.
+
+    One layer for each phase of the stride, all of stride 1.
+    """
+    layer = _layer(problem, operands)
+    rows, columns = (_phases(problem, axis) for axis in (0, 1))
+    if len(rows) * len(columns) > MOST_PHASES:
+        raise Declined(
+            f"input gradients of {len(rows) * len(columns)} phases (stride {problem.stride}), more "
+            f"than {MOST_PHASES}"
+        )
+    return [
+        replace(
+            layer,
+            transposed=True,
+            group_in=layer.group_out,
+            group_out=layer.group_in,
+            in_size=layer.out_size,
+            out_size=(row.size, column.size),
+            kernel=(row.taps, column.taps),
+            stride=(1, 1),
+            dilation=(row.dilation, column.dilation),
+            padding=(row.padding, column.padding),
+            weight_kernel=(row.taps, column.taps),
+            image_size=layer.in_size,
+            placing=(row.placing, column.placing),
+        )
+        for row, column in product(rows, columns)
+    ]
+
+
+class Placing(NamedTuple):
+    """Along one axis, where a phase's positions and taps lie among all.
+
+    Position q is written at ``step * q + at``; what else is from ``step * q + begin`` on, before
+    ``step * q + end``, is reached by no tap and cleared with it. The taps are every ``tap_step``-th
+    of the kernel's from ``first_tap`` on.
+    """
+
+    step: int = 1
+    at: int = 0
+    begin: int = 0
+    end: int = 1
+    first_tap: int = 0
+    tap_step: int = 1
+
+
+class Phase(NamedTuple):
+    """Along one axis, every stride-th position of an input gradient: a convolution of stride 1."""
+
+    placing: Placing
+    size: int
+    taps: int
+    dilation: int
+    padding: int
+
+
+def _phases(problem: Problem, axis: int) -> list[Phase]:
+    """Those that some tap reaches; together they write all positions.
+
+    Position i = stride * q + at adds up the taps k for which the stride divides i + padding -
+    dilation * k, the output position. The next such tap is stride / gcd further on, and reads
+    dilation / gcd positions before.
+    """
+    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
+    before = (problem.padding.top, problem.padding.left)[axis]
+    divisor = math.gcd(stride, dilation)
+    taps_of = [
+        [tap for tap in range(kernel) if (at + before - tap * dilation) % stride == 0]
+        for at in range(stride)
+    ]
+    reached = [at for at, taps in enumerate(taps_of) if taps]
+    begins, ends = [0, *(at + 1 for at in reached[:-1])], [*(at + 1 for at in reached[:-1]), stride]
+    phases = []
+    for at, begin, end in zip(reached, begins, ends, strict=True):
+        first, count = taps_of[at][0], len(taps_of[at])
+        first_read = (at + before - first * dilation) // stride  # at q = 0
+        step = dilation // divisor
+        phases.append(
+            Phase(
+                Placing(stride, at, begin, end, first, stride // divisor),
+                ceil_div(size - begin, stride),
+                count,
+                step,
+                (count - 1) * step - first_read,
+            )
+        )
+    return [phase for phase in phases if phase.size > 0]
 
 
 @dataclass(frozen=True)
@@ -144,7 +224,8 @@ class Layer:
     """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
 
     With ``folding``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
-    sizes and padding those of the tensors.
+    sizes and padding those of the tensors. ``weight_kernel`` are the weight's taps that it uses,
+    ``image_size`` is the size of the tensor that it writes, and ``placing`` where in both they lie.
     """
 
     operands: Operands
@@ -160,7 +241,9 @@ class Layer:
     dilation: tuple[int, int]
     padding: tuple[int, int]
     weight_kernel: tuple[int, int]
+    image_size: tuple[int, int]
     folding: tuple[int, int] = (1, 1)
+    placing: tuple[Placing, Placing] = (Placing(), Placing())
 
     @property
     def vector(self) -> int:
@@ -194,10 +277,33 @@ class Layer:
         )
 
     @property
+    def written(self) -> int:
+        """Elements that are written for each sum: itself, and zeros around it."""
+        rows, columns = self.placing
+        return (rows.end - rows.begin) * (columns.end - columns.begin)
+
+    @property
+    def strided_stores(self) -> bool:
+        """Whether a row's sums are no neighbours in memory."""
+        return self.placing[1].step > 1 and not self.operands.output_channels_last
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a row's sums are 16 bytes and more of neighbours, for bulk copies to store."""
+        operands = self.operands
+        contiguous = not (operands.output_channels_last or self.strided_stores)
+        return operands.aligned and contiguous and self.written == 1
+
+    @property
+    def terms(self) -> int:
+        """Of a sum."""
+        channels = self.group_in // (self.folding[0] * self.folding[1])
+        return channels * self.weight_kernel[0] * self.weight_kernel[1]
+
+    @property
     def low_products(self) -> bool:
         """Whether the products of low parts count: in short sums, which round little themselves."""
-        terms = self.group_in * self.weight_kernel[0] * self.weight_kernel[1]
-        return self.parts == 2 and terms // (self.folding[0] * self.folding[1]) <= SHORT_SUM
+        return self.parts == 2 and self.terms <= SHORT_SUM
 
     @property
     def products(self) -> int:
@@ -286,11 +392,9 @@ class Layer:
     @property
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
-        folds = self.folding[0] * self.folding[1]
-        sums = self.group_in // folds * self.weight_kernel[0] * self.weight_kernel[1]
         channels = OUTPUTS // self.stack
         outputs = self.group_out / (ceil_div(self.group_out, channels) * channels)
-        return outputs * sums / (self.steps * 2 * self.vector * self.taps)
+        return outputs * self.terms / (self.steps * 2 * self.vector * self.taps)
 
 
 @dataclass(frozen=True)
@@ -449,9 +553,9 @@ class Tile:
     @property
     def bulk_stores(self) -> bool:
         """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
-        operands = self.layer.operands
-        alike = self.layer.out_size[1] % operands.vector == self.pitch % operands.vector == 0
-        return operands.aligned and not operands.output_channels_last and (self.rows == 1 or alike)
+        vector = self.layer.vector
+        alike = self.layer.out_size[1] % vector == self.pitch % vector == 0
+        return self.layer.whole_rows and (self.rows == 1 or alike)
 
     @property
     def shares_sectors(self) -> bool:
@@ -473,9 +577,11 @@ class Tile:
         per_vector = LOAD_CYCLES[layer.operands.scalar_bytes][
             0 if layer.vector_loads else 1 if self.block_loads else 2
         ]
-        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns
+        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns * layer.written
         stored = STORE_BYTES
-        if not (self.bulk_stores or layer.operands.output_channels_last):
+        if layer.strided_stores:
+            stored = STRIDED_STORE_BYTES
+        elif not (self.bulk_stores or layer.operands.output_channels_last):
             stored = SINGLE_STORE_BYTES
         elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
@@ -539,36 +645,59 @@ def _views(layer: Layer) -> list[Layer]:
     views = [layer]
     if layer.kernel == layer.stride == (1, 1) and layer.padding == (0, 0):
         pixels = layer.in_size[0] * layer.in_size[1]
-        if layer.in_size == layer.out_size:
+        if layer.in_size == layer.out_size == layer.image_size:
             sizes = [(rows, pixels // rows) for rows in (1, 2) if pixels % rows == 0]
-            views += [replace(layer, in_size=size, out_size=size) for size in sizes]
+            views += [
+                replace(layer, in_size=size, out_size=size, image_size=size) for size in sizes
+            ]
     return views
 
 
-def _check(layer: Layer, gpu: Gpu) -> None:
-    operands = layer.operands
+def _check(layers: list[Layer], gpu: Gpu) -> None:
+    layer = layers[0]
     channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
-    limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.out_size)
-    rate = TENSOR_PRODUCTS[operands.scalar_bytes] / layer.products
-    if layer.tensor_share * rate < LEAST_PRODUCTS:
-        raise Declined(f"so few channels that {layer.tensor_share:.0%} of the products would count")
+    operands = layer.operands
+    limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.image_size)
+    terms = sum(layer.terms for layer in layers)
+    multiplied = sum(layer.terms / layer.tensor_share * layer.products for layer in layers)
+    if TENSOR_PRODUCTS[operands.scalar_bytes] * terms / multiplied < LEAST_PRODUCTS:
+        share = _tensor_share(layers)
+        raise Declined(f"so few channels that {share:.0%} of the products would count")
 
 
-def _plans(layer: Layer, gpu: Gpu) -> Iterator[Plan]:
-    """For every tile that fits, the best first."""
-    _check(layer, gpu)
-    tiles = _tiles(_views(layer), gpu)
-    explanation = (
-        f"{len(tiles)} tiles fit; the cheapest, in cycles:",
-        *(_explain(tile, gpu) for tile in tiles[:EXPLAINED]),
-    )
-    for tile in tiles:
-        why = (
-            f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup, in products of "
-            f"{tile.pixels}; {layer.tensor_share:.0%} of the products count"
+def _tensor_share(layers: list[Layer]) -> float:
+    """Of layers that have about equally many outputs."""
+    terms = sum(layer.terms for layer in layers)
+    return terms / sum(layer.terms / layer.tensor_share for layer in layers)
+
+
+def _plans(layers: list[Layer], gpu: Gpu) -> Iterator[Plan]:
+    """For every tile that fits, the best first; of several layers, each one's next best at once."""
+    _check(layers, gpu)
+    tiles = [_tiles(_views(layer), gpu) for layer in layers]
+    explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
+    for rank in range(max(map(len, tiles))):
+        chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
+        pairs, packed = zip(*(_launches(tile, gpu) for tile in chosen), strict=True)
+        yield Plan(
+            tuple(chain.from_iterable(pairs)),
+            max(packed),  # every layer's launches are done with it before the next one's begin
+            "hopper",
+            _why(chosen),
+            explanation,
+            _key(layers, gpu),
+            " + ".join(tile.name for tile in chosen),
         )
-        plan = Plan(*_launches(tile, gpu), "hopper", why, explanation)
-        yield replace(plan, key=_key(layer, gpu), choice=tile.name)
+
+
+def _why(tiles: list[Tile]) -> str:
+    shapes = dict.fromkeys(
+        f"{tile.rows} rows of {tile.columns} pixels a warpgroup, in products of {tile.pixels}"
+        for tile in tiles
+    )
+    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
+    share = _tensor_share([tile.layer for tile in tiles])
+    return f"tensor cores{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
 def _chosen(plans: Iterator[Plan]) -> Plan:
@@ -605,12 +734,23 @@ def _launches(tile: Tile, gpu: Gpu) -> tuple[tuple[Launch, Launch], int]:
     return (pack, correlate), packed
 
 
-def _key(layer: Layer, gpu: Gpu) -> str:
-    """What a measured choice holds for: a layer, its tensors, and a GPU."""
-    operands = layer.operands
+def _key(layers: list[Layer], gpu: Gpu) -> str:
+    """What a measured choice holds for: a layer or its phases, its tensors, and a GPU."""
+    layer, operands = layers[0], layers[0].operands
 
     def size(values: tuple[int, int]) -> str:
         return "x".join(map(str, values))
+
+    def written(layer: Layer) -> str:
+        steps = (layer.placing[0].step, layer.placing[1].step)
+        words = (
+            f"{layer.group_out}x{size(layer.out_size)}",
+            *((f"step={size(steps)}",) if steps != (1, 1) else ()),
+            f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
+            f"dilation={size(layer.dilation)} padding={size(layer.padding)}",
+            f"fold={size(layer.folding)}",
+        )
+        return " ".join(words)
 
     words = (
         f"{gpu.architecture}/{gpu.processors}",
@@ -619,9 +759,7 @@ def _key(layer: Layer, gpu: Gpu) -> str:
         operands.precision if operands.scalar == "float" else "-",
         "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
-        f"{layer.group_out}x{size(layer.out_size)}",
-        f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
-        f"dilation={size(layer.dilation)} padding={size(layer.padding)} fold={size(layer.folding)}",
+        " + ".join(map(written, layers)),
         "aligned" if operands.aligned else "unaligned",
     )
     return " ".join(words)
@@ -629,6 +767,14 @@ def _key(layer: Layer, gpu: Gpu) -> str:
 
 def _channels_last(operands: Operands) -> tuple[bool, bool]:
     return operands.input_channels_last, operands.output_channels_last
+
+
+def _explanation(tiles: list[Tile], gpu: Gpu) -> Iterator[str]:
+    rows, columns = tiles[0].layer.placing
+    phase = "" if rows.step == columns.step == 1 else f"phase {rows.at}, {columns.at}: "
+    yield f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"
+    for tile in tiles[:EXPLAINED]:
+        yield _explain(tile, gpu)
 
 
 def _explain(tile: Tile, gpu: Gpu) -> str:
@@ -673,7 +819,7 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
             yield Tile(layer, channel_groups, 1, width)
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
         # has its own strips.
-        own = operands.aligned and not operands.output_channels_last and width % sector
+        own = layer.whole_rows and width % sector
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Tile(layer, channel_groups, 1, columns)
         for columns in _strip_widths(width + sector - 1, most - sector, sector) if own else ():
@@ -722,6 +868,7 @@ def _items(tile: Tile, gpu: Gpu) -> int:
 
 def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
+    rows, columns = layer.placing
     split = layer.parts == 2
     if layer.vector_loads:
         most = 4 if split else 6
@@ -750,6 +897,20 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "fold_width": layer.folding[1],
         "weight_height": layer.weight_kernel[0],
         "weight_width": layer.weight_kernel[1],
+        "first_tap_row": rows.first_tap,
+        "first_tap_column": columns.first_tap,
+        "tap_step_height": rows.tap_step,
+        "tap_step_width": columns.tap_step,
+        "image_height": layer.image_size[0],
+        "image_width": layer.image_size[1],
+        "out_step_height": rows.step,
+        "out_step_width": columns.step,
+        "row_at": rows.at,
+        "row_begin": rows.begin,
+        "row_end": rows.end,
+        "column_at": columns.at,
+        "column_begin": columns.begin,
+        "column_end": columns.end,
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
