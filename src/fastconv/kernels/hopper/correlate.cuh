@@ -97,17 +97,25 @@ static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pi
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
 constexpr int kOutputs = 64;  // channels of a product
-constexpr int kStackChannels = kOutputs / C::stack;
+constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);
 constexpr int kProductBytes = kOutputs * 32;
 constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
+
+// A product's row, counted among those of the same column: two sums of a pixel's columns are eight
+// rows apart, in the same thread.
+__device__ __forceinline__ int row_of_column(int product_row) {
+  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+}
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "");
+static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
 // pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
-constexpr int kRowPitch = round_up(C::pass_pixels + kVector - 8, 16) + 8;
+constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes =
     kScalarBytes *
@@ -220,6 +228,8 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kChunks * kTaps * C::k_steps * C::channel_groups * 2 * kOutputs;
 
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
+
 // A channel of the group as the products have it: one of the input's, at one of its phases.
 struct FoldedChannel {
   int channel, row, column;
@@ -231,20 +241,21 @@ struct FoldedChannel {
 };
 
 // The weight of output channel `out` for input channel `in`, both of the group; zero for what
-// folding has added to the kernel.
+// folding, or summing two columns, has added to the kernel. `sum` says which of the two.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
-                                            int row, int column) {
+                                            int row, int column, int sum) {
   const FoldedChannel folded(in);
   row = row * C::fold_height + folded.row;
   column = column * C::fold_width + folded.column;
-  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+  if (kFolded && (row >= C::weight_height || column >= C::weight_width)) return Scalar{};
   long long k = group * C::group_out + out;
   long long c = folded.channel;
   if constexpr (C::transposed) {
     k = group * C::group_in + in;
     c = out;
-    row = C::first_tap_row + C::tap_step_height * (C::weight_height - 1 - row);
-    column = C::first_tap_column + C::tap_step_width * (C::weight_width - 1 - column);
+    row = C::last_tap_row - C::tap_step_height * row;
+    column = C::last_tap_column - C::tap_step_width * column + sum;
+    if (C::column_sums > 1 && (column < 0 || column >= C::weight_width)) return Scalar{};
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -272,9 +283,10 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
     const int output_group = rest % kOutputGroups;
     const int group = rest / kOutputGroups;
 
-    const int stacked = m / kStackChannels;
-    const int out =
-        (output_group * C::channel_groups + channel_group) * kStackChannels + m % kStackChannels;
+    const int stacked = row_of_column(m) / kStackChannels;
+    const int out = (output_group * C::channel_groups + channel_group) * kStackChannels +
+                    row_of_column(m) % kStackChannels;
+    const int sum = m / 8 % C::column_sums;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVector;
@@ -282,7 +294,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
     Vector<Scalar, kVector> vector;
     for (int j = 0; j < kVector; ++j) {
       const bool valid = exists && first + j < C::group_in;
-      vector.element[j] = valid ? weight_at(weight, group, out, first + j, row, column) : Scalar{};
+      vector.element[j] =
+          valid ? weight_at(weight, group, out, first + j, row, column, sum) : Scalar{};
     }
     const long long product = static_cast<long long>(i / (2 * kOutputs * C::channel_groups)) *
                                   (C::parts * C::channel_groups) +
@@ -329,7 +342,6 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
 constexpr int kLoaders = 96;  // threads
 
 // Distances in the input, in elements.
-constexpr bool kFolded = C::fold_height * C::fold_width > 1;
 constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
 constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -849,9 +861,29 @@ struct Consumer {
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kOutChannels = C::groups * C::group_out;
 constexpr int kOutPlane = C::image_height * C::image_width;
-constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
+
+// What is stored of a row: a column for each pixel, or `interleave` columns.
+constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
+constexpr int kStoredColumns = C::interleave * C::tile_columns;
+constexpr int kStoredPitch = C::interleave * C::pitch;
+constexpr int kStoredPass = C::interleave * C::pass_pixels;
+static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "");
+static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "");
+static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
+
+// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
+// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
+// is cleared by the one beside it.
+constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
+constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
+constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
+constexpr int kStoredAt = C::interleave == 1 ? C::column_at : 0;
+constexpr bool kRowsInside =
+    (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
+constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
 // Where a warpgroup's sums go.
 struct Target {
@@ -859,7 +891,7 @@ struct Target {
   int outputs;  // first channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
-  int column;  // output column of pixel `lead`
+  int column;  // stored column of pixel `lead`
 
   __device__ Target(Scalar* output, const Item& item, int tile, const Consumer& consumer) {
     image = output + static_cast<long long>(item.image) * kOutImage;
@@ -867,20 +899,26 @@ struct Target {
     group = item.group;
     row = item.row_phase +
           kRowStep * ((item.tile + tile) * kTileRows + consumer.pixel_group * kGroupRows);
-    column = item.column;
+    column = C::interleave * item.column;
   }
 
   // The channel of a row of the product, in its group.
-  __device__ int channel(int product_row) const { return outputs + product_row % kStackChannels; }
+  __device__ int channel(int product_row) const {
+    return outputs + row_of_column(product_row) % kStackChannels;
+  }
   // The output row of the same, for the tile's line-th row of pixels.
   __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + product_row / kStackChannels);
+    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
   }
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
   }
-  // The element in column 0 of a row of the image.
-  __device__ Scalar* image_row(int product_row, int y) const {
+  // The image's row for an output row; i is row_at, or that of a row to clear.
+  __device__ int image_row(int product_row, int line, int i) const {
+    return C::out_step_height * output_row(product_row, line) + i;
+  }
+  // The element in the image's column 0.
+  __device__ Scalar* row_start(int product_row, int y) const {
     const int c = group * C::group_out + channel(product_row);
     if constexpr (C::out_channels_last) {
       return image + (y * C::image_width * kOutChannels + c);
@@ -888,36 +926,26 @@ struct Target {
       return image + ((c * C::image_height + y) * C::image_width);
     }
   }
-  // The same of the row that an output row is in the image.
-  __device__ Scalar* row_start(int product_row, int line) const {
-    return image_row(product_row, C::out_step_height * output_row(product_row, line) + C::row_at);
-  }
-  // Stores an element, or a vector of channels, of an output column; and zeros around it where no
-  // phase has anything to store.
+
+  // Stores an element, or a vector of channels, and clears what is beside it.
   template <class Stored>
-  __device__ __forceinline__ void store(int product_row, int line, int column,
+  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
                                         const Stored& value) const {
-    constexpr bool kAllRows =
-        (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
-    constexpr bool kAllColumns =
-        (C::out_width - 1) * C::out_step_width + C::column_end <= C::image_width;
 #pragma unroll
     for (int i = C::row_begin; i < C::row_end; ++i) {
-      const int y = C::out_step_height * output_row(product_row, line) + i;
-      if (!kAllRows && y >= C::image_height) break;
-      Scalar* const row = image_row(product_row, y);
+      const int y = image_row(product_row, line, i);
+      if (!kRowsInside && y >= C::image_height) break;
+      Scalar* const row = row_start(product_row, y);
 #pragma unroll
-      for (int j = C::column_begin; j < C::column_end; ++j) {
-        const int x = C::out_step_width * column + j;
-        if (!kAllColumns && x >= C::image_width) break;
+      for (int j = kStoredBegin; j < kStoredEnd; ++j) {
+        const int x = kStoredStep * stored_column + j;
+        if (!kStoredInside && x >= C::image_width) break;
         *reinterpret_cast<Stored*>(row + x * kOutColumn) =
-            i == C::row_at && j == C::column_at ? value : Stored{};
+            i == C::row_at && j == kStoredAt ? value : Stored{};
       }
     }
   }
 };
-static_assert(!C::bulk_stores || (C::out_step_width == 1 && C::row_end - C::row_begin == 1),
-              "bulk copies store whole rows");
 
 // How far a row's first element lies beyond a multiple of 32 bytes, in elements.
 __device__ __forceinline__ int misalignment(const Scalar* row) {
@@ -937,6 +965,17 @@ __device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float sec
 
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
+__device__ __forceinline__ void stage_pair(Scalar* target, float first, float second) {
+  const auto pair = narrow_pair(Scalar{}, first, second);
+  if constexpr (!C::bulk_stores || kStoredWidth % 2 == 0) {
+    *reinterpret_cast<Pair*>(target) = pair;
+  } else {
+    const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
+    target[0] = elements.element[0];
+    target[1] = elements.element[1];
+  }
+}
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
@@ -945,15 +984,17 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = pass * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
-      Scalar* const target = row + 8 * i + lane % 4 * 2;
-      const auto pair =
-          narrow_pair(Scalar{}, sums[4 * j + 2 * half] + bias, sums[4 * j + 2 * half + 1] + bias);
-      if constexpr (!C::bulk_stores || C::out_width % 2 == 0) {
-        *reinterpret_cast<Pair*>(target) = pair;
+      Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
+      const float first = sums[4 * j + 2 * half] + bias;
+      const float second = sums[4 * j + 2 * half + 1] + bias;
+      if constexpr (C::interleave == 1) {
+        stage_pair(target, first, second);
+      } else if constexpr (C::column_sums == 2) {
+        stage_pair(target, first, sums[4 * j + 2] + bias);
+        stage_pair(target + 2, second, sums[4 * j + 3] + bias);
       } else {
-        const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
-        target[0] = elements.element[0];
-        target[1] = elements.element[1];
+        stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
+        stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
       }
     }
   }
@@ -961,7 +1002,7 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
 
 // Whether every row, and every piece of one, starts at a multiple of 16 bytes.
 constexpr bool kRowsAligned =
-    C::lead == 0 && C::out_width % kVector == 0 && (kStrips == 1 || C::tile_columns % kVector == 0);
+    C::lead == 0 && kStoredWidth % kVector == 0 && (kStrips == 1 || kStoredColumns % kVector == 0);
 
 __device__ __forceinline__ void bulk_store_columns(Scalar* row, const Scalar* staged, int begin,
                                                    int end, int lane) {
@@ -984,6 +1025,14 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
   if (after < end) row[after] = staged[after];
 }
 
+// Clears columns [begin, end) of any row.
+__device__ __forceinline__ void clear_columns(Scalar* row, int begin, int end, int lane) {
+  constexpr int kCleared = kRowsAligned ? kVector : 1;
+  for (int x = begin + kCleared * lane; x < end; x += kCleared * 32) {
+    *reinterpret_cast<Vector<Scalar, kCleared>*>(row + x) = {};
+  }
+}
+
 // Rows of 8 channels from shared to global memory. All but the lane is the same for the whole warp,
 // and in a form that lets the compiler see it: bulk copies take their operands from such registers.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
@@ -991,30 +1040,35 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
     if (target.output_row(first, line) >= C::out_height) continue;
-    Scalar* const first_row = target.row_start(first, line);
-    // Output columns of the pass's pixels, were they in this line.
-    const int at = target.column - C::lead + pass * C::pass_pixels - line * C::pitch;
-    const int at_end = min(at + C::pass_pixels, C::out_width);
+    // Stored columns of the pass's pixels, were they in this line.
+    const int at = target.column - C::lead + pass * kStoredPass - line * kStoredPitch;
+    const int at_end = min(at + kStoredPass, kStoredWidth);
     // Whether all rows' windows lie in the image and in the pass.
     const bool interior = C::lead > 0 && kPasses == 1 && target.column >= C::lead &&
-                          target.column + C::tile_columns <= C::out_width;
+                          target.column + kStoredColumns <= kStoredWidth;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (target.channel(first) + i >= C::group_out) break;
-      Scalar* const row = first_row + static_cast<long long>(i) * kOutPlane;
-      const Scalar* const staged = staging + i * kRowPitch - at;
-      if constexpr (kRowsAligned) {
-        const int end = min(target.column + C::tile_columns, at_end);
-        bulk_store_columns(row, staged, max(target.column, at), end, lane);
-      } else {
-        const int beyond = misalignment(row);
+    for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
+      const int y = target.image_row(first, line, image_row);
+      if (!kRowsInside && y >= C::image_height) break;
+      Scalar* const first_row = target.row_start(first, y);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (target.channel(first) + i >= C::group_out) break;
+        Scalar* const row = first_row + static_cast<long long>(i) * kOutPlane;
+        const Scalar* const staged = staging + i * kRowPitch - at;
+        const int beyond = kRowsAligned ? 0 : misalignment(row);
         const int window = target.column - (C::lead > 0 ? beyond : 0);
         const Scalar* const shifted = staged + beyond % kVector;
-        if (interior) {
-          bulk_store_columns(row, shifted, window, window + C::tile_columns, lane);
+        const int begin = max(C::lead > 0 ? max(window, 0) : window, at);
+        const int end = min(window + kStoredColumns, at_end);
+        if (image_row != C::row_at) {
+          clear_columns(row, begin, end, lane);
+        } else if (kRowsAligned) {
+          bulk_store_columns(row, shifted, begin, end, lane);
+        } else if (interior) {
+          bulk_store_columns(row, shifted, window, window + kStoredColumns, lane);
         } else {
-          store_columns(row, shifted, max(max(window, 0), at),
-                        min(window + C::tile_columns, at_end), lane);
+          store_columns(row, shifted, begin, end, lane);
         }
       }
     }
@@ -1028,14 +1082,13 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
                                            Scalar* staging, const Target& target, int warp,
                                            int lane) {
-  constexpr int kPass = C::pass_pixels;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2 / C::column_sums; ++half) {
     const int first = 16 * warp + 8 * half;  // of the product's rows
-    const int shift = C::bulk_stores ? misalignment(target.row_start(first, 0) +
-                                                    static_cast<long long>(lane / 4) * kOutPlane) %
-                                           kVector
-                                     : 0;
+    const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
+    const int shift =
+        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane) % kVector
+                       : 0;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if constexpr (C::bulk_stores) {
@@ -1053,14 +1106,14 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 #pragma unroll 1
         for (int channel = 0; channel < 8; ++channel) {
 #pragma unroll
-          for (int i = 0; i < ceil_div(kPass, 32); ++i) {
-            const int pixel = 32 * i + lane;
-            const int line = (pass * kPass + pixel) / C::pitch;
-            const int at = (pass * kPass + pixel) % C::pitch;
-            if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
-                target.column + at < C::out_width && target.exists(first + channel, line)) {
+          for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
+            const int staged = 32 * i + lane;
+            const int line = (pass * kStoredPass + staged) / kStoredPitch;
+            const int at = (pass * kStoredPass + staged) % kStoredPitch;
+            if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
+                target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
-                           buffer[channel * kRowPitch + pixel]);
+                           buffer[channel * kRowPitch + staged]);
             }
           }
         }

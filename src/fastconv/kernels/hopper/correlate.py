@@ -77,7 +77,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(_forward_layers(problem, operands), gpu))
+    return _chosen(_plans(_forward_ways(problem, operands), gpu))
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -86,7 +86,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(_input_grad_layers(problem, operands), gpu))
+    return _chosen(_plans(_input_grad_ways(problem, operands), gpu))
 
 
 def alternatives(
@@ -97,10 +97,10 @@ def alternatives(
     Raises:
         Declined: there are none.
     """
-    layers = {"forward": _forward_layers, "input_grad": _input_grad_layers}
-    if direction not in layers:
+    ways = {"forward": _forward_ways, "input_grad": _input_grad_ways}
+    if direction not in ways:
         raise Declined(direction)
-    return list(islice(_plans(layers[direction](problem, operands), gpu), most))
+    return list(islice(_plans(ways[direction](problem, operands), gpu), most))
 
 
 def _layer(problem: Problem, operands: Operands) -> Layer:
@@ -122,57 +122,62 @@ def _layer(problem: Problem, operands: Operands) -> Layer:
     )
 
 
-def _forward_layers(problem: Problem, operands: Operands) -> list[Layer]:
+def _forward_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     layer = _layer(problem, operands)
-    return [min(layer, _folded(layer), key=lambda one: one.steps * one.taps)]
+    return [[min(layer, _folded(layer), key=lambda one: one.steps * one.taps)]]
 
 
-def _input_grad_layers(problem: Problem, operands: Operands) -> list[Layer]:
-    """The other way round: channels and sizes change places, and what padding left out is added.
+def _input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
+    """Lists of layers that together write the gradient, one for each phase of the stride.
 
-    One layer for each phase of the stride, all of stride 1.
+    Where rows of pixels are neighbours in memory, also one for two phases of columns at once.
     """
-    layer = _layer(problem, operands)
     rows, columns = (_phases(problem, axis) for axis in (0, 1))
-    if len(rows) * len(columns) > MOST_PHASES:
-        raise Declined(
-            f"input gradients of {len(rows) * len(columns)} phases (stride {problem.stride}), more "
-            f"than {MOST_PHASES}"
-        )
-    return [
-        replace(
-            layer,
-            transposed=True,
-            group_in=layer.group_out,
-            group_out=layer.group_in,
-            in_size=layer.out_size,
-            out_size=(row.size, column.size),
-            kernel=(row.taps, column.taps),
-            stride=(1, 1),
-            dilation=(row.dilation, column.dilation),
-            padding=(row.padding, column.padding),
-            weight_kernel=(row.taps, column.taps),
-            image_size=layer.in_size,
-            placing=(row.placing, column.placing),
-        )
-        for row, column in product(rows, columns)
-    ]
+    count = len(rows) * len(columns)
+    if count > MOST_PHASES:
+        raise Declined(f"input gradients of {count} phases, more than {MOST_PHASES}")
+    whole = None if operands.output_channels_last else _interleaved(columns)
+    ways = [columns] if whole is None else [columns, [whole]]
+    layer = _layer(problem, operands)
+    return [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+
+
+def _phase_layer(layer: Layer, row: Phase, column: Phase) -> Layer:
+    """The other way round: channels and sizes change places, and what padding left out is added."""
+    return replace(
+        layer,
+        transposed=True,
+        group_in=layer.group_out,
+        group_out=layer.group_in,
+        in_size=layer.out_size,
+        out_size=(row.size, column.size),
+        kernel=(row.taps, column.taps),
+        stride=(1, 1),
+        dilation=(row.dilation, column.dilation),
+        padding=(row.padding, column.padding),
+        weight_kernel=(row.weight_taps, column.weight_taps),
+        image_size=layer.in_size,
+        placing=(row.placing, column.placing),
+    )
 
 
 class Placing(NamedTuple):
-    """Along one axis, where a phase's positions and taps lie among all.
+    """Along one axis, where a layer's positions and taps lie among all; by default, they are all.
 
     Position q is written at ``step * q + at``; what else is from ``step * q + begin`` on, before
-    ``step * q + end``, is reached by no tap and cleared with it. The taps are every ``tap_step``-th
-    of the kernel's from ``first_tap`` on.
+    ``step * q + end``, is reached by no tap and cleared with it. A transposed layer's first tap is
+    the kernel's ``last_tap``, the next is ``tap_step`` before it. With ``sums`` = 2, both positions
+    of a step of 2 are computed: ``at`` 0, and ``at`` 1 with the tap after.
     """
 
     step: int = 1
     at: int = 0
     begin: int = 0
     end: int = 1
-    first_tap: int = 0
+    last_tap: int = 0
     tap_step: int = 1
+    sums: int = 1
+    interleaved: bool = False  # whether all columns of a step are stored together
 
 
 class Phase(NamedTuple):
@@ -181,6 +186,7 @@ class Phase(NamedTuple):
     placing: Placing
     size: int
     taps: int
+    weight_taps: int
     dilation: int
     padding: int
 
@@ -189,34 +195,46 @@ def _phases(problem: Problem, axis: int) -> list[Phase]:
     """Those that some tap reaches; together they write all positions.
 
     Position i = stride * q + at adds up the taps k for which the stride divides i + padding -
-    dilation * k, the output position. The next such tap is stride / gcd further on, and reads
-    dilation / gcd positions before.
+    dilation * k, which is then stride times the output's position. The next such tap is stride /
+    gcd further on, and reads dilation / gcd positions before.
     """
     size, kernel = problem.input_size[axis], problem.kernel_size[axis]
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     before = (problem.padding.top, problem.padding.left)[axis]
-    divisor = math.gcd(stride, dilation)
+    step = dilation // math.gcd(stride, dilation)
     taps_of = [
         [tap for tap in range(kernel) if (at + before - tap * dilation) % stride == 0]
         for at in range(stride)
     ]
     reached = [at for at, taps in enumerate(taps_of) if taps]
-    begins, ends = [0, *(at + 1 for at in reached[:-1])], [*(at + 1 for at in reached[:-1]), stride]
+    # Each clears what lies before it, the last also what comes after.
+    borders = [0, *(at + 1 for at in reached[:-1]), stride]
     phases = []
-    for at, begin, end in zip(reached, begins, ends, strict=True):
-        first, count = taps_of[at][0], len(taps_of[at])
-        first_read = (at + before - first * dilation) // stride  # at q = 0
-        step = dilation // divisor
-        phases.append(
-            Phase(
-                Placing(stride, at, begin, end, first, stride // divisor),
-                ceil_div(size - begin, stride),
-                count,
-                step,
-                (count - 1) * step - first_read,
-            )
-        )
+    for at, begin, end in zip(reached, borders, borders[1:], strict=False):
+        first, last, count = taps_of[at][0], taps_of[at][-1], len(taps_of[at])
+        placing = Placing(stride, at, begin, end, last, stride * step // dilation)
+        first_read = (at + before - first * dilation) // stride  # where q = 0
+        padding = (count - 1) * step - first_read
+        length = ceil_div(size - begin, stride)
+        phases.append(Phase(placing, length, count, count, step, padding))
     return [phase for phase in phases if phase.size > 0]
+
+
+def _interleaved(phases: list[Phase]) -> Phase | None:
+    """All phases of columns of stride 2 as one, whose rows are whole; None if there is none."""
+    first, last = phases[0], phases[-1]
+    begin, end = first.placing.begin, last.placing.end
+    if first.placing.step != 2 or (begin, end) != (0, 2):
+        return None
+    if first is last:
+        return first._replace(placing=first.placing._replace(interleaved=True))
+    if first.dilation > 1:
+        return None  # they do not read the same columns
+    padding = max(first.padding, last.padding)
+    taps = padding + max(phase.taps - phase.padding for phase in phases)
+    last_tap = first.placing.last_tap + 2 * (padding - first.padding)
+    placing = Placing(2, 0, 0, 2, last_tap, 2, 2, True)
+    return Phase(placing, first.size, taps, first.taps + last.taps, 1, padding)
 
 
 @dataclass(frozen=True)
@@ -277,28 +295,41 @@ class Layer:
         )
 
     @property
-    def written(self) -> int:
+    def interleave(self) -> int:
+        """Elements of a stored row for each pixel."""
+        return self.placing[1].step if self.placing[1].interleaved else 1
+
+    @property
+    def column_sums(self) -> int:
+        return self.placing[1].sums
+
+    @property
+    def stored_width(self) -> int:
+        return self.image_size[1] if self.interleave > 1 else self.out_size[1]
+
+    @property
+    def written(self) -> float:
         """Elements that are written for each sum: itself, and zeros around it."""
         rows, columns = self.placing
-        return (rows.end - rows.begin) * (columns.end - columns.begin)
+        return (rows.end - rows.begin) * (columns.end - columns.begin) / columns.sums
 
     @property
     def strided_stores(self) -> bool:
-        """Whether a row's sums are no neighbours in memory."""
-        return self.placing[1].step > 1 and not self.operands.output_channels_last
+        """Whether a stored row's elements are no neighbours in memory."""
+        columns = self.placing[1]
+        return columns.step > self.interleave and not self.operands.output_channels_last
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a row's sums are 16 bytes and more of neighbours, for bulk copies to store."""
+        """Whether bulk copies can store a row: its elements are neighbours in memory."""
         operands = self.operands
-        contiguous = not (operands.output_channels_last or self.strided_stores)
-        return operands.aligned and contiguous and self.written == 1
+        return operands.aligned and not (operands.output_channels_last or self.strided_stores)
 
     @property
-    def terms(self) -> int:
+    def terms(self) -> float:
         """Of a sum."""
         channels = self.group_in // (self.folding[0] * self.folding[1])
-        return channels * self.weight_kernel[0] * self.weight_kernel[1]
+        return channels * self.weight_kernel[0] * self.weight_kernel[1] / self.column_sums
 
     @property
     def low_products(self) -> bool:
@@ -341,8 +372,14 @@ class Layer:
         if self.row_phases > 1:
             return 1
         height = self.kernel[0]
-        choices = [n for n in (1, 2, 4, 8) if n * self.group_out <= OUTPUTS]
+        rows = self.group_out * self.column_sums
+        choices = [n for n in (1, 2, 4, 8) if n * rows <= OUTPUTS and n * self.column_sums <= 8]
         return max(choices or [1], key=lambda n: n * height / (height + n - 1))
+
+    @property
+    def product_channels(self) -> int:
+        """Output channels of a product."""
+        return OUTPUTS // (self.stack * self.column_sums)
 
     @property
     def tap_rows(self) -> int:
@@ -392,7 +429,7 @@ class Layer:
     @property
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
-        channels = OUTPUTS // self.stack
+        channels = self.product_channels
         outputs = self.group_out / (ceil_div(self.group_out, channels) * channels)
         return outputs * self.terms / (self.steps * 2 * self.vector * self.taps)
 
@@ -508,7 +545,7 @@ class Tile:
 
     @property
     def output_groups(self) -> int:
-        return ceil_div(self.layer.group_out, self.channel_groups * (OUTPUTS // self.layer.stack))
+        return ceil_div(self.layer.group_out, self.channel_groups * self.layer.product_channels)
 
     @property
     def resident(self) -> bool:
@@ -524,7 +561,8 @@ class Tile:
         if operands.output_channels_last:
             elements = self.pass_pixels * (OUTPUTS + vector)
         else:
-            elements = 4 * self.buffers * 8 * (round_up(self.pass_pixels + vector - 8, 16) + 8)
+            row = self.layer.interleave * self.pass_pixels
+            elements = 4 * self.buffers * 8 * (round_up(row + vector - 8, 16) + 8)
         return elements * operands.scalar_bytes
 
     @property
@@ -545,16 +583,20 @@ class Tile:
         return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
 
     @property
-    def tiles(self) -> int:
+    def image_tiles(self) -> int:
         layer = self.layer
-        per_image = self.output_groups * self.strips * self.row_tiles * layer.row_step
-        return per_image * layer.groups * layer.batch
+        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+
+    @property
+    def tiles(self) -> int:
+        return self.image_tiles * self.layer.batch
 
     @property
     def bulk_stores(self) -> bool:
         """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
         vector = self.layer.vector
-        alike = self.layer.out_size[1] % vector == self.pitch % vector == 0
+        pitch = self.layer.interleave * self.pitch
+        alike = self.layer.stored_width % vector == pitch % vector == 0
         return self.layer.whole_rows and (self.rows == 1 or alike)
 
     @property
@@ -564,7 +606,8 @@ class Tile:
         if self.strips == 1 or self.lead or operands.output_channels_last:
             return False
         sector = 32 // operands.scalar_bytes
-        return self.columns % sector != 0 or self.layer.out_size[1] % sector != 0
+        columns = self.layer.interleave * self.columns
+        return columns % sector != 0 or self.layer.stored_width % sector != 0
 
     @cached_property
     def work(self) -> dict[str, float]:
@@ -594,12 +637,15 @@ class Tile:
             "weights": weights / WEIGHT_BYTES,
         }
 
-    def cycles(self, processors: int) -> float:
-        """What the whole layer takes, estimated."""
+    @property
+    def tile_cycles(self) -> float:
         parts = self.work.values()
         # They go on at the same time, but not quite without getting into each other's way.
-        tile = TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
-        return ceil_div(self.tiles, processors) * tile
+        return TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+
+    def cycles(self, processors: int) -> float:
+        """What the whole layer takes, estimated."""
+        return ceil_div(self.tiles, processors) * self.tile_cycles
 
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
@@ -671,23 +717,45 @@ def _tensor_share(layers: list[Layer]) -> float:
     return terms / sum(layer.terms / layer.tensor_share for layer in layers)
 
 
-def _plans(layers: list[Layer], gpu: Gpu) -> Iterator[Plan]:
+def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     """For every tile that fits, the best first; of several layers, each one's next best at once."""
-    _check(layers, gpu)
-    tiles = [_tiles(_views(layer), gpu) for layer in layers]
+    layers, tiles = _best_way(ways, gpu)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
+    key = _key(layers, gpu)
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
         pairs, packed = zip(*(_launches(tile, gpu) for tile in chosen), strict=True)
         yield Plan(
             tuple(chain.from_iterable(pairs)),
-            max(packed),  # every layer's launches are done with it before the next one's begin
+            max(packed),  # a layer's launches are done with it when the next one's begin
             "hopper",
             _why(chosen),
             explanation,
-            _key(layers, gpu),
+            key,
             " + ".join(tile.name for tile in chosen),
         )
+
+
+def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list[Tile]]]:
+    """The layers of the way that takes an image the least, and each one's tiles, the best first.
+
+    Sums differ between ways, so the batch must not decide.
+    """
+    possible, reasons = [], []
+    for layers in ways:
+        try:
+            _check(layers, gpu)
+            possible.append((layers, [_tiles(_views(layer), gpu) for layer in layers]))
+        except Declined as reason:
+            reasons.append(reason)
+    if not possible:
+        raise reasons[0]
+    return min(
+        possible,
+        key=lambda way: sum(
+            min(tile.image_tiles * tile.tile_cycles for tile in tiles) for tiles in way[1]
+        ),
+    )
 
 
 def _why(tiles: list[Tile]) -> str:
@@ -814,12 +882,12 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
     most = layer.most_pixels
     sector = 32 // operands.scalar_bytes
     rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
-    for channel_groups in (1, 2) if layer.group_out > OUTPUTS else (1,):
+    for channel_groups in (1, 2) if layer.group_out > layer.product_channels else (1,):
         if width <= most:
             yield Tile(layer, channel_groups, 1, width)
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
         # has its own strips.
-        own = layer.whole_rows and width % sector
+        own = layer.whole_rows and layer.interleave == 1 and width % sector
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Tile(layer, channel_groups, 1, columns)
         for columns in _strip_widths(width + sector - 1, most - sector, sector) if own else ():
@@ -897,8 +965,8 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "fold_width": layer.folding[1],
         "weight_height": layer.weight_kernel[0],
         "weight_width": layer.weight_kernel[1],
-        "first_tap_row": rows.first_tap,
-        "first_tap_column": columns.first_tap,
+        "last_tap_row": rows.last_tap,
+        "last_tap_column": columns.last_tap,
         "tap_step_height": rows.tap_step,
         "tap_step_width": columns.tap_step,
         "image_height": layer.image_size[0],
@@ -911,6 +979,8 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "column_at": columns.at,
         "column_begin": columns.begin,
         "column_end": columns.end,
+        "column_sums": columns.sums,
+        "interleave": layer.interleave,
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
