@@ -68,7 +68,9 @@ SHARED_BYTES = 128.0  # a cycle that the tensor cores read
 # Multiply-adds a cycle: of the tensor cores, and how many must count for them to be worth it.
 TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
 LEAST_PRODUCTS = 64.0
-MOST_PHASES = 16  # of a strided input gradient: each is a launch and a kernel of its own
+MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
+# Of a pass, for each of its layers' launches. It is more of a small batch, which must not decide.
+LAYER_COST = 0.05
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -486,9 +488,12 @@ class Tile:
     @property
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
+        vector, interleave = self.layer.vector, self.layer.interleave
         pitch = self.skew + self.lead + self.columns + self.layer.column_halo
-        whole = self.block_loads or (self.rows > 1 and self.columns % self.layer.vector == 0)
-        return round_up(pitch, self.layer.vector) if whole else pitch
+        if self.block_loads:
+            return round_up(pitch, vector)
+        whole = self.rows > 1 and interleave * self.columns % vector == 0
+        return round_up(pitch, vector // interleave) if whole else pitch
 
     @property
     def plane_padding(self) -> int:
@@ -750,12 +755,13 @@ def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list
             reasons.append(reason)
     if not possible:
         raise reasons[0]
-    return min(
-        possible,
-        key=lambda way: sum(
-            min(tile.image_tiles * tile.tile_cycles for tile in tiles) for tiles in way[1]
-        ),
-    )
+
+    def cost(way: tuple[list[Layer], list[list[Tile]]]) -> float:
+        layers, tiles = way
+        fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
+        return sum(fastest) * (1 + LAYER_COST * len(layers))
+
+    return min(possible, key=cost)
 
 
 def _why(tiles: list[Tile]) -> str:
