@@ -241,6 +241,8 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     assert c["interleave"] in (1, 2)
     assert c["stack"] * c["column_sums"] <= 8
     assert c["column_sums"] == 1 or c["interleave"] == 2
+    passes = ceil_div(c["pixels"], c["pass_pixels"])
+    assert 2 // c["column_sums"] * passes % c["buffers"] == 0
     if c["interleave"] == 2:
         assert c["out_step_width"] == 2
         assert c["lead"] == c["out_channels_last"] == 0

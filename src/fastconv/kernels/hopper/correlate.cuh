@@ -1,5 +1,6 @@
-// Convolution on Hopper's tensor cores: forward passes, and input gradients of stride 1, which are
-// forward convolutions with flipped and transposed weights.
+// Convolution on Hopper's tensor cores: forward passes, and input gradients, which are forward
+// convolutions with flipped and transposed weights: one, or one for each phase of a stride, which
+// has every stride-th of the output's rows and columns, and some of the taps.
 //
 // A warpgroup multiplies 64 output channels (rows of wgmma) by `pixels` output pixels (columns), 16
 // or 8 input channels at a time, and adds up over taps. Both operands lie in shared memory:
@@ -22,6 +23,10 @@
 //
 // Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
 // between two rows are computed and thrown away.
+//
+// Phases of contiguous rows with a column stride of 2: the sums of both columns (`column_sums`)
+// share the 64 rows of a product, with zero weights where only one has a tap; or one column is
+// zero. Both are stored as one row (`interleave`).
 //
 // Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
 // row t as kernel row t - j, for which there are zero weights above and below the kernel.
@@ -107,7 +112,7 @@ constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 __device__ __forceinline__ int row_of_column(int product_row) {
   return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
 }
-static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "");
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
 static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
@@ -228,8 +233,6 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kChunks * kTaps * C::k_steps * C::channel_groups * 2 * kOutputs;
 
-constexpr bool kFolded = C::fold_height * C::fold_width > 1;
-
 // A channel of the group as the products have it: one of the input's, at one of its phases.
 struct FoldedChannel {
   int channel, row, column;
@@ -247,7 +250,7 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
   const FoldedChannel folded(in);
   row = row * C::fold_height + folded.row;
   column = column * C::fold_width + folded.column;
-  if (kFolded && (row >= C::weight_height || column >= C::weight_width)) return Scalar{};
+  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
   long long k = group * C::group_out + out;
   long long c = folded.channel;
   if constexpr (C::transposed) {
@@ -342,6 +345,7 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
 constexpr int kLoaders = 96;  // threads
 
 // Distances in the input, in elements.
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
 constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
 constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -870,8 +874,8 @@ constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
 constexpr int kStoredPass = C::interleave * C::pass_pixels;
-static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "");
-static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "");
+static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
+static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
 static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
 
 // Where stored rows and columns lie in the image: the output of a layer that is a phase of a
@@ -1082,8 +1086,10 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
                                            Scalar* staging, const Target& target, int warp,
                                            int lane) {
+  constexpr int kHalves = 2 / C::column_sums;
+  static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
-  for (int half = 0; half < 2 / C::column_sums; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int first = 16 * warp + 8 * half;  // of the product's rows
     const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
     const int shift =
