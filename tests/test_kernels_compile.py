@@ -150,13 +150,17 @@ def _taken(works: Iterable[Work]) -> list[Work]:
 Compiler = Callable[[Kernel, str], jit.Compiled]
 
 
+def _name(work: Work, index: int, kernel: Kernel) -> str:
+    return f"{work}: {index} {kernel.entry}"
+
+
 def _compile(works: list[Work], gpu: Gpu, compiler: Compiler) -> dict[str, jit.Compiled]:
     """Compiles all that the works need, and reports on each kernel."""
     kernels = {}
     for work in works:
-        for launch in work.planned(gpu).launches:
+        for index, launch in enumerate(work.planned(gpu).launches):
             assert launch.shared_bytes <= gpu.shared_bytes_per_block, str(work)
-            kernels[f"{work}: {launch.kernel.entry}"] = launch.kernel
+            kernels[_name(work, index, launch.kernel)] = launch.kernel
     # Kernels of one file and the same constants are one translation unit: compiled once.
     units = {kernel.text: kernel for kernel in kernels.values()}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -246,12 +250,12 @@ def _check_tensor_core_kernels(works: list[Work]) -> None:
     assert faults == {}
     assert {kernel: s for kernel, s in seconds.items() if s > SLOWEST_COMPILE} == {}
     for work in works:
-        for launch in work.planned(HOPPER).launches:
+        for index, launch in enumerate(work.planned(HOPPER).launches):
             of: dict[str, Any] = dict(launch.kernel.constants)
             if launch.kernel.entry == "correlate":
                 # With more than it is launched with, a block would wait forever.
                 wanted = 128 * of["producer_registers"] + 256 * of["consumer_registers"]
-                registers = compiled[f"{work}: {launch.kernel.entry}"].registers
+                registers = compiled[_name(work, index, launch.kernel)].registers
                 assert registers is not None, str(work)
                 assert wanted <= launch.block * registers, str(work)
 
@@ -283,4 +287,26 @@ def test_tensor_core_input_grad() -> None:
         Work(workload.name, workload.problem, planner.input_grad, *mode) for workload, mode in kinds
     )
     assert len(works) > len(FOUNDING) * len(MODES)
+    _check_tensor_core_kernels(works)
+
+
+# ResNet-50's downsampling layers; phases that are stored alone, rows between others, and dilated.
+STRIDED = {
+    name: Problem.of(*arguments)
+    for name, arguments in {
+        "3x3": ((32, 128, 56, 56), (128, 128, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+        "3x3 deep": ((32, 512, 14, 14), (512, 512, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+        "1x1": ((32, 256, 56, 56), (512, 256, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1),
+        "stride 3": ((8, 64, 99, 99), (64, 64, 2, 2), (3, 3), (0, 0, 0, 0), (1, 1), 1),
+        "stride 2, 1": ((8, 64, 100, 150), (96, 64, 3, 5), (2, 1), (1, 1, 2, 2), (1, 1), 1),
+        "dilated": ((8, 64, 96, 96), (64, 64, 3, 3), (2, 2), (3, 3, 3, 3), (3, 3), 1),
+    }.items()
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", STRIDED)
+def test_tensor_core_strided_input_grad(name: str) -> None:
+    works = [Work(name, STRIDED[name], planner.input_grad, *mode) for mode in MODES]
+    assert _taken(works) == works
     _check_tensor_core_kernels(works)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper import tuned
+from fastconv.kernels.family import Gpu, Launch, Operands, Plan
+from fastconv.kernels.hopper import correlate, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.problem import Problem
 
@@ -73,9 +73,16 @@ def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Pr
     return Problem.of(input, weight, *geometry.values())
 
 
-def _constants(plan: Plan) -> dict[str, Any]:
-    """Of the kernel that computes the products."""
-    return dict(plan.launches[-1].kernel.constants)
+def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
+    """Of tensor cores: what packs a layer's weights, what computes it, and the constants of both.
+
+    A strided input gradient is several layers.
+    """
+    packs, correlates = plan.launches[::2], plan.launches[1::2]
+    return [
+        (pack, correlate, dict(correlate.kernel.constants))
+        for pack, correlate in zip(packs, correlates, strict=True)
+    ]
 
 
 # --- Who takes what -------------------------------------------------------------------------------
@@ -108,9 +115,13 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
         planner.input_grad, _problem((8, 32, 64, 64), (64, 4, 3, 3), groups=8), "bfloat16", H200,
         "groups of 8 to 4 channels",
     ),
-    "strided gradient": (
-        planner.input_grad, _problem((8, 32, 64, 64), (64, 32, 3, 3), stride=(2, 1)), "tf32", H200,
-        r"input gradients of stride \(2, 1\)",
+    "many phases": (
+        planner.input_grad, _problem((8, 32, 64, 64), (64, 32, 5, 5), stride=(4, 5)), "tf32", H200,
+        "input gradients of 20 phases, more than 16",
+    ),
+    "few channels in phases": (
+        planner.input_grad, _problem((8, 3, 64, 64), (64, 3, 4, 4), stride=(4, 4)), "tf32", H200,
+        "so few channels that 5% of the products",
     ),
     "vast image": (
         planner.forward, _problem((1, 16, 8192, 8192), (64, 16, 3, 3)), "bfloat16", H200,
@@ -168,7 +179,7 @@ def test_planning_takes_no_time(kernel: int, size: tuple[int, int], channels_las
 # --- The same bits in any batch -------------------------------------------------------------------
 
 # What decides in which order a sum's terms are added.
-ORDER = ("k_steps", "stage_taps", "stack", "rolling", "parts", "transposed")
+ORDER = ("k_steps", "stage_taps", "stack", "rolling", "parts", "transposed", "column_sums")
 
 
 @pytest.mark.parametrize("plan", PASSES)
@@ -180,8 +191,9 @@ def test_sums_do_not_depend_on_the_batch(mode: str, plan: Planner) -> None:
         orders = set()
         for batch, gpu in product((1, 5, 300), (H200, replace(H200, processors=78))):
             planned = plan(workload.with_batch(batch).problem, operands, gpu)
-            constants = _constants(planned) if planned.family == "hopper" else {}
-            orders.add((planned.family, *(constants.get(name) for name in ORDER)))
+            layers = _layers(planned) if planned.family == "hopper" else []
+            sums = [constants[name] for _, _, constants in layers for name in ORDER]
+            orders.add((planned.family, *sums))
         assert len(orders) == 1, workload.name
         taken += planned.family == "hopper"
     assert taken > 20
@@ -193,9 +205,16 @@ REGISTERS = 168  # of each thread that a block of 384 is launched with
 
 
 def _assert_legal(plan: Plan, gpu: Gpu) -> None:
-    """What ``correlate.cuh`` asserts, and what it relies on without a word."""
-    pack, correlate = plan.launches
-    c = _constants(plan)
+    layers = _layers(plan)
+    packed = max(_legal_packed_bytes(*layer, gpu) for layer in layers)
+    assert plan.scratch_bytes == packed
+
+
+def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu: Gpu) -> int:
+    """What ``correlate.cuh`` asserts, and what it relies on without a word.
+
+    Returns the bytes of workspace that the layer needs.
+    """
     assert pack.kernel.constants == correlate.kernel.constants
     assert pack.grid[0] in range(1, 2**16)
     assert correlate.grid[0] in range(1, gpu.processors + 1)
@@ -219,6 +238,14 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     halo = (c["kernel_width"] - 1) * column_step // column_phases
     assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
     assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
+    assert c["interleave"] in (1, 2)
+    assert c["stack"] * c["column_sums"] <= 8
+    assert c["column_sums"] == 1 or c["interleave"] == 2
+    passes = ceil_div(c["pixels"], c["pass_pixels"])
+    assert 2 // c["column_sums"] * passes % c["buffers"] == 0
+    if c["interleave"] == 2:
+        assert c["out_step_width"] == 2
+        assert c["lead"] == c["out_channels_last"] == 0
     rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
     halo_rows = rows + (c["kernel_height"] - 1) // row_phases
     assert c["pixels"] in range(8, 257, 8)
@@ -245,7 +272,8 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     if c["out_channels_last"]:
         staged = c["pass_pixels"] * (64 + vector)
     else:
-        staged = 4 * c["buffers"] * 8 * (round_up(c["pass_pixels"] + vector - 8, 16) + 8)
+        row = c["interleave"] * c["pass_pixels"]
+        staged = 4 * c["buffers"] * 8 * (round_up(row + vector - 8, 16) + 8)
     assert staged * scalar_bytes % 16 == 0
     line = min(c["pitch"], c["in_width"])
     used = (
@@ -255,8 +283,9 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
         + 3 * c["raw_slots"] * (32 * ceil_div(line + vector - 1, vector) * vector + 8)
     )
     assert used <= c["shared_bytes"]
-    outputs = ceil_div(c["group_out"], c["channel_groups"] * (64 // c["stack"]))
-    assert plan.scratch_bytes == c["groups"] * outputs * chunks * taps * tap_bytes
+    product_channels = 64 // (c["stack"] * c["column_sums"])
+    outputs = ceil_div(c["group_out"], c["channel_groups"] * product_channels)
+    packed_bytes: int = c["groups"] * outputs * chunks * taps * tap_bytes
 
     # Registers, of the producer's warpgroup and of two consumers.
     producer, consumer = c["producer_registers"], c["consumer_registers"]
@@ -272,9 +301,9 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     segments = ceil_div(tiles, c["segment_tiles"])
     items = outputs * strips * segments * row_step * c["groups"] * correlate.arguments[-1]
     assert correlate.grid[0] <= items < 2**31
-    assert plan.scratch_bytes // 16 < 2**31
+    assert packed_bytes // 16 < 2**31
     folded = c["fold_height"] * c["fold_width"]
-    for size, channels in (("in", c["group_in"] // folded), ("out", c["group_out"])):
+    for size, channels in (("in", c["group_in"] // folded), ("image", c["group_out"])):
         assert c["groups"] * channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
     # What is copied 16 bytes at a time.
@@ -285,8 +314,11 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
         assert c["stride_width"] == folded == 1
     assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
     assert not (c["bulk_stores"] and c["out_channels_last"])
-    if c["bulk_stores"] and c["tile_rows"] > 1:
-        assert c["out_width"] % vector == c["pitch"] % vector == 0
+    if c["bulk_stores"]:
+        assert c["out_step_width"] == c["interleave"]
+        if c["tile_rows"] > 1:
+            assert c["image_width"] % vector == c["interleave"] * c["pitch"] % vector == 0
+    return packed_bytes
 
 
 @st.composite
@@ -373,6 +405,47 @@ def test_any_weight_gradient_has_a_legal_plan(**case: Any) -> None:
     _check((planner.weight_grad,), **case)
 
 
+@settings(max_examples=300)
+@given(
+    size=st.integers(1, 40),
+    kernel=st.integers(1, 9),
+    stride=st.integers(1, 8),
+    dilation=st.integers(1, 9),
+    padding=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+)
+def test_phases_are_the_gradient(
+    size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int]
+) -> None:
+    """Along one axis: every term of every sum once, every position written once."""
+    shape = (1, 1, 1, size + dilation * (kernel - 1))  # the kernel fits
+    problem = _problem(
+        shape, (1, 1, 1, kernel), stride=(1, stride), padding=(0, 0, *padding),
+        dilation=(1, dilation),
+    )  # fmt: skip
+    width, out_width = problem.input_size[1], problem.output_size[1]
+    expected = sorted(
+        (at, tap, out)
+        for out, tap in product(range(out_width), range(kernel))
+        if 0 <= (at := out * stride + tap * dilation - padding[0]) < width
+    )
+    phases = correlate._phases(problem, 1)
+    interleaved = correlate._interleaved(phases)
+    for way in [phases] if interleaved is None else [phases, [interleaved]]:
+        terms, written = [], []
+        for phase in way:
+            to = phase.placing
+            for q in range(phase.size):
+                written += range(to.step * q + to.begin, to.step * q + to.end)
+                for column, tap in product(range(to.sums), range(phase.taps)):
+                    at = to.step * q + to.at + column
+                    out = q - phase.padding + tap * phase.dilation
+                    weight = to.last_tap - tap * to.tap_step + column
+                    if at < width and 0 <= out < out_width and 0 <= weight < kernel:
+                        terms.append((at, weight, out))
+        assert sorted(terms) == expected
+        assert sorted(at for at in written if at < width) == [*range(width)]
+
+
 @pytest.mark.parametrize("plan", PASSES)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
@@ -382,6 +455,27 @@ def test_plans_of_the_suites_are_legal(mode: str, channels_last: bool, plan: Pla
         planned = plan(problem, _operands(problem, mode, channels_last), H200)
         if planned.family == "hopper":
             _assert_legal(planned, H200)
+
+
+DOWNSAMPLING = {
+    "3x3": _problem((32, 128, 56, 56), (128, 128, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1)),
+    "1x1": _problem((32, 256, 56, 56), (512, 256, 1, 1), stride=(2, 2)),
+}
+
+
+@pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
+def test_strided_gradients_run_in_phases(mode: str) -> None:
+    for channels_last, counts in ((False, {"3x3": 2, "1x1": 1}), (True, {"3x3": 4, "1x1": 1})):
+        for name, problem in DOWNSAMPLING.items():
+            operands = _operands(problem, mode, channels_last)
+            plan, *others = hopper.alternatives("input_grad", problem, operands, H200, 4)
+            assert len(_layers(plan)) == counts[name]
+            assert len(_layers(others[-1])) == counts[name]
+            assert {other.key for other in others} == {plan.key}
+            assert len({other.choice for other in (plan, *others)}) == 4
+            # Contiguous rows are stored whole, by bulk copies.
+            for _, _, constants in _layers(plan):
+                assert constants["bulk_stores"] != channels_last
 
 
 def test_measured_choices_are_found() -> None:

@@ -68,6 +68,8 @@ ROLLING = Case("rolling", (1, 16, 9, 135), (32, 16, 5, 2), padding=(2, 0, 1, 0))
 WIDE = Case("wide", (2, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
 STRIPS = Case("strips", (1, 40, 3, 301), (64, 40, 2, 3))
 NARROW = Case("narrow", (2, 40, 13, 7), (64, 40, 3, 3), padding=(1, 1, 1, 1))
+STRIDED = Case("strided", (2, 72, 11, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1))
+POINTWISE = Case("strided pointwise", (2, 72, 8, 16), (20, 72, 1, 1), (2, 2))
 DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
 
 WORKS = [
@@ -172,6 +174,58 @@ WORKS = [
     _input_grad(Case("rolling", (1, 64, 6, 150), (16, 64, 3, 3), padding=(1, 1, 1, 1)), "tf32",
                 other_format=True),
     _input_grad(Case("pointwise", (2, 64, 5, 7), (24, 64, 1, 1)), "bfloat16", aligned=False),
+    # Gradients of strides, by phases: each alone, or two phases of columns in one product.
+    *(_input_grad(STRIDED, mode, channels_last=last, other_format=other)
+      for mode, last, other in product(MODES, (False, True), (False, True))
+      if not other or mode == ("tf32" if last else "bfloat16")),
+    _input_grad(STRIDED, "tf32", aligned=False, gpu=ONE),
+    _input_grad(STRIDED, "bfloat16", channels_last=True, aligned=False),
+    _input_grad(Case("stride 2, deep", (1, 40, 7, 10), (150, 40, 3, 3), (2, 2), (1, 1, 1, 1)),
+                "tf32", gpu=SMALL),
+    _input_grad(Case("stride 1, 2", (1, 70, 4, 331), (16, 70, 2, 5), (1, 2), (0, 0, 3, 1)),
+                "tf32", gpu=SMALL),
+    _input_grad(Case("stride 1, 2, rolling", (1, 70, 6, 290), (16, 70, 3, 3), (1, 2),
+                     (1, 1, 1, 1)), "float16", gpu=ONE),
+    _input_grad(Case("stride 2, 1", (1, 64, 8, 301), (40, 64, 3, 2), (2, 1), (1, 1, 0, 1)),
+                "tf32"),
+    _input_grad(Case("stride 2, 1", (2, 64, 9, 16), (40, 64, 2, 3), (2, 1), (0, 0, 1, 1)),
+                "float16", gpu=ONE),
+    _input_grad(Case("stride 3, 4", (1, 48, 10, 17), (24, 48, 4, 5), (3, 4), (1, 2, 0, 3)),
+                "bfloat16", other_format=True),
+    _input_grad(Case("stride 2, stacked", (1, 12, 21, 26), (40, 12, 7, 4), (2, 2), (2, 0, 1, 1)),
+                "tf32"),
+    _input_grad(Case("stride 2, stacked", (1, 8, 13, 22), (24, 8, 5, 3), (2, 3), (2, 2, 1, 1)),
+                "ieee", channels_last=True),
+    _input_grad(Case("stride 2, groups", (2, 72, 9, 12), (48, 24, 3, 4), (2, 2), (1, 0, 2, 2),
+                     groups=3), "tf32", gpu=ONE),
+    _input_grad(Case("stride 2, padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3), (2, 2),
+                     (5, 4, 6, 3)), "float16"),
+    # Phases that no tap reaches, and rows and columns that no window covers.
+    *(_input_grad(POINTWISE, mode, channels_last=mode in ("float16", "ieee")) for mode in MODES),
+    _input_grad(Case("strided pointwise, odd", (1, 72, 7, 15), (20, 72, 1, 1), (2, 2),
+                     (1, 0, 1, 0)), "ieee"),
+    _input_grad(Case("strided pointwise, odd", (1, 60, 7, 15), (20, 60, 1, 1), (3, 2)),
+                "bfloat16", aligned=False),
+    _input_grad(Case("kernel below stride", (1, 64, 15, 17), (24, 64, 2, 1), (4, 3), (1, 0, 2, 0)),
+                "tf32"),
+    _input_grad(Case("kernel below stride", (1, 64, 12, 13), (24, 64, 1, 2), (2, 4)), "bfloat16",
+                channels_last=True),
+    *(_input_grad(Case("no tap in rows", (1, 64, 9, 16), (24, 64, 1, 3), (2, 1)), "tf32",
+                  aligned=aligned) for aligned in (True, False)),
+    _input_grad(Case("no tap in columns", (1, 64, 9, 16), (24, 64, 3, 1), (2, 2)), "float16"),
+    _input_grad(Case("no window at the end", (1, 64, 13, 14), (24, 64, 2, 2), (3, 3)), "ieee",
+                channels_last=True),
+    _input_grad(Case("no window at the end", (1, 64, 8, 19), (24, 64, 3, 2), (2, 2), (0, 0, 0, 1)),
+                "tf32"),
+    _input_grad(Case("nothing but zeros", (1, 64, 1, 1), (16, 64, 2, 2), (4, 4), (3, 0, 3, 0)),
+                "tf32"),
+    # Strides and dilations with a common divisor, and without.
+    _input_grad(Case("stride and dilation", (1, 64, 23, 27), (16, 64, 3, 3), (4, 2), (3, 0, 1, 2),
+                     (2, 4)), "ieee"),
+    _input_grad(Case("stride and dilation", (2, 48, 25, 29), (16, 48, 3, 4), (2, 6), (3, 0, 1, 2),
+                     (6, 4)), "tf32", channels_last=True, gpu=ONE),
+    _input_grad(Case("stride and dilation", (1, 64, 12, 24), (16, 64, 3, 4), (3, 2), (3, 0, 1, 2),
+                     (2, 3)), "bfloat16"),
 ]  # fmt: skip
 
 
@@ -180,6 +234,8 @@ ALONE = [
     _forward(Case("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "tf32"),
     _forward(Case("alone", (1, 40, 12, 9), (64, 40, 3, 3)), "ieee", channels_last=True),
     _forward(Case("alone", (1, 72, 7, 9), (130, 72, 1, 1)), "float16"),
+    _input_grad(Case("alone", (1, 72, 12, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
+    _input_grad(Case("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 3)), "ieee", channels_last=True),
 ]
 BATCH = 5
 
@@ -194,6 +250,7 @@ TILES = [
     _forward(Case("tiles", (1, 16, 11, 139), (72, 16, 3, 2), padding=(1, 1, 1, 1)), "tf32"),
     _forward(Case("tiles", (1, 40, 12, 24), (64, 40, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     _forward(Case("tiles", (2, 24, 9, 30), (72, 24, 3, 5)), "bfloat16", channels_last=True),
+    _input_grad(Case("tiles", (2, 72, 12, 36), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
 ]
 
 
@@ -216,9 +273,15 @@ INFINITE = {
 }
 
 
+def _all_constants(work: Work) -> list[dict[str, Any]]:
+    """Of the kernels that compute the products, one for each phase."""
+    kernels = (launch.kernel for launch in work.plan.launches)
+    return [dict(kernel.constants) for kernel in kernels if kernel.entry == "correlate"]
+
+
 def _constants(work: Work) -> dict[str, Any]:
-    """Of the kernel that computes the products."""
-    return dict(work.plan.launches[-1].kernel.constants)
+    """Of the last of them."""
+    return _all_constants(work)[-1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,7 +303,7 @@ def test_against_float64(work: Work) -> None:
 
 
 def test_works_cover_all_branches() -> None:
-    everything = [_constants(work) for work in WORKS]
+    everything = [constants for work in WORKS for constants in _all_constants(work)]
 
     def values(name: str) -> set[Any]:
         return {constants[name] for constants in everything}
@@ -261,6 +324,29 @@ def test_works_cover_all_branches() -> None:
         *("fold_height", "fold_width", "stride_height", "stride_width"),
     ):
         assert min(values(name)) == 1 < max(values(name)), name
+    assert values("column_sums") == values("interleave") == {1, 2}
+    assert values("out_step_height") == {1, 2, 3, 4}
+    assert values("out_step_width") == {1, 2, 3, 4, 6}
+    # What is cleared beside a sum, and how: rows, columns, both; before, after.
+    cleared = {
+        (
+            constants["out_channels_last"],
+            constants["bulk_stores"],
+            constants["row_end"] - constants["row_begin"] > 1,
+            constants["column_end"] - constants["column_begin"] > constants["column_sums"],
+        )
+        for constants in everything
+    }
+    assert cleared == {
+        (last, bulk, rows, columns)
+        for last, bulk, rows, columns in product((False, True), repeat=4)
+        if not (last and bulk)
+    }
+    for axis in ("row", "column"):
+        sides = {(c[f"{axis}_at"] > c[f"{axis}_begin"], c[f"{axis}_at"] + 1 < c[f"{axis}_end"])
+                 for c in everything}  # fmt: skip
+        assert sides >= {(False, False), (True, False), (False, True)}, axis
+    assert max(c["stack"] for c in everything if c["column_sums"] == 2) > 1
     # What has several rows, several passes or both, and how it is stored.
     stored = {
         (
@@ -308,7 +394,11 @@ def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
     together = run(batch, tensors)
     for index in (0, BATCH - 1):
         image = slice(index, index + 1)
-        alone = replace(tensors, input=tensors.input[image].clone())
+        alone = replace(
+            tensors,
+            input=tensors.input[image].clone(),
+            grad_output=tensors.grad_output[image].clone(),
+        )
         assert run(work, alone).equal(together[image])
 
 

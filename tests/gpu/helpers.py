@@ -133,14 +133,16 @@ def large_convolutions(draw: st.DrawFn) -> Convolution:
 
 
 @st.composite
-def tensor_core_convolutions(draw: st.DrawFn) -> Convolution:
+def tensor_core_convolutions(
+    draw: st.DrawFn, strides: Sequence[int] = (1, 1, 1, 2, 3, 4)
+) -> Convolution:
     """What tensor cores take: 8 channels and more, wide images and narrow ones."""
 
     def pair(values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
         return draw(values), draw(values)
 
     kernel = pair(st.integers(1, 5) | st.integers(6, 11))
-    stride = pair(st.sampled_from([1, 1, 1, 2, 3, 4]))
+    stride = pair(st.sampled_from(strides))
     dilation = pair(st.just(1) | st.integers(1, 6))
     padding = pair(st.tuples(st.integers(0, 8), st.integers(0, 8)))
     more = draw(st.integers(0, 24)), draw(st.integers(0, 40) | st.integers(41, 300))

@@ -47,12 +47,15 @@ PROBLEMS = {
 }
 
 # The same, for tensor cores where there are any: rows that blocks walk down, several rows at once,
-# rows stacked in a product, strides, weights that do not stay, blocks of pixels, strips.
+# rows stacked in a product, strides, gradients in phases and with zeros, weights that do not stay,
+# blocks of pixels, strips.
 TENSOR_CORE_PROBLEMS = {
     "rolling": ((1, 16, 7, 130), (32, 16, 3, 2), (1, 1), (1, 1, 1, 0), (1, 1), 1),
     "narrow": ((2, 24, 9, 7), (72, 24, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
     "stacked": ((1, 16, 12, 21), (16, 16, 4, 2), (1, 1), (0, 0, 1, 1), (1, 1), 1),
     "strided": ((1, 16, 13, 18), (64, 16, 3, 2), (2, 2), (1, 1, 0, 0), (1, 1), 1),
+    "phases": ((1, 64, 9, 16), (24, 64, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "zeros": ((1, 64, 8, 16), (24, 64, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1),
     "folded": ((1, 3, 14, 18), (64, 3, 4, 4), (2, 2), (1, 1, 1, 1), (1, 1), 1),
     "blocks": ((1, 16, 12, 64), (64, 16, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
     "deep": ((1, 72, 5, 6), (130, 72, 2, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),

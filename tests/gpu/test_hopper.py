@@ -156,16 +156,28 @@ def _assert_near_float64(case: Convolution, mode: str, tensors: dict[str, Tensor
         )
 
 
-placed_cases = st.tuples(
-    tensor_core_convolutions(), st.sampled_from(list(PLACES)), st.sampled_from(list(PLACES))
-)
+def _placed(convolutions: st.SearchStrategy[Convolution]) -> st.SearchStrategy[list[Any]]:
+    """Several at a time: their kernels are compiled at once."""
+    places = st.sampled_from(list(PLACES))
+    return st.lists(st.tuples(convolutions, places, places), min_size=8, max_size=8)
 
 
 @modes
 @settings(max_examples=2, suppress_health_check=list(HealthCheck))
-@given(cases=st.lists(placed_cases, min_size=8, max_size=8))
+@given(cases=_placed(tensor_core_convolutions()))
 def test_geometries(mode: str, cases: list[tuple[Convolution, str, str]]) -> None:
-    """Several at a time: their kernels are compiled at once."""
+    _assert_right(mode, cases)
+
+
+@modes
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
+@given(cases=_placed(tensor_core_convolutions(strides=(2, 2, 3, 4))))
+def test_strided_geometries(mode: str, cases: list[tuple[Convolution, str, str]]) -> None:
+    """Whose input gradients fall into phases, of rows and of columns."""
+    _assert_right(mode, cases)
+
+
+def _assert_right(mode: str, cases: list[tuple[Convolution, str, str]]) -> None:
     precompile(partial(_passes, case, mode, *places) for case, *places in cases)
     for case, *places in cases:
         note(f"{case}, {places}")
@@ -272,6 +284,8 @@ GEOMETRIES: dict[str, tuple[Any, ...]] = {
     "stacked": ((24, 20, 41), (16, 24, 5, 3), (1, 1), (2, 2, 1, 1), (1, 1), 1),
     "deep": ((150, 14, 14), (140, 150, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
     "strided": ((32, 29, 31), (64, 32, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "strided rows": ((64, 28, 32), (32, 64, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "strided pointwise": ((64, 28, 32), (32, 64, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1),
     "dilated": ((32, 24, 24), (64, 32, 5, 9), (1, 1), (4, 4, 12, 12), (2, 3), 1),
     "pointwise": ((72, 11, 13), (136, 72, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "grouped": ((48, 17, 19), (96, 16, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 3),

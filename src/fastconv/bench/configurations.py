@@ -29,7 +29,8 @@ _CHOSEN = (
     "two_level", "flush_channels", "flush_units", "packed", "blocks_per_sm", "parts",
     "channel_groups", "stack", "pixels", "tile_rows", "tile_columns", "pitch", "lead",
     "staged", "raw_slots", "rolling", "segment_tiles", "k_steps", "input_stages", "weight_stages",
-    "resident", "pass_pixels", "bulk_stores", "vector_loads", "vector_stores",
+    "resident", "pass_pixels", "bulk_stores", "vector_loads", "vector_stores", "row_at",
+    "column_at", "column_sums", "interleave",
 )  # fmt: skip
 
 

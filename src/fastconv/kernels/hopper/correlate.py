@@ -1,4 +1,4 @@
-"""Plans forward convolutions and input gradients of stride 1 with ``correlate.cuh``.
+"""Plans forward convolutions and input gradients with ``correlate.cuh``.
 
 The rules: of all tiles that fit shared memory, the one whose slowest part (products, loads or
 stores) is estimated to take least; unless measurements have shown another to be faster (see
@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, product
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, divisors, round_up
 from fastconv.kernels.family import (
@@ -56,6 +57,7 @@ WEIGHTS_LATENCY = 1500.0  # cycles
 STORE_BYTES = 15.0  # a cycle
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
+STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts of sectors
 # To load 16 bytes of channels, by bytes of an element: as vectors, in pieces, pixel by pixel.
 LOAD_CYCLES = {4: (2.8, 0.7, 3.2), 2: (2.5, 0.9, 5.0)}
 PIECE_CYCLES = {4: 450.0, 2: 600.0}  # for the bulk copies of a piece, be they short or long
@@ -71,6 +73,9 @@ SHARED_BYTES = 128.0  # a cycle that the tensor cores read
 # Multiply-adds a cycle: of the tensor cores, and how many must count for them to be worth it.
 TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
 LEAST_PRODUCTS = 64.0
+MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
+# Of a pass, for each of its layers' launches. It is more of a small batch, which must not decide.
+LAYER_COST = 0.05
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -79,7 +84,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(_forward_layer(problem, operands), gpu))
+    return _chosen(_plans(_forward_ways(problem, operands), gpu))
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -88,7 +93,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(_input_grad_layer(problem, operands), gpu))
+    return _chosen(_plans(_input_grad_ways(problem, operands), gpu))
 
 
 def alternatives(
@@ -99,10 +104,10 @@ def alternatives(
     Raises:
         Declined: there are none.
     """
-    layers = {"forward": _forward_layer, "input_grad": _input_grad_layer}
-    if direction not in layers:
+    ways = {"forward": _forward_ways, "input_grad": _input_grad_ways}
+    if direction not in ways:
         raise Declined(direction)
-    return list(islice(_plans(layers[direction](problem, operands), gpu), most))
+    return list(islice(_plans(ways[direction](problem, operands), gpu), most))
 
 
 def _layer(problem: Problem, operands: Operands) -> Layer:
@@ -120,28 +125,123 @@ def _layer(problem: Problem, operands: Operands) -> Layer:
         problem.dilation,
         (problem.padding.top, problem.padding.left),
         problem.kernel_size,
+        problem.output_size,
     )
 
 
-def _forward_layer(problem: Problem, operands: Operands) -> Layer:
+def _forward_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     layer = _layer(problem, operands)
-    return min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
+    return [[min(layer, _folded(layer), key=lambda one: one.steps * one.taps)]]
 
 
-def _input_grad_layer(problem: Problem, operands: Operands) -> Layer:
+def _input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
+    """Lists of layers that together write the gradient, one for each phase of the stride.
+
+    Where rows of pixels are neighbours in memory, also one for two phases of columns at once.
+    """
+    rows, columns = (_phases(problem, axis) for axis in (0, 1))
+    count = len(rows) * len(columns)
+    if count > MOST_PHASES:
+        raise Declined(f"input gradients of {count} phases, more than {MOST_PHASES}")
+    whole = None if operands.output_channels_last else _interleaved(columns)
+    ways = [columns] if whole is None else [columns, [whole]]
+    layer = _layer(problem, operands)
+    return [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+
+
+def _phase_layer(layer: Layer, row: Phase, column: Phase) -> Layer:
     """The other way round: channels and sizes change places, and what padding left out is added."""
-    if problem.stride != (1, 1):
-        raise Declined(f"input gradients of stride {problem.stride}")
-    layer, extent = _layer(problem, operands), problem.kernel_extent
     return replace(
         layer,
         transposed=True,
         group_in=layer.group_out,
         group_out=layer.group_in,
         in_size=layer.out_size,
-        out_size=layer.in_size,
-        padding=(extent[0] - 1 - layer.padding[0], extent[1] - 1 - layer.padding[1]),
+        out_size=(row.size, column.size),
+        kernel=(row.taps, column.taps),
+        stride=(1, 1),
+        dilation=(row.dilation, column.dilation),
+        padding=(row.padding, column.padding),
+        weight_kernel=(row.weight_taps, column.weight_taps),
+        image_size=layer.in_size,
+        placing=(row.placing, column.placing),
     )
+
+
+class Placing(NamedTuple):
+    """Along one axis, where a layer's positions and taps lie among all; by default, they are all.
+
+    Position q is written at ``step * q + at``; what else is from ``step * q + begin`` on, before
+    ``step * q + end``, is reached by no tap and cleared with it. A transposed layer's first tap is
+    the kernel's ``last_tap``, the next is ``tap_step`` before it. With ``sums`` = 2, both positions
+    of a step of 2 are computed: ``at`` 0, and ``at`` 1 with the tap after.
+    """
+
+    step: int = 1
+    at: int = 0
+    begin: int = 0
+    end: int = 1
+    last_tap: int = 0
+    tap_step: int = 1
+    sums: int = 1
+    interleaved: bool = False  # whether all columns of a step are stored together
+
+
+class Phase(NamedTuple):
+    """Along one axis, every stride-th position of an input gradient: a convolution of stride 1."""
+
+    placing: Placing
+    size: int
+    taps: int
+    weight_taps: int
+    dilation: int
+    padding: int
+
+
+def _phases(problem: Problem, axis: int) -> list[Phase]:
+    """Those that some tap reaches; together they write all positions.
+
+    Position i = stride * q + at adds up the taps k for which the stride divides i + padding -
+    dilation * k, which is then stride times the output's position. The next such tap is stride /
+    gcd further on, and reads dilation / gcd positions before.
+    """
+    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
+    before = (problem.padding.top, problem.padding.left)[axis]
+    step = dilation // math.gcd(stride, dilation)
+    taps_of = [
+        [tap for tap in range(kernel) if (at + before - tap * dilation) % stride == 0]
+        for at in range(stride)
+    ]
+    reached = [at for at, taps in enumerate(taps_of) if taps]
+    # Each clears what lies before it, the last also what comes after.
+    borders = [0, *(at + 1 for at in reached[:-1]), stride]
+    phases = []
+    for at, begin, end in zip(reached, borders, borders[1:], strict=False):
+        first, last, count = taps_of[at][0], taps_of[at][-1], len(taps_of[at])
+        placing = Placing(stride, at, begin, end, last, stride * step // dilation)
+        first_read = (at + before - first * dilation) // stride  # where q = 0
+        padding = (count - 1) * step - first_read
+        length = ceil_div(size - begin, stride)
+        phases.append(Phase(placing, length, count, count, step, padding))
+    return [phase for phase in phases if phase.size > 0]
+
+
+def _interleaved(phases: list[Phase]) -> Phase | None:
+    """All phases of columns of stride 2 as one, whose rows are whole; None if there is none."""
+    first, last = phases[0], phases[-1]
+    begin, end = first.placing.begin, last.placing.end
+    if first.placing.step != 2 or (begin, end) != (0, 2):
+        return None
+    if first is last:
+        return first._replace(placing=first.placing._replace(interleaved=True))
+    if first.dilation > 1:
+        return None  # they do not read the same columns
+    padding = max(first.padding, last.padding)
+    taps = padding + max(phase.taps - phase.padding for phase in phases)
+    last_tap = first.placing.last_tap + 2 * (padding - first.padding)
+    placing = Placing(2, 0, 0, 2, last_tap, 2, 2, True)
+    return Phase(placing, first.size, taps, first.taps + last.taps, 1, padding)
 
 
 @dataclass(frozen=True)
@@ -149,7 +249,8 @@ class Layer:
     """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
 
     With ``folding``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
-    sizes and padding those of the tensors.
+    sizes and padding those of the tensors. ``weight_kernel`` are the weight's taps that it uses,
+    ``image_size`` is the size of the tensor that it writes, and ``placing`` where in both they lie.
     """
 
     operands: Operands
@@ -165,7 +266,9 @@ class Layer:
     dilation: tuple[int, int]
     padding: tuple[int, int]
     weight_kernel: tuple[int, int]
+    image_size: tuple[int, int]
     folding: tuple[int, int] = (1, 1)
+    placing: tuple[Placing, Placing] = (Placing(), Placing())
 
     @property
     def vector(self) -> int:
@@ -198,10 +301,46 @@ class Layer:
         )
 
     @property
+    def interleave(self) -> int:
+        """Elements of a stored row for each pixel."""
+        return self.placing[1].step if self.placing[1].interleaved else 1
+
+    @property
+    def column_sums(self) -> int:
+        return self.placing[1].sums
+
+    @property
+    def stored_width(self) -> int:
+        return self.image_size[1] if self.interleave > 1 else self.out_size[1]
+
+    @property
+    def written(self) -> float:
+        """Elements that are written for each sum: itself, and zeros around it."""
+        rows, columns = self.placing
+        return (rows.end - rows.begin) * (columns.end - columns.begin) / columns.sums
+
+    @property
+    def strided_stores(self) -> bool:
+        """Whether a stored row's elements are no neighbours in memory."""
+        columns = self.placing[1]
+        return columns.step > self.interleave and not self.operands.output_channels_last
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether bulk copies can store a row: its elements are neighbours in memory."""
+        operands = self.operands
+        return operands.aligned and not (operands.output_channels_last or self.strided_stores)
+
+    @property
+    def terms(self) -> float:
+        """Of a sum."""
+        channels = self.group_in // (self.folding[0] * self.folding[1])
+        return channels * self.weight_kernel[0] * self.weight_kernel[1] / self.column_sums
+
+    @property
     def low_products(self) -> bool:
         """Whether the products of low parts count: in short sums, which round little themselves."""
-        terms = self.group_in * self.weight_kernel[0] * self.weight_kernel[1]
-        return self.parts == 2 and terms // (self.folding[0] * self.folding[1]) <= SHORT_SUM
+        return self.parts == 2 and self.terms <= SHORT_SUM
 
     @property
     def compensated(self) -> bool:
@@ -244,8 +383,14 @@ class Layer:
         if self.row_phases > 1:
             return 1
         height = self.kernel[0]
-        choices = [n for n in (1, 2, 4, 8) if n * self.group_out <= OUTPUTS]
+        rows = self.group_out * self.column_sums
+        choices = [n for n in (1, 2, 4, 8) if n * rows <= OUTPUTS and n * self.column_sums <= 8]
         return max(choices or [1], key=lambda n: n * height / (height + n - 1))
+
+    @property
+    def product_channels(self) -> int:
+        """Output channels of a product."""
+        return OUTPUTS // (self.stack * self.column_sums)
 
     @property
     def tap_rows(self) -> int:
@@ -300,11 +445,9 @@ class Layer:
     @property
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
-        folds = self.folding[0] * self.folding[1]
-        sums = self.group_in // folds * self.weight_kernel[0] * self.weight_kernel[1]
-        channels = OUTPUTS // self.stack
+        channels = self.product_channels
         outputs = self.group_out / (ceil_div(self.group_out, channels) * channels)
-        return outputs * sums / (self.steps * 2 * self.vector * self.taps)
+        return outputs * self.terms / (self.steps * 2 * self.vector * self.taps)
 
 
 @dataclass(frozen=True)
@@ -352,9 +495,10 @@ class Tile:
     @property
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
+        vector, interleave = self.layer.vector, self.layer.interleave
         pitch = self.lead + self.columns + self.layer.column_halo
-        whole = self.rows > 1 and self.columns % self.layer.vector == 0
-        return round_up(pitch, self.layer.vector) if whole else pitch
+        whole = self.rows > 1 and interleave * self.columns % vector == 0
+        return round_up(pitch, vector // interleave) if whole else pitch
 
     @property
     def staged(self) -> bool:
@@ -423,7 +567,7 @@ class Tile:
 
     @property
     def output_groups(self) -> int:
-        return ceil_div(self.layer.group_out, self.channel_groups * (OUTPUTS // self.layer.stack))
+        return ceil_div(self.layer.group_out, self.channel_groups * self.layer.product_channels)
 
     @property
     def resident(self) -> bool:
@@ -439,7 +583,8 @@ class Tile:
         if operands.output_channels_last:
             elements = self.pass_pixels * (OUTPUTS + vector)
         else:
-            elements = 4 * self.buffers * 8 * (round_up(self.pass_pixels + vector - 8, 16) + 8)
+            row = self.layer.interleave * self.pass_pixels
+            elements = 4 * self.buffers * 8 * (round_up(row + vector - 8, 16) + 8)
         return elements * operands.scalar_bytes
 
     @property
@@ -461,17 +606,21 @@ class Tile:
         return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
 
     @property
-    def tiles(self) -> int:
+    def image_tiles(self) -> int:
         layer = self.layer
-        per_image = self.output_groups * self.strips * self.row_tiles * layer.row_step
-        return per_image * layer.groups * layer.batch
+        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+
+    @property
+    def tiles(self) -> int:
+        return self.image_tiles * self.layer.batch
 
     @property
     def bulk_stores(self) -> bool:
         """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
-        operands = self.layer.operands
-        alike = self.layer.out_size[1] % operands.vector == self.pitch % operands.vector == 0
-        return operands.aligned and not operands.output_channels_last and (self.rows == 1 or alike)
+        vector = self.layer.vector
+        pitch = self.layer.interleave * self.pitch
+        alike = self.layer.stored_width % vector == pitch % vector == 0
+        return self.layer.whole_rows and (self.rows == 1 or alike)
 
     @property
     def shares_sectors(self) -> bool:
@@ -480,7 +629,8 @@ class Tile:
         if self.strips == 1 or self.lead or operands.output_channels_last:
             return False
         sector = 32 // operands.scalar_bytes
-        return self.columns % sector != 0 or self.layer.out_size[1] % sector != 0
+        columns = self.layer.interleave * self.columns
+        return columns % sector != 0 or self.layer.stored_width % sector != 0
 
     @cached_property
     def work(self) -> dict[str, float]:
@@ -496,9 +646,11 @@ class Tile:
         if self.staged:
             loads += vectors / (2 * self.pitch) * PIECE_CYCLES[size]
             loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
-        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns
+        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns * layer.written
         stored = STORE_BYTES
-        if not (self.bulk_stores or layer.operands.output_channels_last):
+        if layer.strided_stores:
+            stored = STRIDED_STORE_BYTES
+        elif not (self.bulk_stores or layer.operands.output_channels_last):
             stored = SINGLE_STORE_BYTES
         elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
@@ -510,12 +662,15 @@ class Tile:
             "weights": 0.0 if self.resident else weights / WEIGHT_BYTES,
         }
 
-    def cycles(self, processors: int) -> float:
-        """What the whole layer takes, estimated."""
+    @property
+    def tile_cycles(self) -> float:
         parts = self.work.values()
         # They go on at the same time, but not quite without getting into each other's way.
-        tile = TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
-        return ceil_div(self.tiles, processors) * tile
+        return TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+
+    def cycles(self, processors: int) -> float:
+        """What the whole layer takes, estimated."""
+        return ceil_div(self.tiles, processors) * self.tile_cycles
 
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
@@ -526,6 +681,8 @@ class Tile:
         fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
         more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
         for passes, buffers in ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1)):
+            if buffers == self.layer.column_sums == 2:
+                continue  # sums leave in one piece, and by the next tile it is gone
             tile = replace(
                 self,
                 pass_pixels=round_up(ceil_div(self.pixels, passes), 16),
@@ -561,36 +718,82 @@ def _views(layer: Layer) -> list[Layer]:
     views = [layer]
     if layer.kernel == layer.stride == (1, 1) and layer.padding == (0, 0):
         pixels = layer.in_size[0] * layer.in_size[1]
-        if layer.in_size == layer.out_size:
+        if layer.in_size == layer.out_size == layer.image_size:
             sizes = [(rows, pixels // rows) for rows in (1, 2) if pixels % rows == 0]
-            views += [replace(layer, in_size=size, out_size=size) for size in sizes]
+            views += [
+                replace(layer, in_size=size, out_size=size, image_size=size) for size in sizes
+            ]
     return views
 
 
-def _check(layer: Layer, gpu: Gpu) -> None:
-    operands = layer.operands
+def _check(layers: list[Layer], gpu: Gpu) -> None:
+    layer = layers[0]
     channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
-    limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.out_size)
-    rate = TENSOR_PRODUCTS[operands.scalar_bytes] / layer.products
-    if layer.tensor_share * rate < LEAST_PRODUCTS:
-        raise Declined(f"so few channels that {layer.tensor_share:.0%} of the products would count")
+    operands = layer.operands
+    limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.image_size)
+    terms = sum(layer.terms for layer in layers)
+    multiplied = sum(layer.terms / layer.tensor_share * layer.products for layer in layers)
+    if TENSOR_PRODUCTS[operands.scalar_bytes] * terms / multiplied < LEAST_PRODUCTS:
+        share = _tensor_share(layers)
+        raise Declined(f"so few channels that {share:.0%} of the products would count")
 
 
-def _plans(layer: Layer, gpu: Gpu) -> Iterator[Plan]:
-    """For every tile that fits, the best first."""
-    _check(layer, gpu)
-    tiles = _tiles(_views(layer), gpu)
-    explanation = (
-        f"{len(tiles)} tiles fit; the cheapest, in cycles:",
-        *(_explain(tile, gpu) for tile in tiles[:EXPLAINED]),
-    )
-    for tile in tiles:
-        why = (
-            f"tensor cores: {tile.rows} rows of {tile.columns} pixels a warpgroup, in products of "
-            f"{tile.pixels}; {layer.tensor_share:.0%} of the products count"
+def _tensor_share(layers: list[Layer]) -> float:
+    """Of layers that have about equally many outputs."""
+    terms = sum(layer.terms for layer in layers)
+    return terms / sum(layer.terms / layer.tensor_share for layer in layers)
+
+
+def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
+    """For every tile that fits, the best first; of several layers, each one's next best at once."""
+    layers, tiles = _best_way(ways, gpu)
+    explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
+    key = _key(layers, gpu)
+    for rank in range(max(map(len, tiles))):
+        chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
+        pairs, packed = zip(*(_launches(tile, gpu) for tile in chosen), strict=True)
+        yield Plan(
+            tuple(chain.from_iterable(pairs)),
+            max(packed),  # a layer's launches are done with it when the next one's begin
+            "hopper",
+            _why(chosen),
+            explanation,
+            key,
+            " + ".join(tile.name for tile in chosen),
         )
-        plan = Plan(*_launches(tile, gpu), "hopper", why, explanation)
-        yield replace(plan, key=_key(layer, gpu), choice=tile.name)
+
+
+def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list[Tile]]]:
+    """The layers of the way that takes an image the least, and each one's tiles, the best first.
+
+    Sums differ between ways, so the batch must not decide.
+    """
+    possible, reasons = [], []
+    for layers in ways:
+        try:
+            _check(layers, gpu)
+            possible.append((layers, [_tiles(_views(layer), gpu) for layer in layers]))
+        except Declined as reason:
+            reasons.append(reason)
+    if not possible:
+        raise reasons[0]
+
+    def cost(way: tuple[list[Layer], list[list[Tile]]]) -> float:
+        layers, tiles = way
+        fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
+        return sum(fastest) * (1 + LAYER_COST * len(layers))
+
+    return min(possible, key=cost)
+
+
+def _why(tiles: list[Tile]) -> str:
+    shapes = dict.fromkeys(
+        f"{tile.rows} rows of {tile.columns} pixels a warpgroup, in products of {tile.pixels}"
+        for tile in tiles
+    )
+    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
+    share = _tensor_share([tile.layer for tile in tiles])
+    return f"tensor cores{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
 def _chosen(plans: Iterator[Plan]) -> Plan:
@@ -627,12 +830,23 @@ def _launches(tile: Tile, gpu: Gpu) -> tuple[tuple[Launch, Launch], int]:
     return (pack, correlate), packed
 
 
-def _key(layer: Layer, gpu: Gpu) -> str:
-    """What a measured choice holds for: a layer, its tensors, and a GPU."""
-    operands = layer.operands
+def _key(layers: list[Layer], gpu: Gpu) -> str:
+    """What a measured choice holds for: a layer or its phases, its tensors, and a GPU."""
+    layer, operands = layers[0], layers[0].operands
 
     def size(values: tuple[int, int]) -> str:
         return "x".join(map(str, values))
+
+    def written(layer: Layer) -> str:
+        steps = (layer.placing[0].step, layer.placing[1].step)
+        words = (
+            f"{layer.group_out}x{size(layer.out_size)}",
+            *((f"step={size(steps)}",) if steps != (1, 1) else ()),
+            f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
+            f"dilation={size(layer.dilation)} padding={size(layer.padding)}",
+            f"fold={size(layer.folding)}",
+        )
+        return " ".join(words)
 
     words = (
         f"{gpu.architecture}/{gpu.processors}",
@@ -641,9 +855,7 @@ def _key(layer: Layer, gpu: Gpu) -> str:
         operands.precision if operands.scalar == "float" else "-",
         "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
-        f"{layer.group_out}x{size(layer.out_size)}",
-        f"kernel={size(layer.weight_kernel)} stride={size(layer.stride)}",
-        f"dilation={size(layer.dilation)} padding={size(layer.padding)} fold={size(layer.folding)}",
+        " + ".join(map(written, layers)),
         "aligned" if operands.aligned else "unaligned",
     )
     return " ".join(words)
@@ -651,6 +863,14 @@ def _key(layer: Layer, gpu: Gpu) -> str:
 
 def _channels_last(operands: Operands) -> tuple[bool, bool]:
     return operands.input_channels_last, operands.output_channels_last
+
+
+def _explanation(tiles: list[Tile], gpu: Gpu) -> Iterator[str]:
+    rows, columns = tiles[0].layer.placing
+    phase = "" if rows.step == columns.step == 1 else f"phase {rows.at}, {columns.at}: "
+    yield f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"
+    for tile in tiles[:EXPLAINED]:
+        yield _explain(tile, gpu)
 
 
 def _explain(tile: Tile, gpu: Gpu) -> str:
@@ -690,12 +910,12 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
     most = layer.most_pixels
     sector = 32 // operands.scalar_bytes
     rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
-    for channel_groups in (1, 2) if layer.group_out > OUTPUTS else (1,):
+    for channel_groups in (1, 2) if layer.group_out > layer.product_channels else (1,):
         if width <= most:
             yield Tile(layer, channel_groups, 1, width)
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
         # has its own strips.
-        own = operands.aligned and not operands.output_channels_last and width % sector
+        own = layer.whole_rows and layer.interleave == 1 and width % sector
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Tile(layer, channel_groups, 1, columns)
         for columns in _strip_widths(width + sector - 1, most - sector, sector) if own else ():
@@ -744,6 +964,7 @@ def _items(tile: Tile, gpu: Gpu) -> int:
 
 def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
+    rows, columns = layer.placing
     split = layer.parts == 2
     if layer.vector_loads:
         most = 4 if split else 6
@@ -775,6 +996,22 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "fold_width": layer.folding[1],
         "weight_height": layer.weight_kernel[0],
         "weight_width": layer.weight_kernel[1],
+        "last_tap_row": rows.last_tap,
+        "last_tap_column": columns.last_tap,
+        "tap_step_height": rows.tap_step,
+        "tap_step_width": columns.tap_step,
+        "image_height": layer.image_size[0],
+        "image_width": layer.image_size[1],
+        "out_step_height": rows.step,
+        "out_step_width": columns.step,
+        "row_at": rows.at,
+        "row_begin": rows.begin,
+        "row_end": rows.end,
+        "column_at": columns.at,
+        "column_begin": columns.begin,
+        "column_end": columns.end,
+        "column_sums": columns.sums,
+        "interleave": layer.interleave,
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
