@@ -290,6 +290,11 @@ class Layer:
         )
 
     @property
+    def copied(self) -> bool:
+        """Whether these are copied as they are, asynchronously."""
+        return self.vector_loads and self.operands.scalar_bytes == 2
+
+    @property
     def lines(self) -> bool:
         """Whether a tile's rows are pieces of memory, which bulk copies can fetch."""
         operands = self.operands
@@ -676,25 +681,31 @@ class Tile:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
 
         First of all weights, so that they arrive in time; then sums on their way out, in as few
-        passes as possible; then more input.
+        passes as possible; then more input. But asynchronous copies can be under way while others
+        are waited for only if there are three stages for them.
         """
         fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
         more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
-        for passes, buffers in ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1)):
+        passes = ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))
+        choices = [(fewest_inputs, *choice) for choice in passes]
+        if self.layer.copied and not self.layer.rolling:
+            choices = [(3, *choice) for choice in passes[:4]] + choices
+        for inputs, count, buffers in choices:
             if buffers == self.layer.column_sums == 2:
                 continue  # sums leave in one piece, and by the next tile it is gone
             tile = replace(
                 self,
-                pass_pixels=round_up(ceil_div(self.pixels, passes), 16),
+                pass_pixels=round_up(ceil_div(self.pixels, count), 16),
                 buffers=buffers,
-                input_stages=fewest_inputs,
+                input_stages=inputs,
             )
             stages = (budget - tile.shared_bytes) // (self.weight_bytes + 16)
             if stages < self.fewest_weight_stages:
                 continue
             tile = replace(tile, weight_stages=min(stages, self.most_weight_stages))
-            inputs = (budget - tile.shared_bytes) // (self.input_bytes + 16)
-            return replace(tile, input_stages=fewest_inputs + min(inputs, more_inputs))
+            more = (budget - tile.shared_bytes) // (self.input_bytes + 16)
+            most = fewest_inputs + more_inputs
+            return replace(tile, input_stages=min(inputs + more, max(most, inputs)))
         return None
 
 
