@@ -910,11 +910,11 @@ using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
-__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
                                            int half, float bias, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + 8 * i + lane % 4 * 2;
       const auto pair =
@@ -958,13 +958,13 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
 // Rows of 8 channels from shared to global memory. All but the lane is the same for the whole warp,
 // and in a form that lets the compiler see it: bulk copies take their operands from such registers.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
-                                             int pass, int lane) {
+                                             int turn, int lane) {
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
     if (target.output_row(first, line) >= C::out_height) continue;
     Scalar* const first_row = target.row_start(first, line);
     // Output columns of the pass's pixels, were they in this line.
-    const int at = target.column - C::lead + pass * C::pass_pixels - line * C::pitch;
+    const int at = target.column - C::lead + turn * C::pass_pixels - line * C::pitch;
     const int at_end = min(at + C::pass_pixels, C::out_width);
     // Whether all rows' windows lie in the image and in the pass.
     const bool interior = C::lead > 0 && kPasses == 1 && target.column >= C::lead &&
@@ -1008,17 +1008,17 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
                                            kVector
                                      : 0;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int turn = 0; turn < kPasses; ++turn) {
       if constexpr (C::bulk_stores) {
         if (lane == 0) bulk_store_wait_read<C::buffers - 1>();
       }
       __syncwarp();
-      Scalar* const buffer = staging + (half * kPasses + pass) % C::buffers * (8 * kRowPitch);
-      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, pass, half, bias[half], lane);
+      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, bias[half], lane);
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
-        store_staged(buffer, target, first, pass, lane);
+        store_staged(buffer, target, first, turn, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
@@ -1026,8 +1026,8 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 #pragma unroll
           for (int i = 0; i < ceil_div(kPass, 32); ++i) {
             const int pixel = 32 * i + lane;
-            const int line = (pass * kPass + pixel) / C::pitch;
-            const int at = (pass * kPass + pixel) % C::pitch;
+            const int line = (turn * kPass + pixel) / C::pitch;
+            const int at = (turn * kPass + pixel) % C::pitch;
             if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
                 target.column + at < C::out_width && target.exists(first + channel, line)) {
               target.row_start(first + channel, line)[target.column + at] =
@@ -1042,11 +1042,11 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 
 // Sums of 16 channels to pixels of 64 channels.
 template <class T>
-__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int pass,
+__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
                                              const float (&bias)[2], int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = turn * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
       // Two times 8 pixels, two times 8 channels.
       unsigned rows[4];
@@ -1078,15 +1078,15 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
   constexpr int kPieces = kOutputs / kStored;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int turn = 0; turn < kPasses; ++turn) {
     warpgroup_sync(warpgroup);
-    stage_pixels(sums, staging, pass, bias, warp, lane);
+    stage_pixels(sums, staging, turn, bias, warp, lane);
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4
     for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
       const int product_row = i % kPieces * kStored;
-      const int pixel = pass * C::pass_pixels + i / kPieces;
+      const int pixel = turn * C::pass_pixels + i / kPieces;
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
