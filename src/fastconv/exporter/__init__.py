@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ExportError", "export"]
+__all__ = ["DTYPES", "ExportError", "export"]
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""What exported files compute in."""
 
 
 class ExportError(ValueError):

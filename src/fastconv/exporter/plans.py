@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from fastconv.exporter import ExportError
+from fastconv.exporter import DTYPES, ExportError
 from fastconv.kernels import planner
 from fastconv.kernels.family import Constant, Gpu, Launch, Operands, Plan
 from fastconv.problem import Problem
@@ -14,11 +14,9 @@ H200 = Gpu("sm_90a", 132, 232448, 233472)
 """What files are tuned for. A GPU of the same architecture with other numbers is served as well:
 the launches say how many blocks there are, whoever runs them."""
 
-SCALARS = {
-    "float32": ("float", 4),
-    "float16": ("fastconv::float16", 2),
-    "bfloat16": ("fastconv::bfloat16", 2),
-}
+SCALARS = dict(
+    zip(DTYPES, (("float", 4), ("fastconv::float16", 2), ("fastconv::bfloat16", 2)), strict=True)
+)
 
 # The tensors that an exported file has for each plan; see parts/runtime.py.
 _CORRELATION = {"input", "weight", "bias", "output", "scratch"}
