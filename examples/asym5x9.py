@@ -34,6 +34,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,689 +48,6 @@ from torch.utils import cpp_extension
 # === Device code ==================================================================================
 
 SOURCES = {}
-
-SOURCES["include/ptx.cuh"] = r"""
-// Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
-// that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
-
-namespace fastconv {
-
-// The block's dynamic shared memory.
-__device__ __forceinline__ unsigned char* shared_memory() {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  return memory;
-}
-
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies kBytes (4, 8 or 16) from global to shared memory, or writes zeros if not `valid` (then
-// `global` is not read). Both addresses are multiples of kBytes. Complete after
-// copy_async_wait; GPUs before sm_80 copy at once, through registers.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
-#if __CUDA_ARCH__ >= 800
-  // A source size of 0 fills with zeros.
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
-               "l"(global), "n"(kBytes), "r"(valid ? kBytes : 0)
-               : "memory");
-#else
-  unsigned words[kBytes / 4];
-#pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i) {
-    words[i] = valid ? static_cast<const unsigned*>(global)[i] : 0u;
-  }
-#pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i) static_cast<unsigned*>(shared)[i] = words[i];
-#endif
-}
-
-// Closes a group of this thread's copies since the last commit.
-__device__ __forceinline__ void copy_async_commit() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits until at most kPending of this thread's latest groups are still under way.
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
-__device__ __forceinline__ float half_to_float(unsigned short bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-__device__ __forceinline__ unsigned short float_to_half(float value) {
-  unsigned short bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-
-// Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
-__device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
-  unsigned bits;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  return bits;
-}
-__device__ __forceinline__ unsigned floats_to_bfloats(float first, float second) {
-  unsigned bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  return bits;
-}
-
-}  // namespace fastconv
-"""
-
-SOURCES["include/scalar.cuh"] = r"""
-// The element types of tensors, and the type each is summed in.
-#include "include/ptx.cuh"
-
-namespace fastconv {
-
-struct float16 {
-  unsigned short bits;
-};
-
-struct bfloat16 {
-  unsigned short bits;
-};
-
-// The arithmetic type: products are formed and summed in it.
-template <class T>
-struct SumOf {
-  using type = float;
-};
-template <>
-struct SumOf<double> {
-  using type = double;
-};
-
-__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
-__device__ __forceinline__ float widen(bfloat16 value) {
-  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
-}
-__device__ __forceinline__ float widen(float value) { return value; }
-__device__ __forceinline__ double widen(double value) { return value; }
-
-template <class T>
-__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ float16 narrow<float16>(float value) {
-  return {float_to_half(value)};
-}
-// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
-template <>
-__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
-  unsigned bits = __float_as_uint(value);
-  if (value != value) return {0x7fff};
-  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
-}
-
-}  // namespace fastconv
-"""
-
-SOURCES["include/sm90.cuh"] = r"""
-// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator
-// has a twin of this file too.
-#include "include/ptx.cuh"
-
-namespace fastconv {
-
-// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
-// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
-// expects have been copied; then the next phase begins. Phases count from 0.
-
-using Barrier = unsigned long long;
-
-__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(arrivals)
-               : "memory");
-}
-
-// After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-// Arrives, and has the phase wait for so many bytes of bulk_load.
-__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-
-// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
-// phase or the one after it.
-__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
-  unsigned complete;
-  do {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(complete)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (!complete);
-}
-
-// --- Bulk copies: one thread moves many bytes ----------------------------------------------------
-// Addresses and sizes are multiples of 16.
-
-// From global to shared memory; `barrier` counts the bytes.
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes,
-                                          Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// From shared to global memory. What ordinary stores wrote to shared memory is seen only if
-// fence_async_shared came between.
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-               "r"(shared_address(shared)), "r"(bytes)
-               : "memory");
-}
-
-// Closes a group of this thread's bulk stores since the last commit.
-__device__ __forceinline__ void bulk_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until all but kPending of this thread's latest groups have read shared memory.
-template <int kPending>
-__device__ __forceinline__ void bulk_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// Waits until this thread's bulk stores are complete.
-__device__ __forceinline__ void bulk_store_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-// Shows this thread's ordinary accesses of shared memory to the tensor cores and bulk copies.
-__device__ __forceinline__ void fence_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// --- Loads and conversions -----------------------------------------------------------------------
-
-// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
-// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
-__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
-  unsigned short value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "mov.b16 %0, 0;\n"
-      "@p ld.global.nc.b16 %0, [%1];\n"
-      "}"
-      : "=h"(value)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-__device__ __forceinline__ float load_or_zero(const float* global, bool valid) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "@p ld.global.nc.f32 %0, [%1];\n"
-      "}"
-      : "=f"(value)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-__device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
-  uint4 value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-
-__device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
-  uint2 value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n"
-      "}"
-      : "=r"(value.x), "=r"(value.y)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-
-// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
-__device__ __forceinline__ unsigned short load(const unsigned short* global) {
-  unsigned short value;
-  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
-  return value;
-}
-__device__ __forceinline__ float load(const float* global) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(global));
-  return value;
-}
-
-__device__ __forceinline__ uint4 load(const uint4* global) {
-  uint4 value;
-  asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(global));
-  return value;
-}
-
-// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
-// address happen in order.
-__device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
-               "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
-               : "memory");
-}
-
-// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
-// nearest, ties away from zero. Half of what round_to_tf32 costs.
-__device__ __forceinline__ float round_operand_to_tf32(float value) {
-  float result;
-  asm("{\n"
-      ".reg .pred finite;\n"
-      ".reg .f32 magnitude;\n"
-      ".reg .b32 bits;\n"
-      "abs.f32 magnitude, %1;\n"
-      "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
-      "mov.b32 bits, %1;\n"
-      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
-      "mov.b32 %0, bits;\n"
-      "}"
-      : "=f"(result)
-      : "f"(value));
-  return result;
-}
-
-// To TF32's 10 bits of mantissa, to nearest, ties away from zero.
-__device__ __forceinline__ float round_to_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-}
-
-// --- Warpgroups ----------------------------------------------------------------------------------
-
-// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
-// exceed what it was launched with, or it hangs.
-template <int kRegisters>
-__device__ __forceinline__ void give_back_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
-__device__ __forceinline__ void warpgroup_sync(int number) {
-  asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
-}
-
-// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
-// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
-// bytes for column i.
-__device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   shared_address(column)),
-               "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
-               : "memory");
-}
-
-// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16
-// bytes, and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
-__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-// Orders registers and shared memory before the warpgroup's next products.
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-// Closes a group of the warpgroup's products since the last commit.
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Waits until at most kPending of the warpgroup's latest groups are still under way.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps the compiler from using sums before the wgmma_wait above.
-template <int kCount>
-__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-}
-
-// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
-// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
-// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
-using Matrix = unsigned long long;
-
-__device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
-  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
-         static_cast<Matrix>(stride >> 4) << 32;
-}
-
-// What wgmma multiplies: float with TF32's precision, or one of the 16-bit types.
-struct Tf32 {};
-struct Float16 {};
-struct Bfloat16 {};
-
-}  // namespace fastconv
-"""
-
-SOURCES["include/wgmma.cuh"] = r"""
-// The tensor cores' product, for each of its 32 widths. Assembly takes its registers one by one, so
-// they are listed, each list by the one before.
-#include "include/sm90.cuh"
-
-namespace fastconv {
-
-// clang-format off
-#define FASTCONV_REGISTERS_4 "%0, %1, %2, %3"
-#define FASTCONV_REGISTERS_8 FASTCONV_REGISTERS_4 ", %4, %5, %6, %7"
-#define FASTCONV_REGISTERS_12 FASTCONV_REGISTERS_8 ", %8, %9, %10, %11"
-#define FASTCONV_REGISTERS_16 FASTCONV_REGISTERS_12 ", %12, %13, %14, %15"
-#define FASTCONV_REGISTERS_20 FASTCONV_REGISTERS_16 ", %16, %17, %18, %19"
-#define FASTCONV_REGISTERS_24 FASTCONV_REGISTERS_20 ", %20, %21, %22, %23"
-#define FASTCONV_REGISTERS_28 FASTCONV_REGISTERS_24 ", %24, %25, %26, %27"
-#define FASTCONV_REGISTERS_32 FASTCONV_REGISTERS_28 ", %28, %29, %30, %31"
-#define FASTCONV_REGISTERS_36 FASTCONV_REGISTERS_32 ", %32, %33, %34, %35"
-#define FASTCONV_REGISTERS_40 FASTCONV_REGISTERS_36 ", %36, %37, %38, %39"
-#define FASTCONV_REGISTERS_44 FASTCONV_REGISTERS_40 ", %40, %41, %42, %43"
-#define FASTCONV_REGISTERS_48 FASTCONV_REGISTERS_44 ", %44, %45, %46, %47"
-#define FASTCONV_REGISTERS_52 FASTCONV_REGISTERS_48 ", %48, %49, %50, %51"
-#define FASTCONV_REGISTERS_56 FASTCONV_REGISTERS_52 ", %52, %53, %54, %55"
-#define FASTCONV_REGISTERS_60 FASTCONV_REGISTERS_56 ", %56, %57, %58, %59"
-#define FASTCONV_REGISTERS_64 FASTCONV_REGISTERS_60 ", %60, %61, %62, %63"
-#define FASTCONV_REGISTERS_68 FASTCONV_REGISTERS_64 ", %64, %65, %66, %67"
-#define FASTCONV_REGISTERS_72 FASTCONV_REGISTERS_68 ", %68, %69, %70, %71"
-#define FASTCONV_REGISTERS_76 FASTCONV_REGISTERS_72 ", %72, %73, %74, %75"
-#define FASTCONV_REGISTERS_80 FASTCONV_REGISTERS_76 ", %76, %77, %78, %79"
-#define FASTCONV_REGISTERS_84 FASTCONV_REGISTERS_80 ", %80, %81, %82, %83"
-#define FASTCONV_REGISTERS_88 FASTCONV_REGISTERS_84 ", %84, %85, %86, %87"
-#define FASTCONV_REGISTERS_92 FASTCONV_REGISTERS_88 ", %88, %89, %90, %91"
-#define FASTCONV_REGISTERS_96 FASTCONV_REGISTERS_92 ", %92, %93, %94, %95"
-#define FASTCONV_REGISTERS_100 FASTCONV_REGISTERS_96 ", %96, %97, %98, %99"
-#define FASTCONV_REGISTERS_104 FASTCONV_REGISTERS_100 ", %100, %101, %102, %103"
-#define FASTCONV_REGISTERS_108 FASTCONV_REGISTERS_104 ", %104, %105, %106, %107"
-#define FASTCONV_REGISTERS_112 FASTCONV_REGISTERS_108 ", %108, %109, %110, %111"
-#define FASTCONV_REGISTERS_116 FASTCONV_REGISTERS_112 ", %112, %113, %114, %115"
-#define FASTCONV_REGISTERS_120 FASTCONV_REGISTERS_116 ", %116, %117, %118, %119"
-#define FASTCONV_REGISTERS_124 FASTCONV_REGISTERS_120 ", %120, %121, %122, %123"
-#define FASTCONV_REGISTERS_128 FASTCONV_REGISTERS_124 ", %124, %125, %126, %127"
-
-#define FASTCONV_OPERANDS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-#define FASTCONV_OPERANDS_8 FASTCONV_OPERANDS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-#define FASTCONV_OPERANDS_12 FASTCONV_OPERANDS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-#define FASTCONV_OPERANDS_16 FASTCONV_OPERANDS_12, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define FASTCONV_OPERANDS_20 FASTCONV_OPERANDS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
-#define FASTCONV_OPERANDS_24 FASTCONV_OPERANDS_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-#define FASTCONV_OPERANDS_28 FASTCONV_OPERANDS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
-#define FASTCONV_OPERANDS_32 FASTCONV_OPERANDS_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define FASTCONV_OPERANDS_36 FASTCONV_OPERANDS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
-#define FASTCONV_OPERANDS_40 FASTCONV_OPERANDS_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-#define FASTCONV_OPERANDS_44 FASTCONV_OPERANDS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
-#define FASTCONV_OPERANDS_48 FASTCONV_OPERANDS_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define FASTCONV_OPERANDS_52 FASTCONV_OPERANDS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
-#define FASTCONV_OPERANDS_56 FASTCONV_OPERANDS_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-#define FASTCONV_OPERANDS_60 FASTCONV_OPERANDS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
-#define FASTCONV_OPERANDS_64 FASTCONV_OPERANDS_60, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define FASTCONV_OPERANDS_68 FASTCONV_OPERANDS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
-#define FASTCONV_OPERANDS_72 FASTCONV_OPERANDS_68, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
-#define FASTCONV_OPERANDS_76 FASTCONV_OPERANDS_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
-#define FASTCONV_OPERANDS_80 FASTCONV_OPERANDS_76, "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-#define FASTCONV_OPERANDS_84 FASTCONV_OPERANDS_80, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
-#define FASTCONV_OPERANDS_88 FASTCONV_OPERANDS_84, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
-#define FASTCONV_OPERANDS_92 FASTCONV_OPERANDS_88, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
-#define FASTCONV_OPERANDS_96 FASTCONV_OPERANDS_92, "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define FASTCONV_OPERANDS_100 FASTCONV_OPERANDS_96, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99])
-#define FASTCONV_OPERANDS_104 FASTCONV_OPERANDS_100, "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
-#define FASTCONV_OPERANDS_108 FASTCONV_OPERANDS_104, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
-#define FASTCONV_OPERANDS_112 FASTCONV_OPERANDS_108, "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
-#define FASTCONV_OPERANDS_116 FASTCONV_OPERANDS_112, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
-#define FASTCONV_OPERANDS_120 FASTCONV_OPERANDS_116, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
-#define FASTCONV_OPERANDS_124 FASTCONV_OPERANDS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
-#define FASTCONV_OPERANDS_128 FASTCONV_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-
-// Of one width: where the list of registers ends, the inputs follow: `left` in shared memory, or in
-// four registers.
-#define FASTCONV_WGMMA(columns, registers, a, b, c, d, e, f, shape, types, flags)                   \
-  if constexpr (kColumns == columns) {                                                              \
-    asm volatile(                                                                                   \
-        "{\n"                                                                                       \
-        ".reg .pred accumulate;\n"                                                                  \
-        "setp.ne.b32 accumulate, %" #c ", 0;\n"                                                     \
-        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
-        " {" FASTCONV_REGISTERS_##registers "}, %" #a ", %" #b ", accumulate, 1, 1" flags ";\n"     \
-        "}"                                                                                         \
-        : FASTCONV_OPERANDS_##registers                                                             \
-        : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)));                                \
-  }
-#define FASTCONV_WGMMA_FROM_REGISTERS(columns, registers, a, b, c, d, e, f, shape, types, flags)    \
-  if constexpr (kColumns == columns) {                                                              \
-    asm volatile(                                                                                   \
-        "{\n"                                                                                       \
-        ".reg .pred accumulate;\n"                                                                  \
-        "setp.ne.b32 accumulate, %" #f ", 0;\n"                                                     \
-        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
-        " {" FASTCONV_REGISTERS_##registers "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #e         \
-        ", accumulate, 1, 1" flags ";\n"                                                            \
-        "}"                                                                                         \
-        : FASTCONV_OPERANDS_##registers                                                             \
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right),                       \
-          "r"(static_cast<int>(accumulate)));                                                       \
-  }
-#define FASTCONV_WGMMA_WIDTHS(instruction, ...) \
-  instruction(8, 4, 4, 5, 6, 7, 8, 9, __VA_ARGS__) \
-  instruction(16, 8, 8, 9, 10, 11, 12, 13, __VA_ARGS__) \
-  instruction(24, 12, 12, 13, 14, 15, 16, 17, __VA_ARGS__) \
-  instruction(32, 16, 16, 17, 18, 19, 20, 21, __VA_ARGS__) \
-  instruction(40, 20, 20, 21, 22, 23, 24, 25, __VA_ARGS__) \
-  instruction(48, 24, 24, 25, 26, 27, 28, 29, __VA_ARGS__) \
-  instruction(56, 28, 28, 29, 30, 31, 32, 33, __VA_ARGS__) \
-  instruction(64, 32, 32, 33, 34, 35, 36, 37, __VA_ARGS__) \
-  instruction(72, 36, 36, 37, 38, 39, 40, 41, __VA_ARGS__) \
-  instruction(80, 40, 40, 41, 42, 43, 44, 45, __VA_ARGS__) \
-  instruction(88, 44, 44, 45, 46, 47, 48, 49, __VA_ARGS__) \
-  instruction(96, 48, 48, 49, 50, 51, 52, 53, __VA_ARGS__) \
-  instruction(104, 52, 52, 53, 54, 55, 56, 57, __VA_ARGS__) \
-  instruction(112, 56, 56, 57, 58, 59, 60, 61, __VA_ARGS__) \
-  instruction(120, 60, 60, 61, 62, 63, 64, 65, __VA_ARGS__) \
-  instruction(128, 64, 64, 65, 66, 67, 68, 69, __VA_ARGS__) \
-  instruction(136, 68, 68, 69, 70, 71, 72, 73, __VA_ARGS__) \
-  instruction(144, 72, 72, 73, 74, 75, 76, 77, __VA_ARGS__) \
-  instruction(152, 76, 76, 77, 78, 79, 80, 81, __VA_ARGS__) \
-  instruction(160, 80, 80, 81, 82, 83, 84, 85, __VA_ARGS__) \
-  instruction(168, 84, 84, 85, 86, 87, 88, 89, __VA_ARGS__) \
-  instruction(176, 88, 88, 89, 90, 91, 92, 93, __VA_ARGS__) \
-  instruction(184, 92, 92, 93, 94, 95, 96, 97, __VA_ARGS__) \
-  instruction(192, 96, 96, 97, 98, 99, 100, 101, __VA_ARGS__) \
-  instruction(200, 100, 100, 101, 102, 103, 104, 105, __VA_ARGS__) \
-  instruction(208, 104, 104, 105, 106, 107, 108, 109, __VA_ARGS__) \
-  instruction(216, 108, 108, 109, 110, 111, 112, 113, __VA_ARGS__) \
-  instruction(224, 112, 112, 113, 114, 115, 116, 117, __VA_ARGS__) \
-  instruction(232, 116, 116, 117, 118, 119, 120, 121, __VA_ARGS__) \
-  instruction(240, 120, 120, 121, 122, 123, 124, 125, __VA_ARGS__) \
-  instruction(248, 124, 124, 125, 126, 127, 128, 129, __VA_ARGS__) \
-  instruction(256, 128, 128, 129, 130, 131, 132, 133, __VA_ARGS__)
-// clang-format on
-
-// d (+)= left * right: 64 rows by kColumns, over 32 bytes of each row. `left` has 64 rows, `right`
-// kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
-//   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
-// Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
-template <int kColumns>
-__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
-                                      bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
-}
-template <int kColumns>
-__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
-                                      bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
-}
-template <int kColumns>
-__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
-                                      bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
-}
-
-// The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
-// from byte 16 i + 4 (lane % 4) on. They may not be touched either until the product is complete.
-template <int kColumns>
-__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4],
-                                      Matrix right, bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k8", ".tf32.tf32", "")
-}
-template <int kColumns>
-__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], const unsigned (&left)[4],
-                                      Matrix right, bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".f16.f16", ", 0")
-}
-template <int kColumns>
-__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const unsigned (&left)[4],
-                                      Matrix right, bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".bf16.bf16", ", 0")
-}
-
-}  // namespace fastconv
-"""
-
-SOURCES["hopper/operand.cuh"] = r"""
-// Which of the tensor core's types an element is.
-#include "include/scalar.cuh"
-#include "include/wgmma.cuh"
-
-namespace fastconv {
-namespace hopper {
-
-template <class T>
-struct OperandOf;
-template <>
-struct OperandOf<float> {
-  using type = Tf32;
-};
-template <>
-struct OperandOf<float16> {
-  using type = Float16;
-};
-template <>
-struct OperandOf<bfloat16> {
-  using type = Bfloat16;
-};
-
-}  // namespace hopper
-}  // namespace fastconv
-"""
-
-SOURCES["include/tile.cuh"] = r"""
-// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
-#include "include/scalar.cuh"
-
-namespace fastconv {
-
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-// Division that rounds down, also for negative a.
-__host__ __device__ constexpr int floor_div(int a, int b) {
-  return a >= 0 ? a / b : -((b - 1 - a) / b);
-}
-
-// Indexes elements of one image: 32 bits where they are enough, since 64-bit address arithmetic
-// costs several times as much.
-template <bool kWide>
-struct OffsetOf {
-  using type = int;
-};
-template <>
-struct OffsetOf<true> {
-  using type = long long;
-};
-
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T element[kCount];
-};
-// Vectors wider than what one instruction moves are read as several.
-template <>
-struct alignas(16) Vector<double, 4> {
-  double element[4];
-};
-
-// Four neighbours in shared memory, widened to the type they are summed in.
-template <class T>
-__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
-  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
-}
-
-// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
-// (it copies no less than 4 bytes), or writes zeros.
-template <int kCount, class T>
-__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
-  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  if constexpr (kBytes >= 4) {
-    copy_async<kBytes>(shared, global, valid);
-  } else {
-    *shared = valid ? *global : T{};
-  }
-}
-
-}  // namespace fastconv
-"""
 
 SOURCES["hopper/correlate.cuh"] = r"""
 // Convolution on Hopper's tensor cores: forward passes, and input gradients of stride 1, which are
@@ -3855,6 +3173,689 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
 }
 """
 
+SOURCES["hopper/operand.cuh"] = r"""
+// Which of the tensor core's types an element is.
+#include "include/scalar.cuh"
+#include "include/wgmma.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+template <class T>
+struct OperandOf;
+template <>
+struct OperandOf<float> {
+  using type = Tf32;
+};
+template <>
+struct OperandOf<float16> {
+  using type = Float16;
+};
+template <>
+struct OperandOf<bfloat16> {
+  using type = Bfloat16;
+};
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
+SOURCES["include/tile.cuh"] = r"""
+// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
+#include "include/scalar.cuh"
+
+namespace fastconv {
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+// Division that rounds down, also for negative a.
+__host__ __device__ constexpr int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -((b - 1 - a) / b);
+}
+
+// Indexes elements of one image: 32 bits where they are enough, since 64-bit address arithmetic
+// costs several times as much.
+template <bool kWide>
+struct OffsetOf {
+  using type = int;
+};
+template <>
+struct OffsetOf<true> {
+  using type = long long;
+};
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T element[kCount];
+};
+// Vectors wider than what one instruction moves are read as several.
+template <>
+struct alignas(16) Vector<double, 4> {
+  double element[4];
+};
+
+// Four neighbours in shared memory, widened to the type they are summed in.
+template <class T>
+__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
+  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
+}
+
+// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
+// (it copies no less than 4 bytes), or writes zeros.
+template <int kCount, class T>
+__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  if constexpr (kBytes >= 4) {
+    copy_async<kBytes>(shared, global, valid);
+  } else {
+    *shared = valid ? *global : T{};
+  }
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/wgmma.cuh"] = r"""
+// The tensor cores' product, for each of its 32 widths. Assembly takes its registers one by one, so
+// they are listed, each list by the one before.
+#include "include/sm90.cuh"
+
+namespace fastconv {
+
+// clang-format off
+#define FASTCONV_REGISTERS_4 "%0, %1, %2, %3"
+#define FASTCONV_REGISTERS_8 FASTCONV_REGISTERS_4 ", %4, %5, %6, %7"
+#define FASTCONV_REGISTERS_12 FASTCONV_REGISTERS_8 ", %8, %9, %10, %11"
+#define FASTCONV_REGISTERS_16 FASTCONV_REGISTERS_12 ", %12, %13, %14, %15"
+#define FASTCONV_REGISTERS_20 FASTCONV_REGISTERS_16 ", %16, %17, %18, %19"
+#define FASTCONV_REGISTERS_24 FASTCONV_REGISTERS_20 ", %20, %21, %22, %23"
+#define FASTCONV_REGISTERS_28 FASTCONV_REGISTERS_24 ", %24, %25, %26, %27"
+#define FASTCONV_REGISTERS_32 FASTCONV_REGISTERS_28 ", %28, %29, %30, %31"
+#define FASTCONV_REGISTERS_36 FASTCONV_REGISTERS_32 ", %32, %33, %34, %35"
+#define FASTCONV_REGISTERS_40 FASTCONV_REGISTERS_36 ", %36, %37, %38, %39"
+#define FASTCONV_REGISTERS_44 FASTCONV_REGISTERS_40 ", %40, %41, %42, %43"
+#define FASTCONV_REGISTERS_48 FASTCONV_REGISTERS_44 ", %44, %45, %46, %47"
+#define FASTCONV_REGISTERS_52 FASTCONV_REGISTERS_48 ", %48, %49, %50, %51"
+#define FASTCONV_REGISTERS_56 FASTCONV_REGISTERS_52 ", %52, %53, %54, %55"
+#define FASTCONV_REGISTERS_60 FASTCONV_REGISTERS_56 ", %56, %57, %58, %59"
+#define FASTCONV_REGISTERS_64 FASTCONV_REGISTERS_60 ", %60, %61, %62, %63"
+#define FASTCONV_REGISTERS_68 FASTCONV_REGISTERS_64 ", %64, %65, %66, %67"
+#define FASTCONV_REGISTERS_72 FASTCONV_REGISTERS_68 ", %68, %69, %70, %71"
+#define FASTCONV_REGISTERS_76 FASTCONV_REGISTERS_72 ", %72, %73, %74, %75"
+#define FASTCONV_REGISTERS_80 FASTCONV_REGISTERS_76 ", %76, %77, %78, %79"
+#define FASTCONV_REGISTERS_84 FASTCONV_REGISTERS_80 ", %80, %81, %82, %83"
+#define FASTCONV_REGISTERS_88 FASTCONV_REGISTERS_84 ", %84, %85, %86, %87"
+#define FASTCONV_REGISTERS_92 FASTCONV_REGISTERS_88 ", %88, %89, %90, %91"
+#define FASTCONV_REGISTERS_96 FASTCONV_REGISTERS_92 ", %92, %93, %94, %95"
+#define FASTCONV_REGISTERS_100 FASTCONV_REGISTERS_96 ", %96, %97, %98, %99"
+#define FASTCONV_REGISTERS_104 FASTCONV_REGISTERS_100 ", %100, %101, %102, %103"
+#define FASTCONV_REGISTERS_108 FASTCONV_REGISTERS_104 ", %104, %105, %106, %107"
+#define FASTCONV_REGISTERS_112 FASTCONV_REGISTERS_108 ", %108, %109, %110, %111"
+#define FASTCONV_REGISTERS_116 FASTCONV_REGISTERS_112 ", %112, %113, %114, %115"
+#define FASTCONV_REGISTERS_120 FASTCONV_REGISTERS_116 ", %116, %117, %118, %119"
+#define FASTCONV_REGISTERS_124 FASTCONV_REGISTERS_120 ", %120, %121, %122, %123"
+#define FASTCONV_REGISTERS_128 FASTCONV_REGISTERS_124 ", %124, %125, %126, %127"
+
+#define FASTCONV_OPERANDS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define FASTCONV_OPERANDS_8 FASTCONV_OPERANDS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define FASTCONV_OPERANDS_12 FASTCONV_OPERANDS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define FASTCONV_OPERANDS_16 FASTCONV_OPERANDS_12, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define FASTCONV_OPERANDS_20 FASTCONV_OPERANDS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+#define FASTCONV_OPERANDS_24 FASTCONV_OPERANDS_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define FASTCONV_OPERANDS_28 FASTCONV_OPERANDS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+#define FASTCONV_OPERANDS_32 FASTCONV_OPERANDS_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define FASTCONV_OPERANDS_36 FASTCONV_OPERANDS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define FASTCONV_OPERANDS_40 FASTCONV_OPERANDS_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define FASTCONV_OPERANDS_44 FASTCONV_OPERANDS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define FASTCONV_OPERANDS_48 FASTCONV_OPERANDS_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define FASTCONV_OPERANDS_52 FASTCONV_OPERANDS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define FASTCONV_OPERANDS_56 FASTCONV_OPERANDS_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define FASTCONV_OPERANDS_60 FASTCONV_OPERANDS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
+#define FASTCONV_OPERANDS_64 FASTCONV_OPERANDS_60, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define FASTCONV_OPERANDS_68 FASTCONV_OPERANDS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define FASTCONV_OPERANDS_72 FASTCONV_OPERANDS_68, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define FASTCONV_OPERANDS_76 FASTCONV_OPERANDS_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
+#define FASTCONV_OPERANDS_80 FASTCONV_OPERANDS_76, "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define FASTCONV_OPERANDS_84 FASTCONV_OPERANDS_80, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
+#define FASTCONV_OPERANDS_88 FASTCONV_OPERANDS_84, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define FASTCONV_OPERANDS_92 FASTCONV_OPERANDS_88, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
+#define FASTCONV_OPERANDS_96 FASTCONV_OPERANDS_92, "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define FASTCONV_OPERANDS_100 FASTCONV_OPERANDS_96, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99])
+#define FASTCONV_OPERANDS_104 FASTCONV_OPERANDS_100, "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define FASTCONV_OPERANDS_108 FASTCONV_OPERANDS_104, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
+#define FASTCONV_OPERANDS_112 FASTCONV_OPERANDS_108, "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define FASTCONV_OPERANDS_116 FASTCONV_OPERANDS_112, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
+#define FASTCONV_OPERANDS_120 FASTCONV_OPERANDS_116, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
+#define FASTCONV_OPERANDS_124 FASTCONV_OPERANDS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
+#define FASTCONV_OPERANDS_128 FASTCONV_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+// Of one width: where the list of registers ends, the inputs follow: `left` in shared memory, or in
+// four registers.
+#define FASTCONV_WGMMA(columns, registers, a, b, c, d, e, f, shape, types, flags)                   \
+  if constexpr (kColumns == columns) {                                                              \
+    asm volatile(                                                                                   \
+        "{\n"                                                                                       \
+        ".reg .pred accumulate;\n"                                                                  \
+        "setp.ne.b32 accumulate, %" #c ", 0;\n"                                                     \
+        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
+        " {" FASTCONV_REGISTERS_##registers "}, %" #a ", %" #b ", accumulate, 1, 1" flags ";\n"     \
+        "}"                                                                                         \
+        : FASTCONV_OPERANDS_##registers                                                             \
+        : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)));                                \
+  }
+#define FASTCONV_WGMMA_FROM_REGISTERS(columns, registers, a, b, c, d, e, f, shape, types, flags)    \
+  if constexpr (kColumns == columns) {                                                              \
+    asm volatile(                                                                                   \
+        "{\n"                                                                                       \
+        ".reg .pred accumulate;\n"                                                                  \
+        "setp.ne.b32 accumulate, %" #f ", 0;\n"                                                     \
+        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
+        " {" FASTCONV_REGISTERS_##registers "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #e         \
+        ", accumulate, 1, 1" flags ";\n"                                                            \
+        "}"                                                                                         \
+        : FASTCONV_OPERANDS_##registers                                                             \
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right),                       \
+          "r"(static_cast<int>(accumulate)));                                                       \
+  }
+#define FASTCONV_WGMMA_WIDTHS(instruction, ...) \
+  instruction(8, 4, 4, 5, 6, 7, 8, 9, __VA_ARGS__) \
+  instruction(16, 8, 8, 9, 10, 11, 12, 13, __VA_ARGS__) \
+  instruction(24, 12, 12, 13, 14, 15, 16, 17, __VA_ARGS__) \
+  instruction(32, 16, 16, 17, 18, 19, 20, 21, __VA_ARGS__) \
+  instruction(40, 20, 20, 21, 22, 23, 24, 25, __VA_ARGS__) \
+  instruction(48, 24, 24, 25, 26, 27, 28, 29, __VA_ARGS__) \
+  instruction(56, 28, 28, 29, 30, 31, 32, 33, __VA_ARGS__) \
+  instruction(64, 32, 32, 33, 34, 35, 36, 37, __VA_ARGS__) \
+  instruction(72, 36, 36, 37, 38, 39, 40, 41, __VA_ARGS__) \
+  instruction(80, 40, 40, 41, 42, 43, 44, 45, __VA_ARGS__) \
+  instruction(88, 44, 44, 45, 46, 47, 48, 49, __VA_ARGS__) \
+  instruction(96, 48, 48, 49, 50, 51, 52, 53, __VA_ARGS__) \
+  instruction(104, 52, 52, 53, 54, 55, 56, 57, __VA_ARGS__) \
+  instruction(112, 56, 56, 57, 58, 59, 60, 61, __VA_ARGS__) \
+  instruction(120, 60, 60, 61, 62, 63, 64, 65, __VA_ARGS__) \
+  instruction(128, 64, 64, 65, 66, 67, 68, 69, __VA_ARGS__) \
+  instruction(136, 68, 68, 69, 70, 71, 72, 73, __VA_ARGS__) \
+  instruction(144, 72, 72, 73, 74, 75, 76, 77, __VA_ARGS__) \
+  instruction(152, 76, 76, 77, 78, 79, 80, 81, __VA_ARGS__) \
+  instruction(160, 80, 80, 81, 82, 83, 84, 85, __VA_ARGS__) \
+  instruction(168, 84, 84, 85, 86, 87, 88, 89, __VA_ARGS__) \
+  instruction(176, 88, 88, 89, 90, 91, 92, 93, __VA_ARGS__) \
+  instruction(184, 92, 92, 93, 94, 95, 96, 97, __VA_ARGS__) \
+  instruction(192, 96, 96, 97, 98, 99, 100, 101, __VA_ARGS__) \
+  instruction(200, 100, 100, 101, 102, 103, 104, 105, __VA_ARGS__) \
+  instruction(208, 104, 104, 105, 106, 107, 108, 109, __VA_ARGS__) \
+  instruction(216, 108, 108, 109, 110, 111, 112, 113, __VA_ARGS__) \
+  instruction(224, 112, 112, 113, 114, 115, 116, 117, __VA_ARGS__) \
+  instruction(232, 116, 116, 117, 118, 119, 120, 121, __VA_ARGS__) \
+  instruction(240, 120, 120, 121, 122, 123, 124, 125, __VA_ARGS__) \
+  instruction(248, 124, 124, 125, 126, 127, 128, 129, __VA_ARGS__) \
+  instruction(256, 128, 128, 129, 130, 131, 132, 133, __VA_ARGS__)
+// clang-format on
+
+// d (+)= left * right: 64 rows by kColumns, over 32 bytes of each row. `left` has 64 rows, `right`
+// kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
+//   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
+// Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+}
+
+// The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
+// from byte 16 i + 4 (lane % 4) on. They may not be touched either until the product is complete.
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k8", ".tf32.tf32", "")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".f16.f16", ", 0")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".bf16.bf16", ", 0")
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/sm90.cuh"] = r"""
+// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator
+// has a twin of this file too.
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes of bulk_load.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
+}
+
+// --- Bulk copies: one thread moves many bytes ----------------------------------------------------
+// Addresses and sizes are multiples of 16.
+
+// From global to shared memory; `barrier` counts the bytes.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes,
+                                          Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// From shared to global memory. What ordinary stores wrote to shared memory is seen only if
+// fence_async_shared came between.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
+// Closes a group of this thread's bulk stores since the last commit.
+__device__ __forceinline__ void bulk_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but kPending of this thread's latest groups have read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until this thread's bulk stores are complete.
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Shows this thread's ordinary accesses of shared memory to the tensor cores and bulk copies.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- Loads and conversions -----------------------------------------------------------------------
+
+// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
+// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
+__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
+  unsigned short value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b16 %0, 0;\n"
+      "@p ld.global.nc.b16 %0, [%1];\n"
+      "}"
+      : "=h"(value)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ float load_or_zero(const float* global, bool valid) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@p ld.global.nc.f32 %0, [%1];\n"
+      "}"
+      : "=f"(value)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
+  uint4 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
+__device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
+  uint2 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n"
+      "}"
+      : "=r"(value.x), "=r"(value.y)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
+// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
+__device__ __forceinline__ unsigned short load(const unsigned short* global) {
+  unsigned short value;
+  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
+  return value;
+}
+__device__ __forceinline__ float load(const float* global) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(global));
+  return value;
+}
+
+__device__ __forceinline__ uint4 load(const uint4* global) {
+  uint4 value;
+  asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(global));
+  return value;
+}
+
+// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
+// address happen in order.
+__device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
+               "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
+               : "memory");
+}
+
+// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
+// nearest, ties away from zero. Half of what round_to_tf32 costs.
+__device__ __forceinline__ float round_operand_to_tf32(float value) {
+  float result;
+  asm("{\n"
+      ".reg .pred finite;\n"
+      ".reg .f32 magnitude;\n"
+      ".reg .b32 bits;\n"
+      "abs.f32 magnitude, %1;\n"
+      "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
+      "mov.b32 bits, %1;\n"
+      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
+      "mov.b32 %0, bits;\n"
+      "}"
+      : "=f"(result)
+      : "f"(value));
+  return result;
+}
+
+// To TF32's 10 bits of mantissa, to nearest, ties away from zero.
+__device__ __forceinline__ float round_to_tf32(float value) {
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+}
+
+// --- Warpgroups ----------------------------------------------------------------------------------
+
+// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
+// exceed what it was launched with, or it hangs.
+template <int kRegisters>
+__device__ __forceinline__ void give_back_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
+__device__ __forceinline__ void warpgroup_sync(int number) {
+  asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
+}
+
+// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
+// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
+// bytes for column i.
+__device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(column)),
+               "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+               : "memory");
+}
+
+// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16
+// bytes, and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
+__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Orders registers and shared memory before the warpgroup's next products.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes a group of the warpgroup's products since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the warpgroup's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from using sums before the wgmma_wait above.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
+// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
+// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
+using Matrix = unsigned long long;
+
+__device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
+  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+         static_cast<Matrix>(stride >> 4) << 32;
+}
+
+// What wgmma multiplies: float with TF32's precision, or one of the 16-bit types.
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/scalar.cuh"] = r"""
+// The element types of tensors, and the type each is summed in.
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
+struct float16 {
+  unsigned short bits;
+};
+
+struct bfloat16 {
+  unsigned short bits;
+};
+
+// The arithmetic type: products are formed and summed in it.
+template <class T>
+struct SumOf {
+  using type = float;
+};
+template <>
+struct SumOf<double> {
+  using type = double;
+};
+
+__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
+__device__ __forceinline__ float widen(bfloat16 value) {
+  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+}
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+
+template <class T>
+__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ float16 narrow<float16>(float value) {
+  return {float_to_half(value)};
+}
+// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
+template <>
+__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
+  unsigned bits = __float_as_uint(value);
+  if (value != value) return {0x7fff};
+  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/ptx.cuh"] = r"""
+// Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
+// that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
+
+namespace fastconv {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies kBytes (4, 8 or 16) from global to shared memory, or writes zeros if not `valid` (then
+// `global` is not read). Both addresses are multiples of kBytes. Complete after
+// copy_async_wait; GPUs before sm_80 copy at once, through registers.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
+#if __CUDA_ARCH__ >= 800
+  // A source size of 0 fills with zeros.
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+               "l"(global), "n"(kBytes), "r"(valid ? kBytes : 0)
+               : "memory");
+#else
+  unsigned words[kBytes / 4];
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) {
+    words[i] = valid ? static_cast<const unsigned*>(global)[i] : 0u;
+  }
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) static_cast<unsigned*>(shared)[i] = words[i];
+#endif
+}
+
+// Closes a group of this thread's copies since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
+__device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+__device__ __forceinline__ unsigned floats_to_bfloats(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+}  // namespace fastconv
+"""
+
 
 # === Host code ====================================================================================
 
@@ -4595,7 +4596,7 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
         for number, (source, constants, entry) in enumerate(kernels)
     ]
     return "\n".join((
-        "#ifndef __CUDA_ARCH__",
+        "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
         LAUNCHER,
         "void launch(int kernel, const Numbers& sizes, const Numbers& arguments, int64_t stream) {",
         "  switch (kernel) {",
@@ -4635,7 +4636,7 @@ def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
 
 def check_compiler() -> None:
     home = cpp_extension.CUDA_HOME
-    if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+    if home is None or shutil.which("nvcc", path=os.path.join(home, "bin")) is None:
         raise RuntimeError(
             "nvcc is needed to compile this convolution's kernels, but none was found"
             + ("" if home is None else f" in {home}/bin")
@@ -4784,7 +4785,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
     """Does some work, each kind on its tensors by name; their kernels are compiled together."""
-    if 0 in ctx.geometry.input:
+    if ctx.geometry.input[0] == 0:
         for tensors in work.values():  # no images: no products to add up
             tensors["output"].zero_()
         return
@@ -4821,10 +4822,11 @@ class Conv2d(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if groups < 1 or in_channels % groups != 0 or out_channels % groups != 0:
+        least = min(in_channels, out_channels, groups)
+        if least < 1 or in_channels % groups != 0 or out_channels % groups != 0:
             raise ValueError(
-                f"groups should be at least 1 and divide in_channels={in_channels} and "
-                f"out_channels={out_channels}, but got groups={groups}"
+                "channels and groups should be at least 1, and groups divide channels, but got "
+                f"in_channels={in_channels}, out_channels={out_channels}, groups={groups}"
             )
         if padding_mode != "zeros":
             raise ValueError(f"padding_mode should be 'zeros', but got {padding_mode!r}")
@@ -4868,7 +4870,7 @@ class Conv2d(nn.Module):
 
     def check(self, x: Tensor) -> None:
         """Raises an error that says what is wrong with an input, if something is."""
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
             raise ValueError(
                 f"expected input of shape (batch, {self.in_channels}, height, width), but got "
                 f"{tuple(x.shape)}"

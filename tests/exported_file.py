@@ -154,8 +154,10 @@ def check_errors(module):
         module.ModelNew(stride=0)
     with raises(ValueError, "padding should be an int, or two, of at least 0, but got 'same'"):
         module.ModelNew(padding="same")
-    with raises(ValueError, "divide in_channels=5"):
+    with raises(ValueError, "groups divide channels, but got in_channels=5"):
         module.ModelNew(in_channels=5, groups=2)
+    with raises(ValueError, f"but got (1, {channels}, 0, 40)"):
+        model(torch.randn(1, channels, 0, 40))
     on_cpu(module)
     with raises(ValueError, "the kernel is larger than the padded input"):
         module.ModelNew()(torch.randn(1, channels, 1, 1))

@@ -23,6 +23,7 @@ from emulator import run_both_orders
 from fastconv import cli, jit
 from fastconv.bench.workloads import FOUNDING
 from fastconv.exporter import ExportError
+from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.jit import compile
 from fastconv.kernels import family
@@ -89,6 +90,20 @@ def test_files_can_be_executed_among_other_names(name: str) -> None:
     exec("import os\n" + EXAMPLES[name].read_text(encoding="utf-8"), names)
     assert {key: names[key] for key in others} == others
     assert names["ModelNew"]().conv2d.weight.dim() == 4
+
+
+def test_parts_have_no_names_in_common() -> None:
+    names: list[str] = []
+    for part in ("contents", "portable", "runtime", "self_check"):
+        tree = ast.parse((PARTS / f"{part}.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.append(node.name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+    assert len(names) > 50
+    assert len(names) == len(set(names))
 
 
 # --- The Python half -----------------------------------------------------------------------------
@@ -213,7 +228,7 @@ def _kernels(module: ModuleType, architecture: str, scalar: str, precision: str)
 
 @pytest.mark.parametrize(
     ("name", "scalar"),
-    zip(EXAMPLES, ["float", "fastconv::float16", "fastconv::bfloat16"], strict=True),
+    list(zip(EXAMPLES, ["float", "fastconv::float16", "fastconv::bfloat16"], strict=True)),
 )
 def test_device_code_compiles_for_volta_with_cuda_11(name: str, scalar: str) -> None:
     path = other_nvrtc.find(11)
@@ -481,6 +496,8 @@ def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
         (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should be tensors"),
         (("return [8]", "return [torch.tensor(8)]"), "should be numbers, strings"),
         (("class Model", "class Model("), "cannot read"),
+        (("2, 8, 10, 12", "2, 7, 10, 12"), "cannot be run: Given groups=8"),
+        (("scale = 3", "scale = 3 / 0"), "cannot be run: division by zero"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

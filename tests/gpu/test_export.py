@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+from exported_file import load
 from fastconv.bench.workloads import FOUNDING, Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,18 +31,9 @@ GRADIENT_ERROR = 1e-4  # of the norm
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    return _load(EXAMPLES / "dilated5x9.py")
+    return load(EXAMPLES / "dilated5x9.py")
 
 
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
@@ -69,7 +60,7 @@ def _seconds(code: str, environment: dict[str, str]) -> float:
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
 def test_gradients_of_examples(workload: Workload, tf32: bool) -> None:
     """Those of a sum, as the one-line command has them."""
-    module = _load(EXAMPLES / f"{workload.name}.py")
+    module = load(EXAMPLES / f"{workload.name}.py")
     model = module.ModelNew().cuda()
     twin = module.pytorch_twin(model)
     x = torch.randn(workload.input, device="cuda")
@@ -160,7 +151,7 @@ def test_wrong_devices_and_second_derivatives(example: ModuleType) -> None:
 def test_forward_is_as_fast_as_the_package() -> None:
     """The same kernels, by another compiler: within 5 %, and some noise of short measurements."""
     for workload in FOUNDING:
-        module = _load(EXAMPLES / f"{workload.name}.py")
+        module = load(EXAMPLES / f"{workload.name}.py")
         model = module.ModelNew().cuda()
         x = torch.randn(workload.input, device="cuda")
         problem = workload.problem

@@ -102,22 +102,20 @@ def _heading(title: str) -> str:
     return f"# === {title} {'=' * (100 - len(title) - 7)}\n"
 
 
-def _device_code(sources: Iterable[str]) -> str:
-    """SOURCES: every kernel and, before it, the headers that it includes."""
-    names: dict[str, None] = {}
-    for source in sources:
-        for name in _ordered(source):
-            names[name] = None
+def _device_code(kernels: Sequence[str]) -> str:
+    """SOURCES: the kernels, and after them the headers that they include."""
+    headers = {name: None for kernel in kernels for name in _headers(kernel)}
     parts = ["SOURCES = {}"]
-    parts += [f'SOURCES["{name}"] = r"""\n{_device_text(name)}"""' for name in names]
+    parts += [f'SOURCES["{name}"] = r"""\n{_device_text(name)}"""' for name in (*kernels, *headers)]
     return "\n\n".join(parts) + "\n"
 
 
-def _ordered(source: str) -> list[str]:
-    """A device source after all that it includes."""
+def _headers(source: str) -> list[str]:
+    """What a device source includes, directly or not, each after those that include it."""
     text = (FOLDER / source).read_text(encoding="utf-8")
-    headers = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
-    return list(dict.fromkeys([name for header in headers for name in _ordered(header)] + [source]))
+    direct = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
+    found = [*direct, *(name for header in direct for name in _headers(header))]
+    return list(dict.fromkeys(reversed(found)))[::-1]
 
 
 def _device_text(name: str) -> str:

@@ -18,12 +18,16 @@ SCALARS = dict(
     zip(DTYPES, (("float", 4), ("fastconv::float16", 2), ("fastconv::bfloat16", 2)), strict=True)
 )
 
-# The tensors that an exported file has for each plan; see parts/runtime.py.
+# The tensors that plans may use. Files have them all but the weight gradient's "bias_grad", which
+# they compute by a kernel of its own: a tensor that is absent is a null pointer.
 _CORRELATION = {"input", "weight", "bias", "output", "scratch"}
 _PLANNERS = {
     "forward": (planner.forward, _CORRELATION),
     "input_grad": (planner.input_grad, _CORRELATION),
-    "weight_grad": (planner.weight_grad, {"grad_output", "input", "output", "scratch"}),
+    "weight_grad": (
+        planner.weight_grad,
+        {"grad_output", "input", "output", "bias_grad", "scratch"},
+    ),
 }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import keyword
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def choose(
             "exactly one of a workload, a shape and a reference can be exported, but got "
             + (" and ".join(given) or "none of them")
         )
-    if attribute is not None and not attribute.isidentifier():
+    if attribute is not None and (not attribute.isidentifier() or keyword.iskeyword(attribute)):
         raise ExportError(f"attribute should be a name, or None, but got {attribute!r}")
     if reference is not None:
         return _from_reference(Path(reference))
@@ -139,9 +141,10 @@ def _from_reference(path: Path) -> Subject:
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-        names = runpy.run_path(str(path))
     except (OSError, SyntaxError) as error:
         raise ExportError(f"cannot read {path}: {error}") from error
+    with _running(path):
+        names = runpy.run_path(str(path))
     for name in ("Model", "get_init_inputs", "get_inputs"):
         if name not in names:
             raise ExportError(f"{path} should define {name}, a reference's, but does not")
@@ -152,8 +155,9 @@ def _from_reference(path: Path) -> Subject:
     if model is None:
         raise ExportError(f"{path} should define its class Model itself")
     imports = _imports(tree, model, names, path)
-    arguments = names["get_init_inputs"]()
-    problems, input_shapes = _convolutions(names, arguments, path)
+    with _running(path):
+        arguments = names["get_init_inputs"]()
+        problems, input_shapes = _convolutions(names, arguments, path)
     literals = ", ".join(_literal(argument, path) for argument in arguments)
     return Subject(
         title=f"The model of {path.name}",
@@ -164,6 +168,17 @@ def _from_reference(path: Path) -> Subject:
         input_shapes=input_shapes,
         problems=problems,
     )
+
+
+@contextmanager
+def _running(path: Path) -> Iterator[None]:
+    """While the reference's own code runs, which may raise anything."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{path} cannot be run: {error}") from error
 
 
 def _literal(argument: Any, path: Path) -> str:

@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import shutil
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
         for number, (source, constants, entry) in enumerate(kernels)
     ]
     return "\n".join((
-        "#ifndef __CUDA_ARCH__",
+        "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
         LAUNCHER,
         "void launch(int kernel, const Numbers& sizes, const Numbers& arguments, int64_t stream) {",
         "  switch (kernel) {",
@@ -126,7 +127,7 @@ def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
 
 def check_compiler() -> None:
     home = cpp_extension.CUDA_HOME
-    if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+    if home is None or shutil.which("nvcc", path=os.path.join(home, "bin")) is None:
         raise RuntimeError(
             "nvcc is needed to compile this convolution's kernels, but none was found"
             + ("" if home is None else f" in {home}/bin")
@@ -275,7 +276,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
     """Does some work, each kind on its tensors by name; their kernels are compiled together."""
-    if 0 in ctx.geometry.input:
+    if ctx.geometry.input[0] == 0:
         for tensors in work.values():  # no images: no products to add up
             tensors["output"].zero_()
         return
@@ -312,10 +313,11 @@ class Conv2d(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if groups < 1 or in_channels % groups != 0 or out_channels % groups != 0:
+        least = min(in_channels, out_channels, groups)
+        if least < 1 or in_channels % groups != 0 or out_channels % groups != 0:
             raise ValueError(
-                f"groups should be at least 1 and divide in_channels={in_channels} and "
-                f"out_channels={out_channels}, but got groups={groups}"
+                "channels and groups should be at least 1, and groups divide channels, but got "
+                f"in_channels={in_channels}, out_channels={out_channels}, groups={groups}"
             )
         if padding_mode != "zeros":
             raise ValueError(f"padding_mode should be 'zeros', but got {padding_mode!r}")
@@ -359,7 +361,7 @@ class Conv2d(nn.Module):
 
     def check(self, x: Tensor) -> None:
         """Raises an error that says what is wrong with an input, if something is."""
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
             raise ValueError(
                 f"expected input of shape (batch, {self.in_channels}, height, width), but got "
                 f"{tuple(x.shape)}"
