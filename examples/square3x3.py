@@ -4776,7 +4776,8 @@ class Convolution(torch.autograd.Function):
         for which, output in outputs.items():
             work[which]["output"] = output
         compute(ctx, work)
-        return tuple(map(outputs.get, ("input_grad", "weight_grad", "bias_grad", "")))
+        wanted = ("input_grad", "weight_grad", "bias_grad")
+        return (*(outputs.get(which) for which in wanted), None)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
