@@ -133,6 +133,8 @@ def evaluate(
         backend="cuda",
         precision=torch.float32,
     )
+    if result is None:
+        raise SystemExit(f"problem {number}: KernelBench found a locked cache; run it again")
     return {
         "problem": number,
         "name": path.stem.partition("_")[2].strip("_"),
