@@ -79,10 +79,9 @@ SOURCES["hopper/correlate.cuh"] = r"""
 // row t as kernel row t - j, for which there are zero weights above and below the kernel.
 //
 // One block per processor, of three warpgroups that work at the same time:
-//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1 to
-//   3
-//              load input pixels to registers, round or split them, and write them to a ring of
-//              input stages. The transposition of NCHW and the padding are part of this copy.
+//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1-3
+//              load input pixels, round or split them, and write them to a ring of input stages.
+//              The transposition of NCHW and the padding are part of this copy.
 //   consumers  two warpgroups, of different channels (channel_groups = 2) or different rows; they
 //              multiply, and store their sums through shared memory.
 // An input stage is either the halo tile of a chunk of the input channels, or, with `rolling`, one
@@ -130,8 +129,7 @@ constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consume
 constexpr int kTileRows = kPixelGroups * kGroupRows;
 constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
 static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
-static_assert(C::skew + C::lead + C::tile_columns +
-                      (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
                   C::pitch,
               "a row holds its halo");
 
@@ -142,7 +140,7 @@ constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_p
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 // Products come in eights of pixels: the last may reach a little beyond the tile's last row.
-constexpr int kReach = C::skew + C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
 constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
@@ -164,11 +162,24 @@ constexpr int kStagingBytes =
     kScalarBytes *
     (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
+// Space for input on its way in (`staged`): pieces of a line, of 32 bytes' channels, as they lie in
+// memory. Every loading warp has raw_slots of its own.
+constexpr int kLoaderWarps = 3;
+constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
+constexpr int kPieceChannels = 2 * kVector;
+constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
+constexpr int kRawElements = kPieceChannels * kRawChannel;
+constexpr int kRawBytes = kRawElements * kScalarBytes;
+
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
-constexpr int kBarriers = kStaging + kConsumers * kStagingBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) <= C::shared_bytes, "");
+constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
+constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * kRawSlots <=
+                  C::shared_bytes,
+              "");
 static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
 static_assert(C::lead == 0 || (C::tile_rows == 1 && C::bulk_stores), "one row's alignment");
 
@@ -177,6 +188,7 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier weights_full[C::weight_stages];
   Barrier weights_empty[C::weight_stages];
+  Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
 };
 
 __device__ __forceinline__ Barriers& barriers() {
@@ -345,17 +357,17 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
 
 // --- Producers -----------------------------------------------------------------------------------
 
-// One thread: sends every item's weights through the ring, or all weights once if they fit.
+// One thread: sends every tile's weights through the ring, or all weights once if they fit.
 __device__ __forceinline__ void stream_weights(const unsigned char* packed, int items) {
-  constexpr int kPerItem = kChunks * kWeightStages;
-  unsigned char* const ring = shared_memory() + kWeightRing;
+  constexpr int kPerTile = kChunks * kWeightStages;
+  const auto send = [](int stage, const unsigned char* source) {
+    Barrier* const full = &barriers().weights_full[stage];
+    barrier_arrive_expect(full, kWeightBytes);
+    bulk_load(shared_memory() + kWeightRing + stage * kWeightBytes, source, kWeightBytes, full);
+  };
   if constexpr (C::resident) {
-    static_assert(!C::resident || C::weight_stages == kPerItem, "all of them fit");
-    for (int i = 0; i < kPerItem; ++i) {
-      barrier_arrive_expect(&barriers().weights_full[i], kWeightBytes);
-      bulk_load(ring + i * kWeightBytes, packed + i * kWeightBytes, kWeightBytes,
-                &barriers().weights_full[i]);
-    }
+    static_assert(!C::resident || C::weight_stages == kPerTile, "all of them fit");
+    for (int i = 0; i < kPerTile; ++i) send(i, packed + i * kWeightBytes);
     return;
   }
   Ring<C::weight_stages> at(1);
@@ -364,20 +376,18 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
     const int part =
         item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
     const unsigned char* const source =
-        packed + static_cast<long long>(part) * kPerItem * kWeightBytes;
+        packed + static_cast<long long>(part) * kPerTile * kWeightBytes;
     for (int tile = 0; tile < item.tiles; ++tile) {
-      for (int i = 0; i < kPerItem; ++i) {
+      for (int i = 0; i < kPerTile; ++i) {
         barrier_wait(&barriers().weights_empty[at.stage], at.parity);
-        barrier_arrive_expect(&barriers().weights_full[at.stage], kWeightBytes);
-        bulk_load(ring + at.stage * kWeightBytes, source + static_cast<long long>(i) * kWeightBytes,
-                  kWeightBytes, &barriers().weights_full[at.stage]);
+        send(at.stage, source + static_cast<long long>(i) * kWeightBytes);
         at.advance();
       }
     }
   }
 }
 
-constexpr int kLoaders = 96;  // threads
+constexpr int kLoaders = 32 * kLoaderWarps;  // threads
 
 // Distances in the input, in elements.
 constexpr bool kFolded = C::fold_height * C::fold_width > 1;
@@ -386,6 +396,11 @@ constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
 constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+
+// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+}
 
 // A pixel of a group's first channel.
 struct Place {
@@ -421,9 +436,24 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
   return value.bits;
 }
 
+// A vector of channels.
+__device__ __forceinline__ Words words_of(const Scalar* elements) {
+  Words result;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Scalar* const first = elements + k * (kVector / 4);
+    if constexpr (sizeof(Scalar) == 4) {
+      result.word[k] = __float_as_uint(widen(*first));
+    } else {
+      result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+    }
+  }
+  return result;
+}
+
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
 
-// What a thread loads at a time, one of three kinds. Each knows where its index-th unit of a stage
+// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
 // lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
 
 // Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
@@ -443,48 +473,6 @@ struct VectorUnit {
   }
   __device__ Words vector(int) const { return loaded; }
   __device__ static int offset(int) { return 0; }
-};
-
-// Pixels are neighbours in memory, and aligned: as many of them as channels, to be transposed.
-struct BlockUnit {
-  static constexpr int kVectors = kVector;
-  static constexpr int kCount = kPartPixels / kVector;
-  Words loaded[kVector];  // one channel's pixels each
-
-  __device__ static int plane(int index) { return index / (kPlanePixels / kVector); }
-  __device__ static int pixel(int index) { return index % (kPlanePixels / kVector) * kVector; }
-  __device__ void load(const Place& place, int channel) {
-    const bool inside = place.inside();
-    const Scalar* const source = place.address(channel);
-    if (kWholeChunks && __all_sync(~0u, inside)) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        loaded[j] =
-            Words::of(fastconv::load(reinterpret_cast<const uint4*>(source + j * kInChannel)));
-      }
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
-      loaded[j] =
-          Words::of(load_or_zero(reinterpret_cast<const uint4*>(source + j * kInChannel), valid));
-    }
-  }
-  __device__ Words vector(int i) const {
-    Words result;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if constexpr (sizeof(Scalar) == 4) {
-        result.word[k] = loaded[k].word[i];
-      } else {
-        result.word[k] = __byte_perm(loaded[2 * k].word[i / 2], loaded[2 * k + 1].word[i / 2],
-                                     i % 2 == 0 ? 0x5410 : 0x7632);
-      }
-    }
-    return result;
-  }
-  __device__ static int offset(int i) { return i; }
 };
 
 // Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
@@ -527,19 +515,7 @@ struct PixelUnit {
           place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
     }
   }
-  __device__ Words vector(int i) const {
-    Words result;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const Scalar* const first = loaded + i * kVector + k * (kVector / 4);
-      if constexpr (sizeof(Scalar) == 4) {
-        result.word[k] = __float_as_uint(widen(*first));
-      } else {
-        result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
-      }
-    }
-    return result;
-  }
+  __device__ Words vector(int i) const { return words_of(loaded + i * kVector); }
   __device__ static int offset(int i) { return i * kPlanePixels; }
 };
 
@@ -551,34 +527,42 @@ template <class First, class Second>
 struct Either<false, First, Second> {
   using type = Second;
 };
-using Unit =
-    Either<C::vector_loads, VectorUnit, Either<C::block_loads, BlockUnit, PixelUnit>::type>::type;
+using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
 constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
 
 __device__ __forceinline__ bool unit_exists(int index) {
   return Unit::kCount % (kLoaders * C::batch) == 0 || index < Unit::kCount;
 }
 
-// Goes through all batches that a block loads: of each stage, of each chunk, of each item.
-struct LoadCursor {
+// Goes through all input stages of a block: of each chunk, of each item.
+struct StageCursor {
   int index;
   int items;
   Item item;
   int chunk = 0;
   int stage = 0;
-  int batch = 0;
 
-  __device__ LoadCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
+  __device__ explicit StageCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
   __device__ bool more() const { return index < items; }
   __device__ void advance() {
-    if (++batch < kBatches) return;
-    batch = 0;
     if (++stage < item.stages()) return;
     stage = 0;
     if (++chunk < kChunks) return;
     chunk = 0;
     index += gridDim.x;
     if (more()) item = Item(index);
+  }
+};
+
+// The same, and through the batches of each stage.
+struct LoadCursor : StageCursor {
+  int batch = 0;
+
+  __device__ explicit LoadCursor(int items) : StageCursor(items) {}
+  __device__ void advance() {
+    if (++batch < kBatches) return;
+    batch = 0;
+    StageCursor::advance();
   }
 };
 
@@ -589,14 +573,14 @@ struct Source {
   int column;
   int channel;  // the first, in its group
 
-  __device__ Source(const Scalar* input, const LoadCursor& at) {
+  __device__ Source(const Scalar* input, const StageCursor& at) {
     const Item& item = at.item;
     channel = at.chunk * kChunkChannels;
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_phase * C::stride_height +
           C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
-    column = (item.column - C::lead) * C::stride_width - C::skew;
+    column = (item.column - C::lead) * C::stride_width;
   }
 
   // Where the first pixel of a unit lies.
@@ -724,6 +708,181 @@ __device__ __forceinline__ void copy_input(const Scalar* input, int items) {
   if (under_way > 0) arrive();
 }
 
+// --- Producers of contiguous input: bulk copies to shared memory, and from there
+// ------------------
+//
+// Lines come in pieces of 32 bytes' channels, by one bulk copy a channel, some pieces ahead of the
+// one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes before
+// its first pixel, so that rows may begin anywhere.
+
+constexpr int kLines = kRowSlots * kStageRows;  // of a stage's plane
+constexpr int kPieces = C::k_steps * kLines;
+static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
+
+// Goes through the pieces of one warp: every third, from stage to stage.
+struct PieceCursor : StageCursor {
+  int piece;
+
+  __device__ PieceCursor(int items, int warp) : StageCursor(items), piece(warp) { settle(); }
+  __device__ void settle() {
+    for (; piece >= kPieces && more(); piece -= kPieces) StageCursor::advance();
+  }
+  __device__ void advance() {
+    piece += kLoaderWarps;
+    settle();
+  }
+};
+
+// A piece, and the part of it that is inside of the image.
+struct Piece {
+  int channel;          // the first, in its group
+  int target;           // where its first pixel lies in its stage, in 16 bytes
+  int before;           // pixels outside, before the first inside
+  int columns;          // pixels inside
+  const Scalar* first;  // the first pixel inside, of its first channel
+
+  __device__ Piece(const Source& source, int index) {
+    const int k_step = index % C::k_steps;
+    const int line = index / C::k_steps;
+    const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
+    const int y = source.row +
+                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowPhases) -
+                  C::padding_top;
+    const int x = source.column - C::padding_left;
+    channel = source.channel + k_step * kPieceChannels;
+    target = 2 * k_step * kPlanePixels + line * C::pitch;
+    before = max(-x, 0);
+    const bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
+    columns = exists ? max(min(C::pitch, C::in_width - x) - before, 0) : 0;
+    first = source.group + (channel * kInChannel + y * kInRow + x + before);
+  }
+  __device__ __forceinline__ bool has(int of_piece) const {
+    return kWholeChunks || channel + of_piece < C::group_in;
+  }
+  // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ int shift(int of_piece) const {
+    const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
+    return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
+  }
+};
+
+// Starts to copy a piece: each of the first lanes its channel.
+__device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_end, Scalar* raw,
+                                      Barrier* full, int lane) {
+  if (lane >= kPieceChannels) return;
+  int bytes = 0;
+  if (piece.columns > 0 && piece.has(lane)) {
+    const int shift = piece.shift(lane);
+    const Scalar* const source = piece.first + lane * kInChannel - shift;
+    const int count = shift + piece.columns;
+    Scalar* const target = raw + lane * kRawChannel;
+    bytes = round_up(count, kVector) * kScalarBytes;
+    if (kInImage % kVector != 0 && source + round_up(count, kVector) > input_end) {
+      // The tensor ends within the last 16 bytes.
+      bytes -= 16;
+      for (int i = bytes / kScalarBytes; i < count; ++i) target[i] = source[i];
+    }
+    if (bytes > 0) bulk_load(target, source, bytes, full);
+  }
+  // The phase ends with the last lane's arrival, and all of the bytes.
+  barrier_arrive_expect(full, bytes);
+}
+
+// A vector of channels of each of some pixels, 32 apart, to their stage.
+template <bool kInside>
+__device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
+                                              const Scalar* const (&channels)[kVector],
+                                              unsigned char* target, int first) {
+  Words vectors[C::batch];
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    const bool inside = kInside ? pixel < C::pitch
+                                : static_cast<unsigned>(pixel - piece.before) <
+                                      static_cast<unsigned>(piece.columns);
+    Scalar elements[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const bool valid = inside && (kInside || piece.has(plane * kVector + j));
+      elements[j] = valid ? channels[j][pixel] : Scalar{};
+    }
+    vectors[k] = words_of(elements);
+  }
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    if (pixel < C::pitch) store_parts(target + pixel * 16, kPartPixels * 16, vectors[k]);
+  }
+}
+
+// Writes a piece that has arrived to its stage.
+__device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
+                                        int lane) {
+  const bool whole =
+      piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+#pragma unroll
+  for (int plane = 0; plane < 2; ++plane) {
+    const Scalar* channels[kVector];  // at the line's first pixel, which may be outside
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int i = plane * kVector + j;
+      channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
+    }
+    unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
+    if (whole) {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<true>(piece, plane, channels, target, first + lane);
+      }
+    } else {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<false>(piece, plane, channels, target, first + lane);
+      }
+    }
+  }
+}
+
+// Three warps: load all input stages.
+__device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
+                                            int items) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // From one lane, for the compiler to see that it is the same for all.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
+  Barrier* const full = barriers().raw_full + warp * C::raw_slots;
+  Scalar* const raw =
+      reinterpret_cast<Scalar*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
+  PieceCursor next(items, warp);
+  const auto fetch_next = [&](int slot) {
+    if (next.more()) {
+      fetch(Piece(Source(input, next), next.piece), input_end, raw + slot * kRawElements,
+            full + slot, lane);
+      next.advance();
+    }
+  };
+  for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
+  Ring<C::input_stages> at(1);
+  Ring<C::raw_slots> arrived(0);
+  int piece = warp;
+  for (StageCursor stage(items); stage.more(); stage.advance()) {
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    const Source source(input, stage);
+    for (; piece < kPieces; piece += kLoaderWarps) {
+      barrier_wait(full + arrived.stage, arrived.parity);
+      convert(Piece(source, piece), raw + arrived.stage * kRawElements,
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane);
+      __syncwarp();
+      fetch_next(arrived.stage);
+      arrived.advance();
+    }
+    piece -= kPieces;
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+    at.advance();
+  }
+}
+
 // --- Consumers -----------------------------------------------------------------------------------
 
 constexpr int kSums = C::pixels / 2;  // of a thread
@@ -733,7 +892,7 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   const int tap_row = tap / C::kernel_width;
   const int tap_column = tap % C::kernel_width;
   const int column_slot = tap_column % kColumnPhases;
-  const int column = C::skew + column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
   if constexpr (C::rolling) {
     int of_row = stage + first_row + tap_row;
     if (of_row >= C::input_stages) of_row -= C::input_stages;
@@ -870,26 +1029,35 @@ struct Consumer {
     release_input(last_of_item);
   }
 
-  // The same in two levels, for numbers in two parts.
+  // The same in two levels, for numbers in two parts. What a total loses as it is rounded is where
+  // the next sums begin (`compensated`): long sums are no less exact than short ones.
   __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
                                                 bool last_of_item) {
     float sums[kSums];
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) totals[i] = 0.0f;
+    for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int input_stage = wait_for_input(first_of_item);
+      int weight_stage = wait_for_weights(chunk * kWeightStages);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
         wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, false);
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, C::compensated);
+        // The next wait is over before the products are.
+        if (stage < kWeightStages - 1) {
+          weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
+        }
         wgmma_wait<0>();
         hold_registers(sums);
         release_weights();
         if (stage == kWeightStages - 1) release_input(last_of_item);
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) totals[i] += sums[i];
+        for (int i = 0; i < kSums; ++i) {
+          const float total = totals[i] + sums[i];
+          if constexpr (C::compensated) sums[i] -= total - totals[i];
+          totals[i] = total;
+        }
       }
     }
   }
@@ -941,11 +1109,6 @@ struct Target {
   }
 };
 
-// How far a row's first element lies beyond a multiple of 32 bytes, in elements.
-__device__ __forceinline__ int misalignment(const Scalar* row) {
-  return static_cast<int>(reinterpret_cast<unsigned long long>(row) / kScalarBytes % kSector);
-}
-
 // Two sums to neighbours of the output's type, which the first argument stands for.
 __device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
   return {{first, second}};
@@ -996,7 +1159,7 @@ __device__ __forceinline__ void bulk_store_columns(Scalar* row, const Scalar* st
 __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin, int end,
                                               int lane) {
   if (begin >= end) return;
-  const int shift = misalignment(row) % kVector;
+  const int shift = misalignment(row, kVector);
   const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
   const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
   bulk_store_columns(row, staged, aligned_begin, aligned_end, lane);
@@ -1029,7 +1192,7 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
         const int end = min(target.column + C::tile_columns, at_end);
         bulk_store_columns(row, staged, max(target.column, at), end, lane);
       } else {
-        const int beyond = misalignment(row);
+        const int beyond = misalignment(row, kSector);
         const int window = target.column - (C::lead > 0 ? beyond : 0);
         const Scalar* const shifted = staged + beyond % kVector;
         if (interior) {
@@ -1054,10 +1217,11 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int first = 16 * warp + 8 * half;  // of the product's rows
-    const int shift = C::bulk_stores ? misalignment(target.row_start(first, 0) +
-                                                    static_cast<long long>(lane / 4) * kOutPlane) %
-                                           kVector
-                                     : 0;
+    const int shift = C::bulk_stores
+                          ? misalignment(target.row_start(first, 0) +
+                                             static_cast<long long>(lane / 4) * kOutPlane,
+                                         kVector)
+                          : 0;
 #pragma unroll
     for (int turn = 0; turn < kPasses; ++turn) {
       if constexpr (C::bulk_stores) {
@@ -1199,13 +1363,16 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
       barrier_init(&barriers().weights_full[i], 1);
       barrier_init(&barriers().weights_empty[i], kConsumerWarps);
     }
+    for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kPieceChannels);
     barrier_init_fence();
   }
   __syncthreads();
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
     if (warp > 0) {
-      if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+      if constexpr (C::staged) {
+        stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
+      } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
         copy_input(input, items);
       } else {
         load_input(input, items);
@@ -4344,18 +4511,18 @@ TUNED = {}
 
 FORWARD_FLOAT_TF32 = tuple(
     dict(
-        Scalar="float", parts=1, low_products=False, transposed=False, groups=1, group_in=16,
-        group_out=128, in_height=1024, in_width=1024, out_height=1022, out_width=1022,
-        kernel_height=3, kernel_width=3, stride_height=1, stride_width=1, dilation_height=1,
-        dilation_width=1, padding_top=0, padding_left=0, weight_stride_out=144,
-        weight_stride_in=9, weight_stride_height=3, weight_stride_width=1, fold_height=1,
-        fold_width=1, weight_height=3, weight_width=3, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, block_loads=True, vector_stores=False,
-        bulk_stores=True, channel_groups=2, stack=1, pixels=216, tile_rows=1, tile_columns=208,
-        pitch=220, lead=8, skew=0, plane_padding=0, rolling=True, segment_tiles=31, k_steps=2,
-        stage_taps=3, input_stages=7, weight_stages=3, resident=True, pass_pixels=224,
-        buffers=1, batch=3, batches_ahead=2, producer_registers=136, consumer_registers=184,
-        shared_bytes=231840,
+        Scalar="float", parts=1, low_products=False, compensated=False, transposed=False,
+        groups=1, group_in=16, group_out=128, in_height=1024, in_width=1024, out_height=1022,
+        out_width=1022, kernel_height=3, kernel_width=3, stride_height=1, stride_width=1,
+        dilation_height=1, dilation_width=1, padding_top=0, padding_left=0,
+        weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
+        pixels=216, tile_rows=1, tile_columns=208, pitch=218, lead=8, plane_padding=0,
+        rolling=True, segment_tiles=31, k_steps=2, stage_taps=3, input_stages=4,
+        weight_stages=3, resident=True, pass_pixels=224, buffers=1, batch=4, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=232096,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
@@ -4367,7 +4534,7 @@ TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32,
-            grid=132, block=384, shared_bytes=231840,
+            grid=132, block=384, shared_bytes=232096,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -4376,18 +4543,18 @@ TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
 
 INPUT_GRAD_FLOAT_TF32 = tuple(
     dict(
-        Scalar="float", parts=1, low_products=False, transposed=True, groups=1, group_in=128,
-        group_out=16, in_height=1022, in_width=1022, out_height=1024, out_width=1024,
-        kernel_height=3, kernel_width=3, stride_height=1, stride_width=1, dilation_height=1,
-        dilation_width=1, padding_top=2, padding_left=2, weight_stride_out=144,
-        weight_stride_in=9, weight_stride_height=3, weight_stride_width=1, fold_height=1,
-        fold_width=1, weight_height=3, weight_width=3, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, block_loads=False, vector_stores=False,
-        bulk_stores=True, channel_groups=1, stack=4, pixels=256, tile_rows=1, tile_columns=256,
-        pitch=258, lead=0, skew=0, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1,
-        stage_taps=3, input_stages=2, weight_stages=5, resident=False, pass_pixels=128,
-        buffers=1, batch=3, batches_ahead=2, producer_registers=136, consumer_registers=184,
-        shared_bytes=230768,
+        Scalar="float", parts=1, low_products=False, compensated=False, transposed=True,
+        groups=1, group_in=128, group_out=16, in_height=1022, in_width=1022, out_height=1024,
+        out_width=1024, kernel_height=3, kernel_width=3, stride_height=1, stride_width=1,
+        dilation_height=1, dilation_width=1, padding_top=2, padding_left=2,
+        weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1, stack=4,
+        pixels=208, tile_rows=1, tile_columns=208, pitch=210, lead=0, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
+        weight_stages=4, resident=False, pass_pixels=112, buffers=1, batch=4, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=231312,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
@@ -4399,7 +4566,7 @@ TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_TF32,
-            grid=132, block=384, shared_bytes=230768,
+            grid=132, block=384, shared_bytes=231312,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -4438,18 +4605,18 @@ TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
 
 FORWARD_FLOAT_IEEE = tuple(
     dict(
-        Scalar="float", parts=2, low_products=False, transposed=False, groups=1, group_in=16,
-        group_out=128, in_height=1024, in_width=1024, out_height=1022, out_width=1022,
-        kernel_height=3, kernel_width=3, stride_height=1, stride_width=1, dilation_height=1,
-        dilation_width=1, padding_top=0, padding_left=0, weight_stride_out=144,
-        weight_stride_in=9, weight_stride_height=3, weight_stride_width=1, fold_height=1,
-        fold_width=1, weight_height=3, weight_width=3, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, block_loads=False, vector_stores=False,
-        bulk_stores=True, channel_groups=2, stack=1, pixels=160, tile_rows=1, tile_columns=152,
-        pitch=162, lead=8, skew=0, plane_padding=0, rolling=True, segment_tiles=31, k_steps=2,
-        stage_taps=1, input_stages=4, weight_stages=3, resident=False, pass_pixels=160,
-        buffers=2, batch=4, batches_ahead=1, producer_registers=72, consumer_registers=216,
-        shared_bytes=218224,
+        Scalar="float", parts=2, low_products=False, compensated=False, transposed=False,
+        groups=1, group_in=16, group_out=128, in_height=1024, in_width=1024, out_height=1022,
+        out_width=1022, kernel_height=3, kernel_width=3, stride_height=1, stride_width=1,
+        dilation_height=1, dilation_width=1, padding_top=0, padding_left=0,
+        weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=False,
+        raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
+        pixels=160, tile_rows=1, tile_columns=152, pitch=162, lead=8, plane_padding=0,
+        rolling=True, segment_tiles=31, k_steps=2, stage_taps=1, input_stages=4,
+        weight_stages=3, resident=False, pass_pixels=160, buffers=2, batch=4, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=218224,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
@@ -4470,18 +4637,18 @@ TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
 
 INPUT_GRAD_FLOAT_IEEE = tuple(
     dict(
-        Scalar="float", parts=2, low_products=False, transposed=True, groups=1, group_in=128,
-        group_out=16, in_height=1022, in_width=1022, out_height=1024, out_width=1024,
-        kernel_height=3, kernel_width=3, stride_height=1, stride_width=1, dilation_height=1,
-        dilation_width=1, padding_top=2, padding_left=2, weight_stride_out=144,
-        weight_stride_in=9, weight_stride_height=3, weight_stride_width=1, fold_height=1,
-        fold_width=1, weight_height=3, weight_width=3, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, block_loads=False, vector_stores=False,
-        bulk_stores=True, channel_groups=1, stack=4, pixels=128, tile_rows=1, tile_columns=128,
-        pitch=130, lead=0, skew=0, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1,
-        stage_taps=3, input_stages=2, weight_stages=3, resident=False, pass_pixels=64,
-        buffers=1, batch=2, batches_ahead=1, producer_registers=72, consumer_registers=216,
-        shared_bytes=221776,
+        Scalar="float", parts=2, low_products=False, compensated=True, transposed=True,
+        groups=1, group_in=128, group_out=16, in_height=1022, in_width=1022, out_height=1024,
+        out_width=1024, kernel_height=3, kernel_width=3, stride_height=1, stride_width=1,
+        dilation_height=1, dilation_width=1, padding_top=2, padding_left=2,
+        weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1, stack=4,
+        pixels=120, tile_rows=1, tile_columns=116, pitch=118, lead=0, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
+        weight_stages=2, resident=False, pass_pixels=16, buffers=1, batch=4, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=230384,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
@@ -4493,7 +4660,7 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE,
-            grid=132, block=384, shared_bytes=221776,
+            grid=132, block=384, shared_bytes=230384,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),

@@ -217,14 +217,14 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     assert c["stack"] in (1, 2, 4, 8)
     assert c["stack"] == 1 or (c["tile_rows"] == 1 and row_phases == 1)
     halo = (c["kernel_width"] - 1) * column_step // column_phases
-    assert c["skew"] + c["lead"] + c["tile_columns"] + halo <= c["pitch"]
+    assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
     assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
     rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
     halo_rows = rows + (c["kernel_height"] - 1) // row_phases
     assert c["pixels"] in range(8, 257, 8)
     assert c["pass_pixels"] % 16 == 0
     assert c["lead"] + c["tile_columns"] + (c["tile_rows"] - 1) * c["pitch"] <= c["pixels"]
-    slack = max(0, c["skew"] + c["pixels"] + halo - c["tile_rows"] * c["pitch"])
+    slack = max(0, c["pixels"] + halo - c["tile_rows"] * c["pitch"])
 
     # Rings: nobody waits for a stage that is given back only after the wait.
     per_tile = chunks * taps // c["stage_taps"]
@@ -247,10 +247,12 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     else:
         staged = 4 * c["buffers"] * 8 * (round_up(c["pass_pixels"] + vector - 8, 16) + 8)
     assert staged * scalar_bytes % 16 == 0
+    line = min(c["pitch"], c["in_width"])
     used = (
         c["input_stages"] * (input_bytes + 16)
         + c["weight_stages"] * (c["stage_taps"] * tap_bytes + 16)
         + 2 * staged * scalar_bytes
+        + 3 * c["raw_slots"] * (32 * ceil_div(line + vector - 1, vector) * vector + 8)
     )
     assert used <= c["shared_bytes"]
     outputs = ceil_div(c["group_out"], c["channel_groups"] * (64 // c["stack"]))
@@ -277,11 +279,10 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
 
     # What is copied 16 bytes at a time.
     assert not c["vector_loads"] or (c["in_channels_last"] and c["group_in"] % vector == 0)
-    if c["block_loads"]:
+    assert c["staged"] == (c["raw_slots"] > 0)
+    if c["staged"]:
         assert not c["in_channels_last"]
         assert c["stride_width"] == folded == 1
-        first = c["skew"] + c["lead"] + c["padding_left"]
-        assert c["in_width"] % vector == c["pitch"] % vector == first % vector == 0
     assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
     assert not (c["bulk_stores"] and c["out_channels_last"])
     if c["bulk_stores"] and c["tile_rows"] > 1:

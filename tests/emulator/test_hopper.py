@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import gcd
@@ -44,12 +45,27 @@ def _input_grad(case: Case, mode: str, **options: Any) -> Work:
     return _work(hopper.input_grad, case, mode, **options)
 
 
+def _chosen(work: Work, choose: Callable[[list[Plan]], Plan]) -> Work:
+    """The same work with another of the plans that there are for it, the rules' first."""
+
+    def planner(*problem: Any) -> Plan:
+        return choose(hopper.alternatives(work.direction, *problem, 1000))
+
+    planner.__name__ = work.direction
+    return replace(work, planner=planner)
+
+
+def _staged(work: Work, slots: int = 2) -> Work:
+    """The same work with lines that bulk copies fetch."""
+    return _chosen(work, lambda plans: next(p for p in plans if f" {slots} staged" in p.choice))
+
+
 # In every mode and layout.
 EVERYWHERE = Case(
     "everywhere", (2, 24, 9, 21), (120, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
 )
 ROLLING = Case("rolling", (1, 16, 9, 135), (32, 16, 5, 2), padding=(2, 0, 1, 0))
-BLOCKS = Case("blocks", (2, 20, 12, 64), (64, 20, 3, 3), padding=(1, 1, 1, 1))
+WIDE = Case("wide", (2, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
 STRIPS = Case("strips", (1, 40, 3, 301), (64, 40, 2, 3))
 NARROW = Case("narrow", (2, 40, 13, 7), (64, 40, 3, 3), padding=(1, 1, 1, 1))
 DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
@@ -89,16 +105,20 @@ WORKS = [
     _forward(Case("aligned for nobody", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
     _forward(Case("one column", (2, 16, 50, 1), (64, 16, 5, 1), padding=(2, 2, 0, 0)), "tf32"),
     _forward(Case("one row", (2, 16, 1, 50), (64, 16, 1, 5), padding=(0, 0, 2, 2)), "float16"),
-    # Rows that are aligned, and loaded in blocks of pixels and channels.
-    *(_forward(BLOCKS, mode, gpu=ONE) for mode in MODES),
-    _forward(BLOCKS, "float16", other_format=True),
-    _forward(Case("rolling blocks", (1, 12, 7, 144), (64, 12, 2, 2), padding=(0, 0, 2, 2)), "tf32"),
-    _forward(Case("rolling blocks", (1, 16, 7, 144), (64, 16, 2, 2), padding=(0, 0, 2, 2)),
-             "bfloat16"),
-    _forward(Case("rolling blocks", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
-                  dilation=(1, 3)), "ieee", gpu=ONE),
-    _input_grad(Case("blocks, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
-                     padding=(3, 3, 4, 4)), "tf32"),
+    # Lines that bulk copies fetch: aligned and not, to the tensor's very end, beyond its edges.
+    *(_staged(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
+    _staged(_forward(WIDE, "float16", other_format=True), slots=1),
+    *(_staged(_forward(Case("wide, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode)) for mode in MODES),
+    _staged(_forward(Case("wide, rolling", (1, 12, 7, 144), (64, 12, 2, 2), padding=(0, 0, 2, 2)),
+                     "tf32"), slots=1),
+    _staged(_forward(Case("wide, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
+                          dilation=(1, 3)), "ieee", gpu=ONE)),
+    _staged(_forward(Case("wide, phases of rows", (1, 24, 11, 30), (64, 24, 3, 3), (2, 1),
+                          (2, 1, 0, 1)), "tf32")),
+    _staged(_input_grad(Case("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
+                             padding=(3, 3, 4, 4)), "bfloat16")),
+    # Sums so long that totals are compensated.
+    _forward(Case("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     # Strides: phases of rows and columns, in planes of their own or as channels.
     _forward(Case("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
     _forward(Case("folded", (1, 3, 24, 21), (48, 3, 5, 4), (4, 3), (1, 0, 2, 1)), "bfloat16",
@@ -180,15 +200,10 @@ TILES = [
 def _with_other_tiles(work: Work) -> list[Work]:
     """The same with three tiles from the middle and the end of what the rules like."""
 
-    def plan(number: int) -> Planner:
-        def planner(*problem: Any) -> Plan:
-            plans = hopper.alternatives(work.direction, *problem, 1000)
-            return plans[number * (len(plans) - 1) // 3]
+    def choice(number: int) -> Callable[[list[Plan]], Plan]:
+        return lambda plans: plans[number * (len(plans) - 1) // 3]
 
-        planner.__name__ = work.direction
-        return planner
-
-    return [replace(work, planner=plan(number)) for number in (1, 2, 3)]
+    return [_chosen(work, choice(number)) for number in (1, 2, 3)]
 
 
 OTHER_TILES = [_with_other_tiles(work) for work in TILES]
@@ -231,13 +246,15 @@ def test_works_cover_all_branches() -> None:
         return {constants[name] for constants in everything}
 
     for name in (
-        *("in_channels_last", "out_channels_last", "vector_loads", "block_loads"),
+        *("in_channels_last", "out_channels_last", "vector_loads", "staged"),
         *("vector_stores", "bulk_stores", "rolling", "resident", "transposed"),
+        *("low_products", "compensated"),
     ):
         assert values(name) == {False, True}, name
     assert values("channel_groups") == values("parts") == {1, 2}
     assert values("stack") == {1, 2, 4, 8}
-    for name in ("lead", "skew", "plane_padding"):
+    assert values("raw_slots") == {0, 1, 2}
+    for name in ("lead", "plane_padding"):
         assert min(values(name)) == 0 < max(values(name)), name
     for name in (
         *("tile_rows", "k_steps", "stage_taps", "segment_tiles", "groups", "buffers"),

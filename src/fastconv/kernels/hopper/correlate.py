@@ -32,7 +32,7 @@ from fastconv.problem import Problem
 
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
-LOADERS = 96  # threads
+LOADER_WARPS = 3
 PRODUCT_BYTES = OUTPUTS * 32
 
 # A chunk should hold this many products for each pair of barriers.
@@ -42,6 +42,10 @@ MOST_K_STEPS = 4
 # the tensor core's accumulation grows with its length.
 STAGE_PRODUCTS = 4
 SHORT_SUM = 128  # terms
+SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large terms only
+LONG_SUM = 240  # products
+LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
+MOST_PIXELS = {1: 256, 2: 168}  # by parts
 MOST_STAGE_PRODUCTS = 8
 MOST_WEIGHT_STAGES = 10
 ENOUGH_WEIGHT_STAGES = 6
@@ -52,10 +56,11 @@ WEIGHTS_LATENCY = 1500.0  # cycles
 STORE_BYTES = 15.0  # a cycle
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
-# To load 16 bytes of channels, by bytes of an element: as vectors, in blocks, pixel by pixel.
-LOAD_CYCLES = {4: (2.8, 2.8, 3.2), 2: (2.5, 3.5, 5.0)}
-# What the bank conflicts of writing a block's vectors take the tensor cores.
-BLOCK_CONFLICTS = {4: 0.1, 2: 0.3}
+# To load 16 bytes of channels, by bytes of an element: as vectors, in pieces, pixel by pixel.
+LOAD_CYCLES = {4: (2.8, 0.7, 3.2), 2: (2.5, 0.9, 5.0)}
+PIECE_CYCLES = {4: 450.0, 2: 600.0}  # for the bulk copies of a piece, be they short or long
+RAW_SLOTS = (0, 1, 2)  # pieces that a loading warp has under way, 0 for pixel by pixel
+ONE_SLOT_LOSS = 1.25  # a warp with one waits for it
 WEIGHT_BYTES = 24.0
 OVERLAP_LOSS = 0.25
 SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
@@ -182,14 +187,13 @@ class Layer:
         )
 
     @property
-    def aligned_rows(self) -> bool:
-        """Whether 16 bytes of pixels are neighbours in memory, and aligned in every row."""
+    def lines(self) -> bool:
+        """Whether a tile's rows are pieces of memory, which bulk copies can fetch."""
         operands = self.operands
         return (
             not operands.input_channels_last
             and operands.aligned
             and self.stride[1] == 1
-            and self.in_size[1] % operands.vector == 0
             and self.folding == (1, 1)
         )
 
@@ -200,13 +204,18 @@ class Layer:
         return self.parts == 2 and terms // (self.folding[0] * self.folding[1]) <= SHORT_SUM
 
     @property
+    def compensated(self) -> bool:
+        """Whether sums are so long that their totals keep what rounding loses."""
+        return self.parts == 2 and self.steps * self.taps > LONG_SUM
+
+    @property
     def products(self) -> int:
         return 1 if self.parts == 1 else 4 if self.low_products else 3
 
     @property
     def most_pixels(self) -> int:
         """Of a product: sums, and their totals, have to fit a thread's registers."""
-        return 168 if self.parts == 2 else 256
+        return 128 if self.compensated else MOST_PIXELS[self.parts]
 
     @property
     def row_phases(self) -> int:
@@ -258,7 +267,7 @@ class Layer:
             self.kernel[0] > 1
             and self.row_phases == 1
             and self.steps <= 2
-            and 2 * (self.out_size[1] + self.column_halo) > self.most_pixels
+            and 2 * (self.out_size[1] + self.column_halo) > MOST_PIXELS[self.parts]
         )
 
     @cached_property
@@ -267,7 +276,8 @@ class Layer:
             return self.steps
         # Neighbouring channels are loaded in whole sectors.
         fewest = 2 if self.vector_loads else 1
-        return min(self.steps, MOST_K_STEPS, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
+        most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
+        return min(self.steps, most, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
 
     @property
     def chunks(self) -> int:
@@ -275,7 +285,11 @@ class Layer:
 
     @cached_property
     def stage_taps(self) -> int:
-        wanted = STAGE_PRODUCTS / self.k_steps
+        products = STAGE_PRODUCTS
+        if self.parts == 2:
+            products = SHORT_SUM_PRODUCTS if self.low_products else products
+            products = LONG_SUM_PRODUCTS if self.compensated else products
+        wanted = products / self.k_steps
         if self.parts == 2 and self.rolling:
             # One consumer should multiply while the other stores, and they can drift apart by no
             # more than the stages there are.
@@ -302,7 +316,7 @@ class Tile:
     rows: int
     columns: int
     lead: int = 0
-    block_loads: bool = False
+    raw_slots: int = 0
     pass_pixels: int = 0
     buffers: int = 1
     input_stages: int = 0
@@ -312,7 +326,7 @@ class Tile:
     def name(self) -> str:
         """Tells it from all other tiles of its layer."""
         height, width = self.layer.out_size
-        loads = "blocks" if self.block_loads else "pixels"
+        loads = f"{self.raw_slots} staged" if self.staged else "pixels"
         return (
             f"{height}x{width} in {self.channel_groups}x{self.rows}x{self.columns}+{self.lead} "
             f"{loads}"
@@ -336,18 +350,23 @@ class Tile:
         return 1 if self.layer.rolling else self.halo_rows
 
     @property
-    def skew(self) -> int:
-        """Pixels by which a tile's rows begin early, to begin at a multiple of 16 bytes."""
-        if not self.block_loads:
-            return 0
-        return -(self.lead + self.layer.padding[1]) % self.layer.vector
-
-    @property
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
-        pitch = self.skew + self.lead + self.columns + self.layer.column_halo
-        whole = self.block_loads or (self.rows > 1 and self.columns % self.layer.vector == 0)
+        pitch = self.lead + self.columns + self.layer.column_halo
+        whole = self.rows > 1 and self.columns % self.layer.vector == 0
         return round_up(pitch, self.layer.vector) if whole else pitch
+
+    @property
+    def staged(self) -> bool:
+        """Whether input goes through shared memory as it is, on its way in."""
+        return self.raw_slots > 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of a piece: a line of 32 bytes' channels."""
+        layer = self.layer
+        pixels = min(self.pitch, layer.in_size[1])
+        return 32 * round_up(pixels + layer.vector - 1, layer.vector)
 
     @property
     def plane_padding(self) -> int:
@@ -361,7 +380,7 @@ class Tile:
     def input_bytes(self) -> int:
         layer = self.layer
         plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
-        reach = self.skew + self.pixels + layer.column_halo
+        reach = self.pixels + layer.column_halo
         slack = max(reach - self.rows * self.pitch, 0)
         return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
 
@@ -372,7 +391,7 @@ class Tile:
         vectors = (
             2 * layer.k_steps * (layer.slots * self.stage_rows * self.pitch + self.plane_padding)
         )
-        return vectors // (1 if layer.vector_loads else layer.vector if self.block_loads else 2)
+        return vectors // (1 if layer.vector_loads else 2)
 
     @property
     def tap_bytes(self) -> int:
@@ -429,6 +448,7 @@ class Tile:
             self.input_stages * self.input_bytes
             + self.weight_stages * self.weight_bytes
             + CONSUMERS * self.staging_bytes
+            + LOADER_WARPS * self.raw_slots * (self.raw_bytes + 8)
             + 16 * (self.input_stages + self.weight_stages)
         )
 
@@ -470,22 +490,24 @@ class Tile:
         steps = layer.chunks * layer.taps * layer.k_steps * layer.products
         rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
-        per_vector = LOAD_CYCLES[layer.operands.scalar_bytes][
-            0 if layer.vector_loads else 1 if self.block_loads else 2
-        ]
+        size = layer.operands.scalar_bytes
+        kind = 0 if layer.vector_loads else 1 if self.staged else 2
+        loads = vectors * (LOAD_CYCLES[size][kind] + 0.8 * (layer.parts - 1))
+        if self.staged:
+            loads += vectors / (2 * self.pitch) * PIECE_CYCLES[size]
+            loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
         outputs = CONSUMERS * OUTPUTS * self.rows * self.columns
         stored = STORE_BYTES
         if not (self.bulk_stores or layer.operands.output_channels_last):
             stored = SINGLE_STORE_BYTES
         elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
-        weights = 0 if self.resident else self.all_weight_stages * self.weight_bytes
-        conflicts = BLOCK_CONFLICTS[layer.operands.scalar_bytes] if self.block_loads else 0.0
+        weights = self.all_weight_stages * self.weight_bytes
         return {
-            "products": CONSUMERS * steps * product + vectors * conflicts,
-            "loads": vectors * (per_vector + 0.8 * (layer.parts - 1)),
+            "products": CONSUMERS * steps * product,
+            "loads": loads,
             "stores": outputs * layer.operands.scalar_bytes / stored,
-            "weights": weights / WEIGHT_BYTES,
+            "weights": 0.0 if self.resident else weights / WEIGHT_BYTES,
         }
 
     def cycles(self, processors: int) -> float:
@@ -636,7 +658,7 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     return (
         f"{tile.cycles(gpu.processors):.3g}: {tile.channel_groups * OUTPUTS} channels x "
         f"{tile.rows} rows x {tile.columns} pixels ({tile.pixels}), "
-        f"{'blocks, ' if tile.block_loads else ''}"
+        f"{f'{tile.raw_slots} staged pieces, ' if tile.staged else ''}"
         f"{ceil_div(tile.tiles, gpu.processors)} rounds of: "
         f"{work}; {tile.shared_bytes // 1024} KiB shared"
     )
@@ -645,10 +667,10 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
 def _tiles(views: list[Layer], gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the best first."""
     candidates = (
-        replace(tile, block_loads=block_loads)
+        replace(tile, raw_slots=raw_slots)
         for view in views
         for tile in _candidates(view)
-        for block_loads in ((False, True) if view.aligned_rows else (False,))
+        for raw_slots in (RAW_SLOTS if view.lines else (0,))
     )
     fitted = (
         tile.fitted(gpu.shared_bytes_per_block)
@@ -725,18 +747,21 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     split = layer.parts == 2
     if layer.vector_loads:
         most = 4 if split else 6
-    elif tile.block_loads:
-        most = 2 if split else 3 if operands.scalar_bytes == 4 else 1
     elif layer.folding != (1, 1):
         most = 2
     else:
         most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
-    batch = min(range(most, 0, -1), key=lambda n: round_up(tile.units, LOADERS * n))
+    if tile.staged:
+        warps = ceil_div(tile.pitch, 32)
+        batch = ceil_div(warps, ceil_div(warps, most))
+    else:
+        batch = min(range(most, 0, -1), key=lambda n: round_up(tile.units, 32 * LOADER_WARPS * n))
     producer = 72 if split else 104 if layer.vector_loads else 136
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
         "low_products": layer.low_products,
+        "compensated": layer.compensated,
         "transposed": layer.transposed,
         "groups": layer.groups,
         "group_in": layer.group_in,
@@ -753,7 +778,8 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
-        "block_loads": tile.block_loads,
+        "staged": tile.staged,
+        "raw_slots": tile.raw_slots,
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0,
@@ -765,7 +791,6 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "tile_columns": tile.columns,
         "pitch": tile.pitch,
         "lead": tile.lead,
-        "skew": tile.skew,
         "plane_padding": tile.plane_padding,
         "rolling": layer.rolling,
         "segment_tiles": _segment_tiles(tile, gpu),
