@@ -6,7 +6,7 @@ BIN := .venv/bin
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-gpu sanitize clean
+.PHONY: demo test lint types test-cpu test-gpu test-oldest-torch examples sanitize clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -27,6 +27,17 @@ test-cpu: .venv/ready
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
+
+# Exported files support older versions of PyTorch than the package does.
+test-oldest-torch:
+	$(PYTHON) -m venv .venv-oldest-torch
+	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
+	.venv-oldest-torch/bin/python tests/exported_file.py examples/*.py
+
+examples: .venv/ready
+	for name in dilated5x9 asym5x9 square3x3; do \
+	  $(BIN)/fastconv export --workload $$name -o examples/$$name.py || exit 1; \
+	done
 
 # Our kernels alone: PyTorch's own read uninitialised memory on purpose. The first run compiles, which
 # would take long under the sanitizer. Why two tools see the portable kernels only: sanitize.py.
@@ -52,4 +63,4 @@ sanitize:
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest-torch .mypy_cache .pytest_cache .ruff_cache .hypothesis

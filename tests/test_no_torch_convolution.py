@@ -17,7 +17,11 @@ import fastconv
 from fastconv.backends import cpu
 
 PACKAGE = Path(fastconv.__file__).parent
-BENCHMARKS = PACKAGE / "bench"  # where PyTorch is what is measured against
+# Where PyTorch is what is measured against, or replaced.
+REFERENCES = [
+    PACKAGE / path for path in ("bench", "exporter/subject.py", "exporter/parts/self_check.py")
+]
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Functions, modules and operators that convolve, or that make a matrix product of a convolution.
 FORBIDDEN = re.compile(
@@ -83,12 +87,31 @@ def _uses(source: str) -> list[str]:
 
 
 def _sources() -> Iterator[Path]:
-    return (path for path in PACKAGE.rglob("*.py") if BENCHMARKS not in path.parents)
+    return (
+        path
+        for path in PACKAGE.rglob("*.py")
+        if not any(path.is_relative_to(reference) for reference in REFERENCES)
+    )
 
 
 @pytest.mark.parametrize("path", list(_sources()), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_sources_use_no_convolution_of_pytorch(path: Path) -> None:
     assert _uses(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_exported_files_use_it_in_their_self_check_alone(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    (twin,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "pytorch_twin"
+    )
+    # The model's own attribute has the name that PyTorch's function has.
+    uses = _uses(source.replace("self.conv2d", "self.layer"))
+    lines = [int(use.split()[1].rstrip(":")) for use in uses]
+    assert len(lines) == 1
+    assert twin.lineno < lines[0] <= (twin.end_lineno or 0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ``fastconv`` command: measures, verifies and describes this installation."""
+"""The ``fastconv`` command: measures, verifies and describes this installation; exports files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from fastconv.bench.console import MissingExtra
 from fastconv.bench.contestants import PEERS
 from fastconv.bench.results import ResultsError
 from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
+from fastconv.exporter import DTYPES as EXPORTED_DTYPES
+from fastconv.exporter import ExportError
 
-_BAD_INPUT = (commands.UsageError, WorkloadError, ResultsError, MissingExtra)
+_BAD_INPUT = (commands.UsageError, WorkloadError, ResultsError, MissingExtra, ExportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     ))  # fmt: skip
     _add_tune(subcommands.add_parser(
         "tune", parents=[output], help="find the fastest kernels for shapes, by measuring"
+    ))  # fmt: skip
+    _add_export(subcommands.add_parser(
+        "export", help="write one Python file with a convolution and all of its kernels"
     ))  # fmt: skip
     return parser
 
@@ -173,6 +178,36 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FILE", help="the table to add to (default: your own)"
     )
     parser.set_defaults(run=commands.tune_plans)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--workload", metavar="NAME", help="a workload of the suites: dilated5x9, say"
+    )
+    what.add_argument("--shape", metavar="SHAPE", help=SHAPE_SYNTAX)
+    what.add_argument(
+        "--reference", type=Path, metavar="FILE",
+        help="a Python file with Model, get_init_inputs and get_inputs, which is executed: its "
+        "model with every nn.Conv2d replaced",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write there (default: print it)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--attribute", default="conv2d", metavar="NAME",
+        help="what ModelNew calls its convolution (default: conv2d)",
+    )  # fmt: skip
+    form.add_argument(
+        "--bare", dest="attribute", action="store_const", const=None,
+        help="ModelNew is the convolution itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", nargs="+", choices=EXPORTED_DTYPES, default=["float32"], metavar="DTYPE",
+        help=f"tune for these, of {', '.join(EXPORTED_DTYPES)} (default: float32); all work",
+    )  # fmt: skip
+    parser.set_defaults(run=commands.export_file)
 
 
 def _positive(text: str) -> int:

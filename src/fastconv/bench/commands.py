@@ -24,6 +24,7 @@ from fastconv.bench.results import Results
 from fastconv.bench.timing import Effort
 from fastconv.bench.verify import Check
 from fastconv.bench.workloads import parse_shape, suite, unique
+from fastconv.exporter import export
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.hopper import tuned
 
@@ -142,6 +143,21 @@ def tune_plans(arguments: Namespace) -> int:
     else:
         print(f"{len(found)} of {len(selected)} rows bettered; written to {table}")
     return 0 if finished else INTERRUPTED
+
+
+def export_file(arguments: Namespace) -> int:
+    """``fastconv export``: writes a file, or prints it."""
+    text = export(
+        arguments.workload,
+        shape=arguments.shape,
+        reference=arguments.reference,
+        output=arguments.output,
+        attribute=arguments.attribute,
+        dtypes=arguments.dtype,
+    )
+    if arguments.output is None:
+        print(text, end="")
+    return 0
 
 
 def _measure(

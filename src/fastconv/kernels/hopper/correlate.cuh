@@ -1145,11 +1145,11 @@ __device__ __forceinline__ void stage_pair(Scalar* target, float first, float se
 
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
-__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int pass,
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
                                            int half, float bias, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
       const float first = sums[4 * j + 2 * half] + bias;
@@ -1190,17 +1190,17 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
   }
 }
 
-// The columns of a row that a pass stores, of the tile's line-th row of pixels. With `lead`, they
+// The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
 // begin where the row's memory has a multiple of 32 bytes.
 struct Window {
   Scalar* row;     // the element in the image's column 0
-  int at;          // the stored column of the pass's first pixel, were it in this line
+  int at;          // the stored column of the turn's first pixel, were it in this line
   int begin, end;  // stored columns
   int beyond;      // how far the row begins beyond a multiple of 32 bytes, in elements
 
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int pass)
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
       : row(row) {
-    at = target.column - C::lead + pass * kStoredPass - line * kStoredPitch;
+    at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
     beyond = kRowsAligned ? 0 : misalignment(row, kSector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
     end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
@@ -1213,13 +1213,13 @@ constexpr int kStoringLanes = 8;  // of a warp, with bulk stores
 // Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
 // but what they need is computed for all at once.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
-                                             int pass, int lane) {
+                                             int turn, int lane) {
   if (lane >= kStoringLanes) return;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
     const int y = target.image_row(first, line, C::row_at);
     if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, line, pass);
+    const Window window(target.row_start(first + lane, y), target, line, turn);
     store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
                   window.begin, window.end);
   }
@@ -1227,7 +1227,7 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 }
 
 // Clears the rows beside those: of other phases, which no tap reaches.
-__device__ __forceinline__ void clear_beside(const Target& target, int first, int pass, int lane) {
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
   constexpr int kCleared = kRowsAligned ? kVector : 1;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
@@ -1236,7 +1236,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
       const int y = target.image_row(first, line, image_row);
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, line, pass);
+        const Window window(target.row_start(first + i, y), target, line, turn);
         for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
           *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
@@ -1259,18 +1259,18 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
         C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
                        : 0;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int turn = 0; turn < kPasses; ++turn) {
       if constexpr (C::bulk_stores) {
         if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
       }
       __syncwarp();
-      Scalar* const buffer = staging + (half * kPasses + pass) % C::buffers * (8 * kRowPitch);
-      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, pass, half, bias[half], lane);
+      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, bias[half], lane);
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
-        store_staged(buffer, target, first, pass, lane);
-        clear_beside(target, first, pass, lane);
+        store_staged(buffer, target, first, turn, lane);
+        clear_beside(target, first, turn, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
@@ -1278,8 +1278,8 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 #pragma unroll
           for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
             const int staged = 32 * i + lane;
-            const int line = (pass * kStoredPass + staged) / kStoredPitch;
-            const int at = (pass * kStoredPass + staged) % kStoredPitch;
+            const int line = (turn * kStoredPass + staged) / kStoredPitch;
+            const int at = (turn * kStoredPass + staged) % kStoredPitch;
             if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
                 target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
@@ -1294,11 +1294,11 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 
 // Sums of 16 channels to pixels of 64 channels.
 template <class T>
-__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int pass,
+__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
                                              const float (&bias)[2], int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
-    const int j = pass * (C::pass_pixels / 8) + i;
+    const int j = turn * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
       // Two times 8 pixels, two times 8 channels.
       unsigned rows[4];
@@ -1330,15 +1330,15 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
   constexpr int kPieces = kOutputs / kStored;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int turn = 0; turn < kPasses; ++turn) {
     warpgroup_sync(warpgroup);
-    stage_pixels(sums, staging, pass, bias, warp, lane);
+    stage_pixels(sums, staging, turn, bias, warp, lane);
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4
     for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
       const int product_row = i % kPieces * kStored;
-      const int pixel = pass * C::pass_pixels + i / kPieces;
+      const int pixel = turn * C::pass_pixels + i / kPieces;
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {

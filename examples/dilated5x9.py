@@ -1,0 +1,5186 @@
+"""dilated5x9, asymmetric, dilated kernel: 8x32x512x512 64x32x5x9 padding=2,4 dilation=2,3.
+
+A convolution in one file, with CUDA kernels for the result and for all gradients.
+
+    from model import ModelNew      # this file as model.py
+    model = ModelNew().cuda()
+
+    python model.py                 # compares with PyTorch: results, and speed
+
+Needs PyTorch 2.0.1 or newer on Python 3.10 or newer, an NVIDIA GPU of compute capability 7.0 or
+newer, and nvcc (CUDA 11.8 or newer). Kernels are compiled when first used, for each geometry, and
+kept in PyTorch's cache of extensions.
+
+Tuned for these sizes, in float32, on Hopper GPUs' tensor cores. Everything else is computed by
+portable kernels: other sizes, strides, groups and types (float32, float16, bfloat16), channels-last
+tensors, other GPUs. No convolution of PyTorch is used, and nothing is fallen back to: what goes
+wrong raises an error.
+
+float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; the portable kernels
+compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated again.
+
+In this file: device code, where each kernel begins with its idea; host code; plans, which say with
+which constants and how many blocks a kernel runs; PyTorch's side of it; ModelNew; a self-check.
+
+Written by fastconv 0.1.0: fastconv export --workload dilated5x9
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import copy
+import functools
+import hashlib
+import inspect
+import itertools
+import math
+import os
+import re
+import shutil
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import cpp_extension
+
+
+# === Device code ==================================================================================
+
+SOURCES = {}
+
+SOURCES["hopper/correlate.cuh"] = r"""
+// Convolution on Hopper's tensor cores: forward passes, and input gradients of stride 1, which are
+// forward convolutions with flipped and transposed weights.
+//
+// A warpgroup multiplies 64 output channels (rows of wgmma) by `pixels` output pixels (columns), 16
+// or 8 input channels at a time, and adds up over taps. Both operands lie in shared memory:
+//
+//   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
+//   weights [tap][2][64 output channels][16 bytes]
+//
+// Neighbouring pixels are 16 bytes apart, as the tensor core wants its columns, so that a tap is
+// nothing but another start address in the same tile, whatever the dilation:
+//
+//   tap (kh, kw) begins (kh * pitch + kw * dilation) * 16 bytes after tap (0, 0).
+//
+// Dilated rows: output rows that are equal modulo the dilation share input rows; a tile takes only
+// such (every dilation-th) rows, and is dense again. Strides: an axis of stride s falls into s
+// phases of every s-th position; a tile holds its phases one after the other, and a tap reads one
+// of them, where neighbours are neighbours again.
+//
+// Strides and few input channels: the phases of both axes become channels (`fold`), of a
+// convolution of stride 1 with a smaller kernel. Its input exists in no memory but the tile.
+//
+// Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
+// between two rows are computed and thrown away.
+//
+// Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
+// row t as kernel row t - j, for which there are zero weights above and below the kernel.
+//
+// One block per processor, of three warpgroups that work at the same time:
+//   producer   warp 0 streams packed weights through a ring of stages with bulk copies; warps 1-3
+//              load input pixels, round or split them, and write them to a ring of input stages.
+//              The transposition of NCHW and the padding are part of this copy.
+//   consumers  two warpgroups, of different channels (channel_groups = 2) or different rows; they
+//              multiply, and store their sums through shared memory.
+// An input stage is either the halo tile of a chunk of the input channels, or, with `rolling`, one
+// row of all channels: then a block walks down the image, and each row is loaded once.
+//
+// float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
+// high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
+// truncates as it accumulates, so sums move to registers of their own after every stage of weights.
+#include "hopper/operand.cuh"
+#include "include/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+// --- The tile: what a block computes, and where it lies in shared memory -------------------------
+
+constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
+constexpr int kChunkPlanes = 2 * C::k_steps;
+constexpr int kChunkChannels = kChunkPlanes * kVector;
+constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
+
+// Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
+constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
+
+// Along columns, where output pixels are neighbours.
+constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
+constexpr int kColumnPhases = C::stride_width / kColumnUnit;
+constexpr int kColumnStep = C::dilation_width / kColumnUnit;
+constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
+
+constexpr int kTapRows = C::kernel_height + C::stack - 1;
+constexpr int kTaps = kTapRows * C::kernel_width;
+constexpr int kWeightStages = kTaps / C::stage_taps;  // of a chunk
+static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
+
+constexpr int kConsumers = 2;
+constexpr int kPixelGroups = kConsumers / C::channel_groups;
+constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consumer
+constexpr int kTileRows = kPixelGroups * kGroupRows;
+constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
+static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+                  C::pitch,
+              "a row holds its halo");
+
+constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
+static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
+constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
+constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_padding;
+constexpr int kPlaneBytes = kPlanePixels * 16;
+constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
+// Products come in eights of pixels: the last may reach a little beyond the tile's last row.
+constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
+static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
+constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
+
+constexpr int kOutputs = 64;  // channels of a product
+constexpr int kStackChannels = kOutputs / C::stack;
+constexpr int kProductBytes = kOutputs * 32;
+constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
+constexpr int kWeightBytes = C::stage_taps * kTapBytes;
+
+// Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
+// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
+// pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kRowPitch = round_up(C::pass_pixels + kVector - 8, 16) + 8;
+constexpr int kPixelPitch = kOutputs + kVector;
+constexpr int kStagingBytes =
+    kScalarBytes *
+    (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
+
+// Space for input on its way in (`staged`): pieces of a line, of 32 bytes' channels, as they lie in
+// memory. Every loading warp has raw_slots of its own.
+constexpr int kLoaderWarps = 3;
+constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
+constexpr int kPieceChannels = 2 * kVector;
+constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
+constexpr int kRawElements = kPieceChannels * kRawChannel;
+constexpr int kRawBytes = kRawElements * kScalarBytes;
+
+constexpr int kInputRing = 0;
+constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
+constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
+constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
+constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * kRawSlots <=
+                  C::shared_bytes,
+              "");
+static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
+static_assert(C::lead == 0 || (C::tile_rows == 1 && C::bulk_stores), "one row's alignment");
+
+struct Barriers {
+  Barrier input_full[C::input_stages];
+  Barrier input_empty[C::input_stages];
+  Barrier weights_full[C::weight_stages];
+  Barrier weights_empty[C::weight_stages];
+  Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
+};
+
+__device__ __forceinline__ Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// --- Work items ----------------------------------------------------------------------------------
+
+constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
+// With a lead, rows begin up to lead - 1 columns before the image.
+constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
+constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
+constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
+
+// What a block does between two looks at its list: segment_tiles tiles, one below the other.
+struct Item {
+  int outputs;  // first channel of the block's products, in the group
+  int column;   // first output column
+  int tile;     // first tile, from the top of the image
+  int tiles;
+  int row_phase;
+  int group;
+  int image;
+
+  __device__ explicit Item(int index) {
+    outputs = index % kOutputGroups * (C::channel_groups * kStackChannels);
+    index /= kOutputGroups;
+    column = index % kStrips * C::tile_columns;
+    index /= kStrips;
+    tile = index % kSegments * C::segment_tiles;
+    tiles = min(C::segment_tiles, kRowTiles - tile);
+    index /= kSegments;
+    row_phase = index % kRowStep;
+    index /= kRowStep;
+    group = index % C::groups;
+    image = index / C::groups;
+  }
+
+  // Input stages of one chunk.
+  __device__ int stages() const {
+    return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
+  }
+};
+
+// --- Packing weights -----------------------------------------------------------------------------
+
+// 16 bytes in registers.
+struct alignas(16) Words {
+  unsigned word[4];
+
+  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
+};
+
+// Writes a vector of channels as the tensor core wants it: floats rounded to TF32, or in two such
+// parts, part_bytes apart; 16-bit types as they are.
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
+  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
+#pragma unroll
+    for (unsigned& word : vector.word) {
+      word = __float_as_uint(round_operand_to_tf32(__uint_as_float(word)));
+    }
+  } else if constexpr (sizeof(Scalar) == 4) {
+    Words low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = __uint_as_float(vector.word[i]);
+      const float high = round_to_tf32(value);
+      vector.word[i] = __float_as_uint(high);
+      low.word[i] = __float_as_uint(round_to_tf32(value - high));
+    }
+    *reinterpret_cast<Words*>(target + part_bytes) = low;
+  }
+  *reinterpret_cast<Words*>(target) = vector;
+}
+
+constexpr int kPackedVectors =
+    C::groups * kOutputGroups * kChunks * kTaps * C::k_steps * C::channel_groups * 2 * kOutputs;
+
+// A channel of the group as the products have it: one of the input's, at one of its phases.
+struct FoldedChannel {
+  int channel, row, column;
+
+  __device__ explicit FoldedChannel(int index)
+      : channel(index / (C::fold_height * C::fold_width)),
+        row(index / C::fold_width % C::fold_height),
+        column(index % C::fold_width) {}
+};
+
+// The weight of output channel `out` for input channel `in`, both of the group; zero for what
+// folding has added to the kernel.
+__device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
+                                            int row, int column) {
+  const FoldedChannel folded(in);
+  row = row * C::fold_height + folded.row;
+  column = column * C::fold_width + folded.column;
+  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+  long long k = group * C::group_out + out;
+  long long c = folded.channel;
+  if constexpr (C::transposed) {
+    k = group * C::group_in + in;
+    c = out;
+    row = C::weight_height - 1 - row;
+    column = C::weight_width - 1 - column;
+  }
+  return weight[k * C::weight_stride_out + c * C::weight_stride_in +
+                static_cast<long long>(row) * C::weight_stride_height +
+                static_cast<long long>(column) * C::weight_stride_width];
+}
+
+// Weights as the consumers want them, a chunk's taps in one piece:
+//   [group][output group][chunk][tap][k step][part][channel group][2][64][16 bytes]
+__device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed) {
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kPackedVectors; i += step) {
+    int rest = i;
+    const int m = rest % kOutputs;
+    rest /= kOutputs;
+    const int plane = rest % 2;
+    rest /= 2;
+    const int channel_group = rest % C::channel_groups;
+    rest /= C::channel_groups;
+    const int k_step = rest % C::k_steps;
+    rest /= C::k_steps;
+    const int tap = rest % kTaps;
+    rest /= kTaps;
+    const int chunk = rest % kChunks;
+    rest /= kChunks;
+    const int output_group = rest % kOutputGroups;
+    const int group = rest / kOutputGroups;
+
+    const int stacked = m / kStackChannels;
+    const int out =
+        (output_group * C::channel_groups + channel_group) * kStackChannels + m % kStackChannels;
+    const int row = tap / C::kernel_width - stacked;
+    const int column = tap % C::kernel_width;
+    const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVector;
+    const bool exists = out < C::group_out && row >= 0 && row < C::kernel_height;
+    Vector<Scalar, kVector> vector;
+    for (int j = 0; j < kVector; ++j) {
+      const bool valid = exists && first + j < C::group_in;
+      vector.element[j] = valid ? weight_at(weight, group, out, first + j, row, column) : Scalar{};
+    }
+    const long long product = static_cast<long long>(i / (2 * kOutputs * C::channel_groups)) *
+                                  (C::parts * C::channel_groups) +
+                              channel_group;
+    store_parts(packed + product * kProductBytes + (plane * kOutputs + m) * 16,
+                C::channel_groups * kProductBytes, reinterpret_cast<const Words&>(vector));
+  }
+}
+
+// --- Producers -----------------------------------------------------------------------------------
+
+// One thread: sends every tile's weights through the ring, or all weights once if they fit.
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, int items) {
+  constexpr int kPerTile = kChunks * kWeightStages;
+  const auto send = [](int stage, const unsigned char* source) {
+    Barrier* const full = &barriers().weights_full[stage];
+    barrier_arrive_expect(full, kWeightBytes);
+    bulk_load(shared_memory() + kWeightRing + stage * kWeightBytes, source, kWeightBytes, full);
+  };
+  if constexpr (C::resident) {
+    static_assert(!C::resident || C::weight_stages == kPerTile, "all of them fit");
+    for (int i = 0; i < kPerTile; ++i) send(i, packed + i * kWeightBytes);
+    return;
+  }
+  Ring<C::weight_stages> at(1);
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(index);
+    const int part =
+        item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
+    const unsigned char* const source =
+        packed + static_cast<long long>(part) * kPerTile * kWeightBytes;
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      for (int i = 0; i < kPerTile; ++i) {
+        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+        send(at.stage, source + static_cast<long long>(i) * kWeightBytes);
+        at.advance();
+      }
+    }
+  }
+}
+
+constexpr int kLoaders = 32 * kLoaderWarps;  // threads
+
+// Distances in the input, in elements.
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
+constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+
+// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+}
+
+// A pixel of a group's first channel.
+struct Place {
+  const Scalar* group;
+  int y, x;  // maybe outside of the image
+  bool exists;
+
+  __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
+    return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
+           static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
+  }
+  __device__ __forceinline__ const Scalar* address(int channel) const {
+    return group + (channel * kInChannel + y * kInRow + x * kInColumn);
+  }
+};
+
+__device__ __forceinline__ float load_element(const float* source) { return load(source); }
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source) {
+  return {load(&source->bits)};
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class Half>
+__device__ __forceinline__ unsigned bits_of(Half value) {
+  return value.bits;
+}
+
+// A vector of channels.
+__device__ __forceinline__ Words words_of(const Scalar* elements) {
+  Words result;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Scalar* const first = elements + k * (kVector / 4);
+    if constexpr (sizeof(Scalar) == 4) {
+      result.word[k] = __float_as_uint(widen(*first));
+    } else {
+      result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+    }
+  }
+  return result;
+}
+
+constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
+
+// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
+// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+
+// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+struct VectorUnit {
+  static constexpr int kVectors = 1;
+  static constexpr int kCount = kPartPixels;
+  Words loaded;
+
+  __device__ static int plane(int index) { return index % kChunkPlanes; }
+  __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  __device__ static bool valid(const Place& place, int channel) {
+    return place.inside() && (kWholeChunks || channel < C::group_in);
+  }
+  __device__ void load(const Place& place, int channel) {
+    const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
+    loaded = Words::of(load_or_zero(source, valid(place, channel)));
+  }
+  __device__ Words vector(int) const { return loaded; }
+  __device__ static int offset(int) { return 0; }
+};
+
+// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
+// pixels.
+struct PixelUnit {
+  static constexpr int kVectors = 2;
+  static constexpr int kCount = kPartPixels / 2;
+  Scalar loaded[2 * kVector];
+
+  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int pixel(int index) { return index % kPlanePixels; }
+  __device__ void load(const Place& place, int channel) {
+    if constexpr (kFolded) {
+      load_folded(place, channel);
+      return;
+    }
+    const bool inside = place.inside();
+    const Scalar* const source = place.address(channel);
+    if (!__any_sync(~0u, inside)) {
+#pragma unroll
+      for (Scalar& element : loaded) element = Scalar{};
+    } else if (kWholeChunks && __all_sync(~0u, inside)) {
+#pragma unroll
+      for (int j = 0; j < 2 * kVector; ++j) loaded[j] = load_element(source + j * kInChannel);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2 * kVector; ++j) {
+        const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
+        loaded[j] = load_element(source + j * kInChannel, valid);
+      }
+    }
+  }
+  __device__ void load_folded(const Place& place, int channel) {
+#pragma unroll
+    for (int j = 0; j < 2 * kVector; ++j) {
+      const FoldedChannel folded(channel + j);
+      const bool valid =
+          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
+      loaded[j] = load_element(
+          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
+    }
+  }
+  __device__ Words vector(int i) const { return words_of(loaded + i * kVector); }
+  __device__ static int offset(int i) { return i * kPlanePixels; }
+};
+
+template <bool kFirst, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
+};
+using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
+constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
+
+__device__ __forceinline__ bool unit_exists(int index) {
+  return Unit::kCount % (kLoaders * C::batch) == 0 || index < Unit::kCount;
+}
+
+// Goes through all input stages of a block: of each chunk, of each item.
+struct StageCursor {
+  int index;
+  int items;
+  Item item;
+  int chunk = 0;
+  int stage = 0;
+
+  __device__ explicit StageCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
+  __device__ bool more() const { return index < items; }
+  __device__ void advance() {
+    if (++stage < item.stages()) return;
+    stage = 0;
+    if (++chunk < kChunks) return;
+    chunk = 0;
+    index += gridDim.x;
+    if (more()) item = Item(index);
+  }
+};
+
+// The same, and through the batches of each stage.
+struct LoadCursor : StageCursor {
+  int batch = 0;
+
+  __device__ explicit LoadCursor(int items) : StageCursor(items) {}
+  __device__ void advance() {
+    if (++batch < kBatches) return;
+    batch = 0;
+    StageCursor::advance();
+  }
+};
+
+// A chunk of a tile, or a row of it, as it lies in the input.
+struct Source {
+  const Scalar* group;  // the first channel at row 0, column 0
+  int row;              // of the tile's first pixel; folded, and before padding
+  int column;
+  int channel;  // the first, in its group
+
+  __device__ Source(const Scalar* input, const StageCursor& at) {
+    const Item& item = at.item;
+    channel = at.chunk * kChunkChannels;
+    group =
+        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
+    row = item.row_phase * C::stride_height +
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+    column = (item.column - C::lead) * C::stride_width;
+  }
+
+  // Where the first pixel of a unit lies.
+  __device__ __forceinline__ Place find(int index) const {
+    const int pixel = Unit::pixel(index);
+    const int slot = pixel / kSlotPixels;
+    const int line = pixel % kSlotPixels / C::pitch;
+    const int position = pixel % kSlotPixels % C::pitch;
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left,
+            unit_exists(index)};
+  }
+  __device__ __forceinline__ int channel_of(int index) const {
+    return channel + Unit::plane(index) * kVector;
+  }
+};
+
+// Starts loading a thread's units of a batch.
+__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
+                                           Unit (&units)[C::batch]) {
+  const Source source(input, at);
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int index = thread + kLoaders * (at.batch * C::batch + k);
+    units[k].load(source.find(index), source.channel_of(index));
+  }
+}
+
+// Writes them to a stage.
+__device__ __forceinline__ void store_batch(unsigned char* stage, int batch, int thread,
+                                            const Unit (&units)[C::batch]) {
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int index = thread + kLoaders * (batch * C::batch + k);
+    if (!unit_exists(index)) continue;
+    const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+#pragma unroll
+    for (int i = 0; i < Unit::kVectors; ++i) {
+      store_parts(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i));
+    }
+  }
+}
+
+// Three warps: load all input stages, a few batches ahead of what they write.
+__device__ __forceinline__ void load_input(const Scalar* input, int items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  const int lane = thread % 32;
+  Unit units[C::batches_ahead][C::batch];
+  LoadCursor next(items);
+  Ring<C::input_stages> at(1);
+  int under_way = 0;
+  int batch = 0;
+#pragma unroll
+  for (int i = 0; i < C::batches_ahead - 1; ++i) {
+    if (next.more()) {
+      load_batch(input, next, thread, units[i]);
+      next.advance();
+      ++under_way;
+    }
+  }
+  while (under_way > 0 || next.more()) {
+#pragma unroll
+    for (int i = 0; i < C::batches_ahead; ++i) {
+      if (next.more()) {
+        load_batch(input, next, thread, units[(i + C::batches_ahead - 1) % C::batches_ahead]);
+        next.advance();
+        ++under_way;
+      }
+      if (under_way == 0) break;
+      --under_way;
+      if (batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      store_batch(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, units[i]);
+      if (++batch == kBatches) {
+        batch = 0;
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+        at.advance();
+      }
+    }
+  }
+}
+
+// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
+// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+__device__ __forceinline__ void copy_input(const Scalar* input, int items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  Ring<C::input_stages> at(1);
+  Ring<C::input_stages> landed(0);
+  const auto arrive = [&] {
+    fence_async_shared();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
+    landed.advance();
+  };
+  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
+  int under_way = 0;
+  for (LoadCursor next(items); next.more(); next.advance()) {
+    const Source source(input, next);
+    if (next.batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (next.batch * C::batch + k);
+      const Place place = source.find(index);
+      const int channel = source.channel_of(index);
+      if (place.exists) {
+        copy_async<16>(stage + (Unit::plane(index) * kPlanePixels + Unit::pixel(index)) * 16,
+                       place.address(channel), VectorUnit::valid(place, channel));
+      }
+    }
+    if (next.batch == kBatches - 1) {
+      copy_async_commit();
+      at.advance();
+      if (++under_way > kAhead) {
+        copy_async_wait<kAhead>();
+        arrive();
+        --under_way;
+      }
+    }
+  }
+  copy_async_wait<0>();
+  if (under_way > 0) arrive();
+}
+
+// --- Producers of contiguous input: bulk copies to shared memory, and from there
+// ------------------
+//
+// Lines come in pieces of 32 bytes' channels, by one bulk copy a channel, some pieces ahead of the
+// one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes before
+// its first pixel, so that rows may begin anywhere.
+
+constexpr int kLines = kRowSlots * kStageRows;  // of a stage's plane
+constexpr int kPieces = C::k_steps * kLines;
+static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
+
+// Goes through the pieces of one warp: every third, from stage to stage.
+struct PieceCursor : StageCursor {
+  int piece;
+
+  __device__ PieceCursor(int items, int warp) : StageCursor(items), piece(warp) { settle(); }
+  __device__ void settle() {
+    for (; piece >= kPieces && more(); piece -= kPieces) StageCursor::advance();
+  }
+  __device__ void advance() {
+    piece += kLoaderWarps;
+    settle();
+  }
+};
+
+// A piece, and the part of it that is inside of the image.
+struct Piece {
+  int channel;          // the first, in its group
+  int target;           // where its first pixel lies in its stage, in 16 bytes
+  int before;           // pixels outside, before the first inside
+  int columns;          // pixels inside
+  const Scalar* first;  // the first pixel inside, of its first channel
+
+  __device__ Piece(const Source& source, int index) {
+    const int k_step = index % C::k_steps;
+    const int line = index / C::k_steps;
+    const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
+    const int y = source.row +
+                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowPhases) -
+                  C::padding_top;
+    const int x = source.column - C::padding_left;
+    channel = source.channel + k_step * kPieceChannels;
+    target = 2 * k_step * kPlanePixels + line * C::pitch;
+    before = max(-x, 0);
+    const bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
+    columns = exists ? max(min(C::pitch, C::in_width - x) - before, 0) : 0;
+    first = source.group + (channel * kInChannel + y * kInRow + x + before);
+  }
+  __device__ __forceinline__ bool has(int of_piece) const {
+    return kWholeChunks || channel + of_piece < C::group_in;
+  }
+  // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ int shift(int of_piece) const {
+    const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
+    return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
+  }
+};
+
+// Starts to copy a piece: each of the first lanes its channel.
+__device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_end, Scalar* raw,
+                                      Barrier* full, int lane) {
+  if (lane >= kPieceChannels) return;
+  int bytes = 0;
+  if (piece.columns > 0 && piece.has(lane)) {
+    const int shift = piece.shift(lane);
+    const Scalar* const source = piece.first + lane * kInChannel - shift;
+    const int count = shift + piece.columns;
+    Scalar* const target = raw + lane * kRawChannel;
+    bytes = round_up(count, kVector) * kScalarBytes;
+    if (kInImage % kVector != 0 && source + round_up(count, kVector) > input_end) {
+      // The tensor ends within the last 16 bytes.
+      bytes -= 16;
+      for (int i = bytes / kScalarBytes; i < count; ++i) target[i] = source[i];
+    }
+    if (bytes > 0) bulk_load(target, source, bytes, full);
+  }
+  // The phase ends with the last lane's arrival, and all of the bytes.
+  barrier_arrive_expect(full, bytes);
+}
+
+// A vector of channels of each of some pixels, 32 apart, to their stage.
+template <bool kInside>
+__device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
+                                              const Scalar* const (&channels)[kVector],
+                                              unsigned char* target, int first) {
+  Words vectors[C::batch];
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    const bool inside = kInside ? pixel < C::pitch
+                                : static_cast<unsigned>(pixel - piece.before) <
+                                      static_cast<unsigned>(piece.columns);
+    Scalar elements[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const bool valid = inside && (kInside || piece.has(plane * kVector + j));
+      elements[j] = valid ? channels[j][pixel] : Scalar{};
+    }
+    vectors[k] = words_of(elements);
+  }
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    if (pixel < C::pitch) store_parts(target + pixel * 16, kPartPixels * 16, vectors[k]);
+  }
+}
+
+// Writes a piece that has arrived to its stage.
+__device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
+                                        int lane) {
+  const bool whole =
+      piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+#pragma unroll
+  for (int plane = 0; plane < 2; ++plane) {
+    const Scalar* channels[kVector];  // at the line's first pixel, which may be outside
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int i = plane * kVector + j;
+      channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
+    }
+    unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
+    if (whole) {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<true>(piece, plane, channels, target, first + lane);
+      }
+    } else {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<false>(piece, plane, channels, target, first + lane);
+      }
+    }
+  }
+}
+
+// Three warps: load all input stages.
+__device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
+                                            int items) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // From one lane, for the compiler to see that it is the same for all.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
+  Barrier* const full = barriers().raw_full + warp * C::raw_slots;
+  Scalar* const raw =
+      reinterpret_cast<Scalar*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
+  PieceCursor next(items, warp);
+  const auto fetch_next = [&](int slot) {
+    if (next.more()) {
+      fetch(Piece(Source(input, next), next.piece), input_end, raw + slot * kRawElements,
+            full + slot, lane);
+      next.advance();
+    }
+  };
+  for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
+  Ring<C::input_stages> at(1);
+  Ring<C::raw_slots> arrived(0);
+  int piece = warp;
+  for (StageCursor stage(items); stage.more(); stage.advance()) {
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    const Source source(input, stage);
+    for (; piece < kPieces; piece += kLoaderWarps) {
+      barrier_wait(full + arrived.stage, arrived.parity);
+      convert(Piece(source, piece), raw + arrived.stage * kRawElements,
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane);
+      __syncwarp();
+      fetch_next(arrived.stage);
+      arrived.advance();
+    }
+    piece -= kPieces;
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+    at.advance();
+  }
+}
+
+// --- Consumers -----------------------------------------------------------------------------------
+
+constexpr int kSums = C::pixels / 2;  // of a thread
+
+// Where a tap's first pixel lies in the stages of a tile whose first is `stage`, in 16 bytes.
+__device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
+  const int tap_row = tap / C::kernel_width;
+  const int tap_column = tap % C::kernel_width;
+  const int column_slot = tap_column % kColumnPhases;
+  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  if constexpr (C::rolling) {
+    int of_row = stage + first_row + tap_row;
+    if (of_row >= C::input_stages) of_row -= C::input_stages;
+    return of_row * (kInputBytes / 16) + column;
+  } else {
+    return stage * (kInputBytes / 16) + tap_row % kRowPhases * (kColumnSlots * kSlotPixels) +
+           (first_row + tap_row / kRowPhases) * C::pitch + column;
+  }
+}
+
+// A warpgroup that multiplies and stores; what it keeps from one tile to the next.
+struct Consumer {
+  int lane;
+  int warp;  // of the warpgroup
+  int warpgroup;
+  int channel_group;
+  int pixel_group;
+  Matrix input_matrix;
+  Matrix weight_matrix;
+  Ring<C::input_stages> input{0};  // the next stage to wait for
+  Ring<C::weight_stages> weights{0};
+  Ring<C::input_stages> spent_input{0};  // the next to give back
+  Ring<C::weight_stages> spent_weights{0};
+
+  __device__ Consumer() {
+    lane = static_cast<int>(threadIdx.x) % 32;
+    // From one lane, for the compiler to see that it is the same for all.
+    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
+    warp = number % 4;
+    warpgroup = number / 4;
+    channel_group = warpgroup % C::channel_groups;
+    pixel_group = warpgroup / C::channel_groups;
+    input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
+    weight_matrix =
+        matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
+  }
+
+  // Waits for the input of a chunk of a tile, as far as no earlier tile has; its first stage.
+  __device__ __forceinline__ int wait_for_input(bool first_of_item) {
+    const int first = C::rolling ? spent_input.stage : input.stage;
+    const int stages = !C::rolling ? 1 : first_of_item ? kHaloRows : kTileRows;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      barrier_wait(&barriers().input_full[input.stage], input.parity);
+      input.advance();
+    }
+    return first;
+  }
+
+  // Gives back the input of a chunk of a tile, but for what the next tile reads too.
+  __device__ __forceinline__ void release_input(bool last_of_item) {
+    const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      if (lane == 0) barrier_arrive(&barriers().input_empty[spent_input.stage]);
+      spent_input.advance();
+    }
+  }
+
+  __device__ __forceinline__ int wait_for_weights(int stage_of_tile) {
+    if constexpr (C::resident) {
+      barrier_wait(&barriers().weights_full[stage_of_tile], 0);
+      return stage_of_tile;
+    } else {
+      const int stage = weights.stage;
+      barrier_wait(&barriers().weights_full[stage], weights.parity);
+      weights.advance();
+      return stage;
+    }
+  }
+
+  __device__ __forceinline__ void release_weights() {
+    if constexpr (!C::resident) {
+      if (lane == 0) barrier_arrive(&barriers().weights_empty[spent_weights.stage]);
+      spent_weights.advance();
+    }
+  }
+
+  // The products of one stage of weights.
+  __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
+                                           int first_tap, bool accumulate) const {
+    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
+    // The large products of split numbers last: what the small ones add is not lost.
+#pragma unroll
+    for (int large = C::parts == 2 ? 0 : 1; large < 2; ++large) {
+#pragma unroll
+      for (int j = 0; j < C::stage_taps; ++j) {
+        const Matrix right =
+            input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
+#pragma unroll
+        for (int k = 0; k < C::k_steps; ++k) {
+          const Matrix a = left + (j * C::k_steps + k) * (C::parts * kPart);
+          const Matrix b = right + 2 * k * kPlanePixels;
+          if (large) {
+            wgmma<C::pixels>(Operand{}, sums, a, b, accumulate);
+          } else {
+            if constexpr (C::low_products) {
+              wgmma<C::pixels>(Operand{}, sums, a + kPart, b + kPartPixels, accumulate);
+              accumulate = true;
+            }
+            wgmma<C::pixels>(Operand{}, sums, a, b + kPartPixels, accumulate);
+            wgmma<C::pixels>(Operand{}, sums, a + kPart, b, true);
+          }
+          accumulate = true;
+        }
+      }
+    }
+    wgmma_commit();
+  }
+
+  // One tile's sums, without the bias. Stages are given back one step late, when their products are
+  // complete but the next ones are on their way already.
+  __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
+                                          bool last_of_item) {
+    bool accumulate = false;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int input_stage = wait_for_input(first_of_item);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, accumulate);
+        wgmma_wait<1>();
+        if (accumulate) release_weights();
+        if (chunk > 0 && stage == 0) release_input(false);
+        accumulate = true;
+      }
+    }
+    wgmma_wait<0>();
+    hold_registers(sums);
+    release_weights();
+    release_input(last_of_item);
+  }
+
+  // The same in two levels, for numbers in two parts. What a total loses as it is rounded is where
+  // the next sums begin (`compensated`): long sums are no less exact than short ones.
+  __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
+                                                bool last_of_item) {
+    float sums[kSums];
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int input_stage = wait_for_input(first_of_item);
+      int weight_stage = wait_for_weights(chunk * kWeightStages);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, C::compensated);
+        // The next wait is over before the products are.
+        if (stage < kWeightStages - 1) {
+          weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
+        }
+        wgmma_wait<0>();
+        hold_registers(sums);
+        release_weights();
+        if (stage == kWeightStages - 1) release_input(last_of_item);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          const float total = totals[i] + sums[i];
+          if constexpr (C::compensated) sums[i] -= total - totals[i];
+          totals[i] = total;
+        }
+      }
+    }
+  }
+};
+
+// --- Storing a tile ------------------------------------------------------------------------------
+
+constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
+constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
+
+// Where a warpgroup's sums go.
+struct Target {
+  Scalar* image;
+  int outputs;  // first channel, in the group
+  int group;
+  int row;     // output row of the first pixel, for stacked row 0
+  int column;  // output column of pixel `lead`
+
+  __device__ Target(Scalar* output, const Item& item, int tile, const Consumer& consumer) {
+    image = output + static_cast<long long>(item.image) * kOutImage;
+    outputs = item.outputs + consumer.channel_group * kStackChannels;
+    group = item.group;
+    row = item.row_phase +
+          kRowStep * ((item.tile + tile) * kTileRows + consumer.pixel_group * kGroupRows);
+    column = item.column;
+  }
+
+  // The channel of a row of the product, in its group.
+  __device__ int channel(int product_row) const { return outputs + product_row % kStackChannels; }
+  // The output row of the same, for the tile's line-th row of pixels.
+  __device__ int output_row(int product_row, int line) const {
+    return row + kRowStep * (line + product_row / kStackChannels);
+  }
+  __device__ bool exists(int product_row, int line) const {
+    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
+  }
+  // The element in output column 0.
+  __device__ Scalar* row_start(int product_row, int line) const {
+    const int c = group * C::group_out + channel(product_row);
+    const int y = output_row(product_row, line);
+    if constexpr (C::out_channels_last) {
+      return image + (y * C::out_width * kOutChannels + c);
+    } else {
+      return image + ((c * C::out_height + y) * C::out_width);
+    }
+  }
+};
+
+// Two sums to neighbours of the output's type, which the first argument stands for.
+__device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
+  return {{first, second}};
+}
+__device__ __forceinline__ unsigned narrow_pair(float16, float first, float second) {
+  return floats_to_halves(first, second);
+}
+__device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float second) {
+  return floats_to_bfloats(first, second);
+}
+
+using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
+
+// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
+// row starts as far beyond a multiple of 16 bytes as it will in global memory.
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
+                                           int half, float bias, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; ++i) {
+    const int j = turn * (C::pass_pixels / 8) + i;
+    if (8 * j < C::pixels) {
+      Scalar* const target = row + 8 * i + lane % 4 * 2;
+      const auto pair =
+          narrow_pair(Scalar{}, sums[4 * j + 2 * half] + bias, sums[4 * j + 2 * half + 1] + bias);
+      if constexpr (!C::bulk_stores || C::out_width % 2 == 0) {
+        *reinterpret_cast<Pair*>(target) = pair;
+      } else {
+        const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
+        target[0] = elements.element[0];
+        target[1] = elements.element[1];
+      }
+    }
+  }
+}
+
+// Whether every row, and every piece of one, starts at a multiple of 16 bytes.
+constexpr bool kRowsAligned =
+    C::lead == 0 && C::out_width % kVector == 0 && (kStrips == 1 || C::tile_columns % kVector == 0);
+
+__device__ __forceinline__ void bulk_store_columns(Scalar* row, const Scalar* staged, int begin,
+                                                   int end, int lane) {
+  if (begin < end && lane == 0) {
+    bulk_store(row + begin, staged + begin, (end - begin) * kScalarBytes);
+  }
+}
+
+// Columns [begin, end) of any row: what is in whole 16 bytes by a bulk copy, the rest by the lanes.
+__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin, int end,
+                                              int lane) {
+  if (begin >= end) return;
+  const int shift = misalignment(row, kVector);
+  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
+  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
+  bulk_store_columns(row, staged, aligned_begin, aligned_end, lane);
+  const int before = begin + lane;
+  if (before < aligned_begin) row[before] = staged[before];
+  const int after = aligned_end + lane;
+  if (after < end) row[after] = staged[after];
+}
+
+// Rows of 8 channels from shared to global memory. All but the lane is the same for the whole warp,
+// and in a form that lets the compiler see it: bulk copies take their operands from such registers.
+__device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
+                                             int turn, int lane) {
+#pragma unroll
+  for (int line = 0; line < C::tile_rows; ++line) {
+    if (target.output_row(first, line) >= C::out_height) continue;
+    Scalar* const first_row = target.row_start(first, line);
+    // Output columns of the pass's pixels, were they in this line.
+    const int at = target.column - C::lead + turn * C::pass_pixels - line * C::pitch;
+    const int at_end = min(at + C::pass_pixels, C::out_width);
+    // Whether all rows' windows lie in the image and in the pass.
+    const bool interior = C::lead > 0 && kPasses == 1 && target.column >= C::lead &&
+                          target.column + C::tile_columns <= C::out_width;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (target.channel(first) + i >= C::group_out) break;
+      Scalar* const row = first_row + static_cast<long long>(i) * kOutPlane;
+      const Scalar* const staged = staging + i * kRowPitch - at;
+      if constexpr (kRowsAligned) {
+        const int end = min(target.column + C::tile_columns, at_end);
+        bulk_store_columns(row, staged, max(target.column, at), end, lane);
+      } else {
+        const int beyond = misalignment(row, kSector);
+        const int window = target.column - (C::lead > 0 ? beyond : 0);
+        const Scalar* const shifted = staged + beyond % kVector;
+        if (interior) {
+          bulk_store_columns(row, shifted, window, window + C::tile_columns, lane);
+        } else {
+          store_columns(row, shifted, max(max(window, 0), at),
+                        min(window + C::tile_columns, at_end), lane);
+        }
+      }
+    }
+  }
+  if (lane == 0) bulk_store_commit();
+}
+
+// Contiguous outputs, 8 channels at a time. With `lead`, a strip's columns begin up to 32 bytes
+// earlier, for each row where its memory has a multiple of 32 bytes: neighbouring strips then share
+// no sector.
+__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
+                                           Scalar* staging, const Target& target, int warp,
+                                           int lane) {
+  constexpr int kPass = C::pass_pixels;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int first = 16 * warp + 8 * half;  // of the product's rows
+    const int shift = C::bulk_stores
+                          ? misalignment(target.row_start(first, 0) +
+                                             static_cast<long long>(lane / 4) * kOutPlane,
+                                         kVector)
+                          : 0;
+#pragma unroll
+    for (int turn = 0; turn < kPasses; ++turn) {
+      if constexpr (C::bulk_stores) {
+        if (lane == 0) bulk_store_wait_read<C::buffers - 1>();
+      }
+      __syncwarp();
+      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, bias[half], lane);
+      if constexpr (C::bulk_stores) {
+        fence_async_shared();
+        __syncwarp();
+        store_staged(buffer, target, first, turn, lane);
+      } else {
+        __syncwarp();
+#pragma unroll 1
+        for (int channel = 0; channel < 8; ++channel) {
+#pragma unroll
+          for (int i = 0; i < ceil_div(kPass, 32); ++i) {
+            const int pixel = 32 * i + lane;
+            const int line = (turn * kPass + pixel) / C::pitch;
+            const int at = (turn * kPass + pixel) % C::pitch;
+            if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
+                target.column + at < C::out_width && target.exists(first + channel, line)) {
+              target.row_start(first + channel, line)[target.column + at] =
+                  buffer[channel * kRowPitch + pixel];
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sums of 16 channels to pixels of 64 channels.
+template <class T>
+__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
+                                             const float (&bias)[2], int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; i += 2) {
+    const int j = turn * (C::pass_pixels / 8) + i;
+    if constexpr (sizeof(T) == 2) {
+      // Two times 8 pixels, two times 8 channels.
+      unsigned rows[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        rows[k] = narrow_pair(T{}, sums[first] + bias[k % 2], sums[first + 1] + bias[k % 2]);
+      }
+      const int pixel = 8 * (i + lane / 16) + lane % 8;
+      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
+        if (8 * (j + k / 4) < C::pixels) {
+          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
+              narrow<T>(sums[4 * j + k] + bias[k / 2 % 2]);
+        }
+      }
+    }
+  }
+}
+
+// Channels-last outputs: each pixel's 64 channels are neighbours.
+__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const float (&bias)[2],
+                                             Scalar* staging, const Target& target, int warpgroup,
+                                             int warp, int lane) {
+  constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
+  constexpr int kPieces = kOutputs / kStored;
+  const int columns = min(C::tile_columns, C::out_width - target.column);
+#pragma unroll
+  for (int turn = 0; turn < kPasses; ++turn) {
+    warpgroup_sync(warpgroup);
+    stage_pixels(sums, staging, turn, bias, warp, lane);
+    warpgroup_sync(warpgroup);
+    using Stored = Vector<Scalar, kStored>;
+#pragma unroll 4
+    for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
+      const int product_row = i % kPieces * kStored;
+      const int pixel = turn * C::pass_pixels + i / kPieces;
+      const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+      const int at = pixel - line * C::pitch;
+      if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
+        *reinterpret_cast<Stored*>(target.row_start(product_row, line) +
+                                   (target.column + at) * kOutChannels) =
+            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int items) {
+  Consumer consumer;
+  const int lane = consumer.lane;
+  const int warp = consumer.warp;
+  const int warpgroup = consumer.warpgroup;
+  Scalar* const staging =
+      reinterpret_cast<Scalar*>(shared_memory() + kStaging + warpgroup * kStagingBytes);
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(index);
+#pragma unroll 1
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      float sums[kSums];
+      if constexpr (C::parts == 2) {
+        consumer.compute_split(sums, tile == 0, tile == item.tiles - 1);
+      } else {
+        consumer.compute(sums, tile == 0, tile == item.tiles - 1);
+      }
+      const Target target(output, item, tile, consumer);
+      float biases[2] = {0.0f, 0.0f};
+      if (bias) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int channel = target.channel(16 * warp + lane / 4 + 8 * half);
+          if (channel < C::group_out)
+            biases[half] = widen(bias[item.group * C::group_out + channel]);
+        }
+      }
+      if constexpr (C::out_channels_last) {
+        store_pixels(sums, biases, staging, target, warpgroup, warp, lane);
+      } else {
+        store_rows(sums, biases, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
+      }
+    }
+  }
+  if (C::bulk_stores && lane == 0) bulk_store_wait();
+}
+
+__device__ __forceinline__ void correlate(const Scalar* input, const unsigned char* packed,
+                                          const Scalar* bias, Scalar* output, int batch) {
+  const int items = batch * kItemsPerImage;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::input_stages; ++i) {
+      barrier_init(&barriers().input_full[i], kLoaders / 32);
+      barrier_init(&barriers().input_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < C::weight_stages; ++i) {
+      barrier_init(&barriers().weights_full[i], 1);
+      barrier_init(&barriers().weights_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kPieceChannels);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    give_back_registers<C::producer_registers>();
+    if (warp > 0) {
+      if constexpr (C::staged) {
+        stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
+      } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+        copy_input(input, items);
+      } else {
+        load_input(input, items);
+      }
+    } else if (threadIdx.x == 0) {
+      stream_weights(packed, items);
+    }
+  } else {
+    take_registers<C::consumer_registers>();
+    consume(bias, output, items);
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(256)
+    pack(const Config::Scalar* weight, unsigned char* packed) {
+  fastconv::hopper::pack(weight, packed);
+}
+
+__global__ void __launch_bounds__(384, 1)
+    correlate(const Config::Scalar* input, const unsigned char* packed, const Config::Scalar* bias,
+              Config::Scalar* output, int batch) {
+  fastconv::hopper::correlate(input, packed, bias, output, batch);
+}
+"""
+
+SOURCES["hopper/weight_grad.cuh"] = r"""
+// Weight gradient on Hopper's tensor cores.
+//
+// grad[m, i, tap] = sum over images and output pixels of
+// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//
+// A warpgroup multiplies 64 output channels (rows of wgmma) by input channels and taps (columns),
+// and sums over pixels. wgmma wants 16 bytes of the sum's index side by side. Were they
+// neighbouring pixels, every tap would need the input shifted by another number of bytes. So they
+// are the same pixel of 4 images, or of 4 strips of rows of one image (8 for 16-bit types): the
+// phases.
+//
+//   input       [kernel row][plane][column][octet][8 channels][phases]       in shared memory
+//   grad_output [columns of 16 bytes][64 channels][phases][16 bytes]         there as it is, or
+//               [phases][column][64 channels]                                if it is channels-last
+//
+// One tap of 8 channels in one column is 128 bytes, a core matrix, and a tap is nothing but another
+// start address. A product takes two neighbouring columns of all phases, for product_taps taps of
+// one kernel row and product_octets octets of channels. The output's gradient goes through
+// registers, where it is rounded or split.
+//
+// A block walks down the image, in steps: one output row of every phase, over a strip of columns.
+// Steps that follow each other share input rows (dilated rows: a walk takes every dilation-th
+// output row), so input rows are in a ring, and each is loaded once for a walk.
+//
+// A segment is a kernel row of a plane of channels: one product wide. A warpgroup has the sums of
+// `segments` of them. The block's two warpgroups either have different segments, or, with
+// channel_groups = 2, the same of different output channels.
+//
+// One block per processor and three warpgroups, that work at the same time:
+//   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns; warps 2 and 3
+//              load input rows to registers, transpose and round or split them, and write them to
+//              theirs. Padding is part of the copy.
+//   consumers  two warpgroups multiply.
+//
+// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
+// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
+// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
+// to totals in registers first, after every few columns. A second kernel adds the slots of all
+// blocks in a fixed order: the same bits every time.
+#include "hopper/operand.cuh"
+#include "include/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+// --- The products: what a block computes ---------------------------------------------------------
+
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
+constexpr int kPhases = kVector;
+static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
+
+constexpr int kOutputs = 64;  // channels of a product
+constexpr int kConsumers = 2;
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kOctet = 8;  // input channels
+constexpr int kPlaneChannels = kOctet * C::product_octets;
+constexpr int kColumns = C::product_taps * kPlaneChannels;  // of a product
+constexpr int kSums = kColumns / 2;                         // of a thread and a product
+static_assert(C::product_octets == 1 || C::product_taps == 1 || C::dilation_width == 1,
+              "taps and octets are one row of cores, equally far apart");
+
+constexpr int kPlanes = ceil_div(C::group_in, kPlaneChannels);
+constexpr int kSegments = kPlanes * C::kernel_rows;
+constexpr int kSlices = kConsumers / C::channel_groups;  // of segments, in a block
+constexpr int kBlockSegments = C::segments * kSlices;
+// Planes that a block's segments lie in, at most.
+constexpr int kBlockPlanes = kBlockSegments % C::kernel_rows == 0 ? kBlockSegments / C::kernel_rows
+                             : C::kernel_rows % kBlockSegments == 0
+                                 ? 1
+                                 : (kBlockSegments - 2) / C::kernel_rows + 2;
+
+constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
+constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
+constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
+constexpr int kOutputBlocks = ceil_div(C::group_out, C::channel_groups* kOutputs);
+
+// The weights that a block computes.
+struct Tile {
+  int segment;     // first
+  int piece;       // of the kernel's columns, product_taps each
+  int kernel_row;  // first
+  int output;      // first channel, in the group
+  int group;
+
+  __device__ explicit Tile(int index) {
+    segment = index % kSegmentBlocks * kBlockSegments;
+    index /= kSegmentBlocks;
+    piece = index % kPieces;
+    index /= kPieces;
+    kernel_row = index % kRowBlocks * C::kernel_rows;
+    index /= kRowBlocks;
+    output = index % kOutputBlocks * (C::channel_groups * kOutputs);
+    group = index / kOutputBlocks;
+  }
+
+  __device__ int plane() const { return segment / C::kernel_rows; }
+};
+
+// --- The pixels: how blocks walk through images --------------------------------------------------
+
+// Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
+// next, input rows move on by kRowAdvance dilations.
+constexpr int kRowGcd = gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / kRowGcd;
+constexpr int kRowAdvance = C::stride_height / kRowGcd;
+// Rows of the ring that a step needs and the one before it did not.
+constexpr int kNewRows = kRowAdvance < C::kernel_rows ? kRowAdvance : C::kernel_rows;
+constexpr int kOldRows = C::kernel_rows - kNewRows;
+
+constexpr int kSteps = C::steps;  // of a strip of rows
+static_assert(kSteps * kRowStep * C::phase_strips >= C::out_height, "strips cover the image");
+
+// Rows of grad_output that are not multiples of 16 bytes: a step's columns begin up to `lead`
+// early, where memory has a multiple of 16 bytes.
+static_assert(C::lead < kVector, "");
+constexpr int kStages = ceil_div(C::out_width + C::lead, C::stage_columns);  // of an output row
+constexpr int kStrips = ceil_div(kStages, C::strip_stages);
+constexpr int kStripColumns = C::strip_stages * C::stage_columns;
+constexpr int kWalksPerImage = kRowStep * kStrips;
+
+__device__ __forceinline__ int stages_of(int strip) {
+  return min(C::strip_stages, kStages - strip * C::strip_stages);
+}
+
+// What a step takes, in any unit: of one strip, and of all strips of one row.
+constexpr long long kLastStrip = static_cast<long long>(kStrips - 1) * C::strip_weight;
+constexpr long long kRowWeight = kLastStrip + C::last_strip_weight;
+
+// A step of a walk, found by the weight of what comes before it.
+struct Place {
+  int walk;
+  int step;
+
+  __device__ explicit Place(long long weight) {
+    const long long rest = weight % (kSteps * kRowWeight);
+    const bool last = rest >= kSteps * kLastStrip;
+    const int strip = last ? kStrips - 1 : static_cast<int>(rest / (kSteps * C::strip_weight));
+    const long long of_strip = rest - static_cast<long long>(strip) * kSteps * C::strip_weight;
+    walk = static_cast<int>(weight / (kSteps * kRowWeight)) * kStrips + strip;
+    step = static_cast<int>(of_strip / (last ? C::last_strip_weight : C::strip_weight));
+  }
+};
+
+// Part of a walk, all steps of which a block takes.
+struct Run {
+  int image;  // of phase 0
+  int residue;
+  int strip;
+  int step;  // first
+  int steps;
+
+  // The output row of a step, for the first strip of rows.
+  __device__ int output_row(int i) const { return residue + kRowStep * (step + i); }
+};
+
+// A worker's share of all pixels, run by run.
+struct Share {
+  Place at;
+  Place end;
+
+  __device__ Share(int worker, int workers, int batch)
+      : at(weight(batch) * worker / workers), end(weight(batch) * (worker + 1) / workers) {}
+
+  __device__ static long long weight(int batch) {
+    return ceil_div(batch, C::phase_images) * kRowStep * kSteps * kRowWeight;
+  }
+  __device__ bool more() const {
+    return at.walk < end.walk || (at.walk == end.walk && at.step < end.step);
+  }
+  __device__ Run next() {
+    Run run;
+    run.strip = at.walk % kStrips;
+    run.residue = at.walk / kStrips % kRowStep;
+    run.image = at.walk / kWalksPerImage * C::phase_images;
+    run.step = at.step;
+    run.steps = (at.walk < end.walk ? kSteps : end.step) - at.step;
+    ++at.walk;
+    at.step = 0;
+    return run;
+  }
+};
+
+// What all blocks of a launch share. Each role finds its block's part by itself: values that all of
+// them keep would take registers from those that have none to spare.
+struct Work {
+  int first_tile;
+  int tiles;
+  int workers;
+  int batch;
+
+  __device__ Tile tile() const { return Tile(first_tile + static_cast<int>(blockIdx.x) % tiles); }
+  __device__ Share share() const {
+    return Share(static_cast<int>(blockIdx.x) / tiles, workers, batch);
+  }
+};
+
+// --- Shared memory -------------------------------------------------------------------------------
+
+// An input row's tile: its first column lies at a multiple of 4 elements, `kShift` columns early.
+constexpr int kQuad = 4;  // columns that are loaded together, or channels if they are neighbours
+constexpr int kFirstColumn = -C::lead * C::stride_width - C::padding_left;
+constexpr int kShift = C::vector_input && !C::in_channels_last
+                           ? kFirstColumn - floor_div(kFirstColumn, kQuad) * kQuad
+                           : 0;
+// Its columns, for so many columns of an output row.
+__host__ __device__ constexpr int tile_columns(int columns) {
+  return round_up(kShift + (columns - 1 + C::lead) * C::stride_width +
+                      (C::product_taps - 1) * C::dilation_width + 1,
+                  kQuad);
+}
+constexpr int kTileColumns = tile_columns(kStripColumns);
+
+// In units of 16 bytes, as wgmma's descriptors are.
+constexpr int kColumnVectors = kOctet * C::product_octets;
+constexpr int kPlaneVectors = kTileColumns * kColumnVectors;
+constexpr int kPartVectors = kBlockPlanes * kPlaneVectors;
+constexpr int kRowVectors = C::parts * kPartVectors;
+
+// A stage of grad_output. Its units of 16 bytes' columns are padded, so that neighbouring columns
+// of one row, that are copied together, lie in different banks.
+constexpr int kStageChannels = C::channel_groups * kOutputs;
+constexpr int kStageUnits = C::stage_columns / kVector;
+constexpr int kStageRows = kStageChannels * kPhases;
+constexpr int kUnitBytes =
+    (kStageRows + (kStageUnits > 1 && kStageUnits < 8 ? 8 / kStageUnits : 1)) * 16;
+// Of channels-last tensors, phases are padded: a warp reads one pixel of all of them.
+constexpr int kPixelBytes = kStageChannels * kScalarBytes;
+constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
+constexpr int kStageBytes =
+    C::grad_channels_last ? kPhases * kPhaseBytes : kStageUnits * kUnitBytes;
+constexpr int kBodyColumns = 8;  // that a consumer takes at a time
+static_assert(C::stage_columns % kBodyColumns == 0, "");
+
+constexpr int kInputRing = 0;
+constexpr int kGradRing = kInputRing + C::input_stages * kRowVectors * 16;
+constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::grad_stages) <= C::shared_bytes, "");
+static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
+
+struct Barriers {
+  Barrier input_full[C::input_stages];
+  Barrier input_empty[C::input_stages];
+  Barrier grad_full[C::grad_stages];
+  Barrier grad_empty[C::grad_stages];
+};
+
+__device__ __forceinline__ Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// A position in two laps of a ring of stages, whose parities differ. Producers start a lap ahead:
+// the stages are empty.
+template <int kRingStages>
+struct Ring {
+  int position;
+
+  __device__ explicit Ring(int laps) : position(laps * kRingStages) {}
+  __device__ int stage() const {
+    return position < kRingStages ? position : position - kRingStages;
+  }
+  __device__ unsigned parity() const { return position >= kRingStages; }
+  // The position so many stages further on.
+  __device__ Ring operator+(int stages) const {
+    Ring later(*this);
+    later.position += stages;
+    if (later.position >= 2 * kRingStages) later.position -= 2 * kRingStages;
+    return later;
+  }
+  __device__ void advance() { *this = *this + 1; }
+};
+
+// --- Producers: the output's gradient ------------------------------------------------------------
+
+constexpr int kProducers = 64;  // threads, for each of the two tensors
+constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutChannel = C::out_height * C::out_width;
+
+// By how many columns a step begins early: all phases and channels of a row are aligned alike.
+__device__ __forceinline__ int early(int output_row) {
+  return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
+}
+
+// Copies 16 bytes of an output row, from a column on; zeros beyond its ends, or if not `valid`
+// (then `row` is just an aligned address).
+__device__ __forceinline__ void copy_unit(unsigned char* target, const Scalar* row, int column,
+                                          bool valid) {
+  Scalar* const unit = reinterpret_cast<Scalar*>(target);
+  const bool inside = column >= 0 && column + kVector <= C::out_width;
+  if (C::grad_vector == kVector && (inside || !valid)) {
+    copy_elements<kVector>(unit, row + (valid ? column : 0), valid);
+  } else {
+    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
+#pragma unroll
+    for (int i = 0; i < kVector; i += kCopied) {
+      const int at = column + i;
+      const bool exists = valid && at >= 0 && at < C::out_width;
+      copy_elements<kCopied>(unit + i, row + (exists ? at : 0), exists);
+    }
+  }
+}
+
+// Where a phase of a step lies in grad_output.
+struct PhasePlace {
+  int image;
+  int row;
+  bool exists;
+
+  // From where phase 0 lies.
+  __device__ PhasePlace(int first_image, int first_row, int phase, int batch) {
+    image = first_image + phase % C::phase_images;
+    row = first_row + phase / C::phase_images * (kSteps * kRowStep);
+    exists = image < batch && row < C::out_height;
+  }
+};
+
+// What a thread copies: one unit of columns of some rows of a stage, a row for every channel and
+// phase.
+struct RowCopier {
+  static constexpr int kPassRows = kProducers / kStageUnits;
+  static constexpr int kPassChannels = kPassRows / kPhases;
+  static constexpr int kPasses = kStageRows / kPassRows;
+  static_assert(kPassRows % kPhases == 0 && kStageRows % kPassRows == 0, "a thread has one phase");
+
+  const Scalar* channels;  // of the first pass
+  int channels_left;       // in the group
+  int phase;
+  int column;  // of the stage
+  int target;  // in the stage
+
+  __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    const int unit = thread % kStageUnits;
+    const int row = thread / kStageUnits;
+    const int channel = tile.output + row / kPhases;
+    channels =
+        grad_output + static_cast<long long>(tile.group * C::group_out + channel) * kOutChannel;
+    channels_left = C::group_out - channel;
+    phase = row % kPhases;
+    column = unit * kVector;
+    target = unit * kUnitBytes + row * 16;
+  }
+
+  // Copies a stage that begins at column `first` of an output row.
+  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
+                                       int row_of_first, int first) const {
+    const PhasePlace place(image_of_first, row_of_first, phase, batch);
+    const Scalar* source =
+        channels + (place.exists
+                        ? static_cast<long long>(place.image) * kOutImage + place.row * C::out_width
+                        : 0);
+    const int at = first - early(row_of_first) + column;
+#pragma unroll 2
+    for (int i = 0; i < kPasses; ++i) {
+      const bool exists = C::group_out % kStageChannels == 0 || i * kPassChannels < channels_left;
+      copy_unit(stage + target + i * (kPassRows * 16), exists ? source : channels, at,
+                place.exists && exists);
+      source += kPassChannels * kOutChannel;
+    }
+  }
+};
+
+// The same for channels-last tensors: 16 bytes of some columns' channels, in all phases.
+struct PixelCopier {
+  static constexpr int kPixelVectors = kStageChannels / kVector;
+  static constexpr int kPassColumns = kProducers / kPixelVectors;
+  static constexpr int kOutChannels = C::groups * C::group_out;
+  static_assert(C::stage_columns % kPassColumns == 0, "whole passes");
+
+  const Scalar* channels;
+  int channels_left;  // in the group
+  int column;         // of the stage, in the first pass
+  int target;         // in a phase of the stage
+
+  __device__ PixelCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    const int channel = thread % kPixelVectors * kVector;
+    channels = grad_output + (tile.group * C::group_out + tile.output + channel);
+    channels_left = C::group_out - tile.output - channel;
+    column = thread / kPixelVectors;
+    target = column * kPixelBytes + channel * kScalarBytes;
+  }
+
+  // Copies a stage that begins at column `first` of an output row.
+  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
+                                       int row_of_first, int first) const {
+#pragma unroll 1
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const PhasePlace place(image_of_first, row_of_first, phase, batch);
+      const Scalar* const row = channels + static_cast<long long>(place.image) * kOutImage +
+                                place.row * (C::out_width * kOutChannels);
+#pragma unroll
+      for (int i = 0; i < C::stage_columns; i += kPassColumns) {
+        const int at = first + column + i;
+        Scalar* const pixel =
+            reinterpret_cast<Scalar*>(stage + phase * kPhaseBytes + target + i * kPixelBytes);
+#pragma unroll
+        for (int j = 0; j < kVector; j += C::grad_vector) {
+          const bool exists = place.exists && at < C::out_width &&
+                              (C::group_out % kStageChannels == 0 || j < channels_left);
+          copy_elements<C::grad_vector>(pixel + j, exists ? row + at * kOutChannels + j : channels,
+                                        exists);
+        }
+      }
+    }
+  }
+};
+
+template <bool kChannelsLast>
+struct CopierFor {
+  using type = RowCopier;
+};
+template <>
+struct CopierFor<true> {
+  using type = PixelCopier;
+};
+using GradCopier = CopierFor<C::grad_channels_last>::type;
+
+// Two warps: copy grad_output, as many stages ahead as there are.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+  Share share = work.share();
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool first_lane = thread % 32 == 0;
+  const GradCopier copier(grad_output, work.tile(), thread);
+  constexpr int kAhead = C::grad_stages - 1;
+  Ring<C::grad_stages> at(1), landed(0);
+  int under_way = 0;
+  while (share.more()) {
+    const Run run = share.next();
+    const int stages = stages_of(run.strip);
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+#pragma unroll 1
+      for (int i = 0; i < stages; ++i) {
+        barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
+        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, work.batch, run.image,
+                    run.output_row(step), run.strip * kStripColumns + i * C::stage_columns);
+        copy_async_commit();
+        at.advance();
+        if (under_way < kAhead) {
+          ++under_way;
+          continue;
+        }
+        copy_async_wait<kAhead>();
+        __syncwarp();
+        if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
+        landed.advance();
+      }
+    }
+  }
+  copy_async_wait<0>();
+  __syncwarp();
+  for (; under_way > 0; --under_way) {
+    if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
+    landed.advance();
+  }
+}
+
+// --- Producers: the input ------------------------------------------------------------------------
+
+using Quad = Vector<Scalar, kQuad>;
+
+// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases; of
+// channels-last tensors 4 channels of a column.
+constexpr int kBlockOctets = kBlockPlanes * C::product_octets;
+constexpr int kUnitColumns = 16;
+
+// Of an input row, for so many columns of an output row.
+__host__ __device__ constexpr int units_of(int columns) {
+  return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
+}
+constexpr int kUnits = units_of(kStripColumns);
+constexpr int kInputWarps = kProducers / 32;
+
+// Input rows from a strip of rows to the next.
+constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
+
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+__device__ __forceinline__ bool is_below(int value, int bound) {
+  return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// Starts loading 4 neighbours, of which the first is number `first` of `count`; zeros where there
+// are none. A vector is there as a whole or not at all.
+__device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int count) {
+  Quad quad;
+  if constexpr (C::vector_input && kScalarBytes == 4) {
+    const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else if constexpr (C::vector_input) {
+    const uint2 bits = load_or_zero(reinterpret_cast<const uint2*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      quad.element[i] = load_element(source + i, is_below(first + i, count));
+    }
+  }
+  return quad;
+}
+
+using Phases = Vector<Scalar, kPhases>;
+
+// Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
+  Vector<float, 4> low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float value = phases.element[i];
+    if constexpr (C::parts == 2) {
+      phases.element[i] = round_to_tf32(value);
+      low.element[i] = round_operand_to_tf32(value - phases.element[i]);
+    } else {
+      phases.element[i] = round_operand_to_tf32(value);
+    }
+  }
+  if constexpr (C::parts == 2) {
+    *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
+  }
+  *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+}
+// 16-bit types as they are.
+template <class Half>
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half, 8> phases) {
+  *reinterpret_cast<Vector<Half, 8>*>(target) = phases;
+}
+
+// What a lane loads: its place in the first of its warp's units. Units follow each other along
+// octets, then along columns.
+struct InputLoader {
+  const Scalar* row;  // row 0 of image 0, of the lane's channel
+  int channel;        // in an octet
+  int channels_left;  // in the group, from there on
+  int column;         // in a unit
+  int first_column;   // of the tile, if the strip is the first
+  int warp;
+  int lane;
+
+  __device__ InputLoader(const Scalar* input, const Tile& tile, int thread) {
+    warp = thread / 32;
+    lane = thread % 32;
+    channel = C::in_channels_last ? lane % 2 * kQuad : lane % kOctet;
+    column = C::in_channels_last ? lane / 2 : lane / kOctet * kQuad;
+    const int first_channel = tile.plane() * kPlaneChannels + channel;
+    channels_left = C::group_in - first_channel;
+    first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
+    row = input + static_cast<long long>(tile.group * C::group_in + first_channel) * kInChannel;
+  }
+
+  __device__ static int octet(int unit) { return unit % kBlockOctets; }
+  __device__ static int unit_column(int unit) { return unit / kBlockOctets * kUnitColumns; }
+  __device__ bool exists(int unit) const {
+    return (kUnits % (kInputWarps * C::batch) == 0 || unit < kUnits) &&
+           (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
+  }
+
+  // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
+  // are left, from the first on; `first` is the strip's column.
+  __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
+                                       Quad (&quads)[kPhases]) const {
+    const int x = first + first_column + unit_column(unit) + column;
+    const int left = channels_left - octet(unit) * kOctet;
+    const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
+    // The neighbours are channels, or columns.
+    const int number = C::in_channels_last ? 0 : x;
+    const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
+    const Scalar* const source =
+        image + (octet(unit) * kOctet * kInChannel + y * kInRow + x * kInColumn);
+#pragma unroll
+    for (int phase = 0; phase < kPhases; ++phase) {
+      constexpr long long kImage = kInImage;
+      const int of_image = phase % C::phase_images;
+      const int below = phase / C::phase_images * kStripRows;
+      const bool exists = of_image < images && is_below(y + below, C::in_height);
+      quads[phase] =
+          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow), number,
+                    exists ? count : 0);
+    }
+  }
+
+  // Writes it to a row of the ring.
+  __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
+                                        const Quad (&quads)[kPhases]) const {
+    if (!exists(unit)) return;
+    const int plane = octet(unit) / C::product_octets;
+    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
+                       (unit_column(unit) + column) * kColumnVectors;
+    constexpr int kNeighbour = C::in_channels_last ? 1 : kColumnVectors;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      Phases phases;
+#pragma unroll
+      for (int phase = 0; phase < kPhases; ++phase) {
+        phases.element[phase] = quads[phase].element[i];
+      }
+      store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+    }
+  }
+
+  // Loads units of a row and writes them to the ring, as soon as there is room.
+  __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
+                                           int units, const Ring<C::input_stages>& at) const {
+    unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
+#pragma unroll 1
+    for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
+      Quad quads[C::batch][kPhases];
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) {
+        load(image, images, y, first, unit + kInputWarps * k, quads[k]);
+      }
+      if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, quads[k]);
+    }
+    // With one unit there is nothing to do for the second warp but to wait.
+    if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
+  }
+};
+
+// Two warps: load the rows of every run.
+__device__ __forceinline__ void load_input(const Scalar* input, const Work& work) {
+  const Tile tile = work.tile();
+  Share share = work.share();
+  const InputLoader loader(input, tile, static_cast<int>(threadIdx.x) - kProducers);
+  const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
+  Ring<C::input_stages> at(1);
+  while (share.more()) {
+    const Run run = share.next();
+    const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
+    const int first_column = run.strip * (kStripColumns * C::stride_width);
+    const int units = units_of(stages_of(run.strip) * C::stage_columns);
+    const int rows = run.steps * kNewRows + kOldRows;
+    int y = run.output_row(0) * C::stride_height + tap_row;
+    int until_skip = kNewRows;
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      loader.copy_row(image, work.batch - run.image, y, first_column, units, at);
+      fence_async_shared();
+      __syncwarp();
+      if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
+      at.advance();
+      y += C::dilation_height;
+      // Rows that no tap reads are left out.
+      if (kRowAdvance > kNewRows && --until_skip == 0) {
+        y += (kRowAdvance - kNewRows) * C::dilation_height;
+        until_skip = kNewRows;
+      }
+    }
+  }
+}
+
+// --- Consumers -----------------------------------------------------------------------------------
+
+using Sums = float[C::segments][kSums];
+// Of a thread, in groups of four that lie together in the workspace.
+constexpr int kSlots = C::segments * kSums / 4;
+
+// 4 columns of grad_output as left operands: two products, each in `parts` parts.
+constexpr int kGroupColumns = 4;
+constexpr int kGroupProducts = 2;
+using Fragments = unsigned[C::parts][kGroupProducts][4];
+
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  const float rounded = round_to_tf32(value);
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+}
+
+// 4 columns of one channel and phase; `stage` is where the first of all columns is.
+__device__ __forceinline__ float4 load_columns(const unsigned char* stage, int column) {
+  if constexpr (C::grad_channels_last) {
+    const auto at = [&](int i) {
+      return *reinterpret_cast<const float*>(stage + (column + i) * kPixelBytes);
+    };
+    return make_float4(at(0), at(1), at(2), at(3));
+  } else {
+    return *reinterpret_cast<const float4*>(stage + column / kVector * kUnitBytes);
+  }
+}
+
+// Of float32, a thread has one phase of two channels, 8 apart.
+__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
+                                               int column, float) {
+  constexpr int kNext = C::grad_channels_last ? 8 * kScalarBytes : 8 * kPhases * 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float4 four = load_columns(stage + half * kNext, column);
+    const float values[kGroupColumns] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
+      if constexpr (C::parts == 2) {
+        split(values[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
+      } else {
+        target = __float_as_uint(round_operand_to_tf32(values[i]));
+      }
+    }
+  }
+}
+
+// Of 16-bit types, two neighbouring phases of two channels.
+template <class Half>
+__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
+                                               int column, Half) {
+  if constexpr (C::grad_channels_last) {
+#pragma unroll
+    for (int k = 0; k < kGroupProducts; ++k) {
+      load_transposed(fragments[0][k], stage + (column + 2 * k) * kPixelBytes);
+    }
+  } else {
+    const unsigned char* const source =
+        stage + column / kVector * kUnitBytes + column % kVector * kScalarBytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 even = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16));
+      const uint2 odd = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16) + 16);
+      fragments[0][0][half] = (even.x & 0xffffu) | odd.x << 16;
+      fragments[0][0][half + 2] = even.x >> 16 | (odd.x & 0xffff0000u);
+      fragments[0][1][half] = (even.y & 0xffffu) | odd.y << 16;
+      fragments[0][1][half + 2] = even.y >> 16 | (odd.y & 0xffff0000u);
+    }
+  }
+}
+
+// Where in a stage a thread's fragments begin; `channel` is the warp's first.
+__device__ __forceinline__ int first_fragment(int channel, int lane) {
+  if constexpr (!C::grad_channels_last) {
+    return ((channel + lane / 4) * kPhases + lane % 4 * (kPhases / 4)) * 16;
+  } else if constexpr (kScalarBytes == 4) {
+    return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
+  } else {
+    // load_transposed wants of a lane a row of one of four matrices, phases by channels: of 8
+    // channels and of the next 8, in a column and in the next.
+    return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
+           (channel + lane / 8 % 2 * 8) * kScalarBytes;
+  }
+}
+
+__device__ __forceinline__ void hold_sums(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < C::segments; ++i) hold_registers(sums[i]);
+}
+
+__device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
+
+// A warpgroup that multiplies. Sums take nearly all registers: what is easily found again is not
+// kept.
+struct Consumer {
+  int fragment;  // where in a stage the thread's first fragment begins, in bytes
+  int segment;   // first, from the first of the block's first plane
+  bool accumulate = false;
+  Ring<C::input_stages> row{0};  // the first row of a step
+  Ring<C::grad_stages> grad{0};
+
+  __device__ explicit Consumer(const Tile& tile) {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    const int warpgroup = thread / 128;
+    const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
+    fragment = first_fragment(channel, thread % 32);
+    segment = tile.segment - tile.plane() * C::kernel_rows +
+              (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+  }
+
+  // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
+  // or if there is but one, the next tap.
+  __device__ static Matrix ring() {
+    return matrix(shared_memory() + kInputRing, C::stride_width * kColumnVectors * 16,
+                  128 * (C::product_octets == 1 ? C::dilation_width : 1));
+  }
+
+  // Waits for rows of this step.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void wait_for_rows() const {
+#pragma unroll
+    for (int i = kFirst; i < kEnd; ++i) {
+      const Ring<C::input_stages> at = row + i;
+      barrier_wait(&barriers().input_full[at.stage()], at.parity());
+    }
+  }
+
+  // Gives back the step's first rows.
+  __device__ __forceinline__ void release_rows(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (is_first_lane()) barrier_arrive(&barriers().input_empty[row.stage()]);
+      row.advance();
+    }
+  }
+
+  // Where each segment's products begin in the rows of this step: the lower half of a matrix, the
+  // only one that differs.
+  __device__ __forceinline__ void find_segments(unsigned (&starts)[C::segments],
+                                                int early_columns) const {
+    // Known at compile time where a warpgroup's first segment is a plane's first.
+    constexpr bool kWholePlanes = C::segments % C::kernel_rows == 0;
+    const int column = kShift + (C::lead - early_columns) * C::stride_width;
+    const unsigned first = static_cast<unsigned>(ring()) + column * kColumnVectors +
+                           (kWholePlanes ? segment / C::kernel_rows * kPlaneVectors : 0);
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+      const int at = kWholePlanes ? i : segment + i;
+      starts[i] = first + (row + at % C::kernel_rows).stage() * kRowVectors +
+                  at / C::kernel_rows * kPlaneVectors;
+    }
+  }
+
+  // The products of 4 columns, `column` after where the segments start.
+  template <int kLeftPart, int kRightPart>
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
+                                           const unsigned (&starts)[C::segments], int column,
+                                           bool accumulate_first) const {
+#pragma unroll
+    for (int k = 0; k < kGroupProducts; ++k) {
+#pragma unroll
+      for (int i = 0; i < C::segments; ++i) {
+        const int offset =
+            (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
+        const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
+        wgmma<kColumns>(Operand{}, sums[i], fragments[kLeftPart][k], right,
+                        k > 0 || accumulate_first);
+      }
+    }
+  }
+
+  // The products of a stage. While one group of them is computed, the next one's left operands are
+  // loaded to other registers.
+  __device__ __forceinline__ void multiply_stage(Sums& sums, Fragments (&fragments)[2],
+                                                 unsigned (&starts)[C::segments],
+                                                 const unsigned char* stage) {
+#pragma unroll 1
+    for (int column = 0; column < C::stage_columns; column += kBodyColumns) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        load_fragments(fragments[group], stage + fragment, column + group * kGroupColumns,
+                       Scalar{});
+        wgmma_fence();
+        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
+                       group > 0 || accumulate);
+        wgmma_commit();
+        wgmma_wait<1>();
+      }
+      accumulate = true;
+      move_on(starts);
+    }
+  }
+
+  // The same in two levels, for numbers in two parts. Large products come last: what small ones add
+  // is not lost.
+  __device__ __forceinline__ void multiply_stage_split(Sums& sums, Sums& totals,
+                                                       Fragments (&fragments)[2],
+                                                       unsigned (&starts)[C::segments],
+                                                       const unsigned char* stage) {
+#pragma unroll 1
+    for (int column = 0; column < C::stage_columns; column += kBodyColumns) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        constexpr int kLow = C::parts - 1;
+        load_fragments(fragments[group], stage + fragment, column + group * kGroupColumns,
+                       Scalar{});
+        wgmma_fence();
+        multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+        multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
+        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+      hold_sums(sums);
+#pragma unroll
+      for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+        for (int j = 0; j < kSums; ++j) totals[i][j] += sums[i][j];
+      }
+      move_on(starts);
+    }
+  }
+
+  __device__ __forceinline__ void move_on(unsigned (&starts)[C::segments]) const {
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+      starts[i] += kBodyColumns * C::stride_width * kColumnVectors;
+    }
+  }
+
+  // The products of a step.
+  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int stages, int early_columns) {
+    unsigned starts[C::segments];
+    Fragments fragments[2];
+    find_segments(starts, early_columns);
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
+      const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
+      if constexpr (C::parts == 2) {
+        multiply_stage_split(sums, totals, fragments, starts, stage);
+      } else {
+        multiply_stage(sums, fragments, starts, stage);
+      }
+      __syncwarp();
+      if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
+      grad.advance();
+    }
+    wgmma_wait<0>();
+  }
+};
+
+// Adds a thread's sums to its slots of the workspace, or sets those.
+template <bool kSet>
+__device__ __forceinline__ void flush(const Sums& sums, float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * 128] = values;
+    } else {
+      add_to_memory(slots + i * 128, values);
+    }
+  }
+}
+__device__ __forceinline__ void flush(Sums& sums, float4* slots, bool set) {
+  hold_sums(sums);
+  if (set) {
+    flush<true>(sums, slots);
+  } else {
+    flush<false>(sums, slots);
+  }
+}
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// A block's slots: [warpgroup][slot][thread].
+__device__ __forceinline__ long long slots_of(int block, int warpgroup) {
+  return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
+}
+
+__device__ __forceinline__ void consume(float4* workspace, const Work& work) {
+  Share share = work.share();
+  Consumer consumer(work.tile());
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
+  Sums sums, more;
+  // Where numbers are in two parts, `more` collects the sums.
+  Sums& totals = C::parts == 2 ? more : sums;
+  clear(totals);
+  int steps = 0;  // since the last flush
+  bool flushed = false;
+  while (share.more()) {
+    const Run run = share.next();
+    consumer.wait_for_rows<0, kOldRows>();
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+      consumer.wait_for_rows<kOldRows, C::kernel_rows>();
+      consumer.compute(sums, totals, stages_of(run.strip), early(run.output_row(step)));
+      consumer.release_rows(kNewRows);
+      if (++steps == C::flush_steps) {
+        flush(totals, slots, !flushed);
+        flushed = true;
+        steps = 0;
+        consumer.accumulate = false;
+        if constexpr (C::parts == 2) clear(totals);
+      }
+    }
+    consumer.release_rows(kOldRows);
+  }
+  if (steps > 0 || !flushed) flush(totals, slots, !flushed);
+}
+
+__device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
+                                            float4* workspace, const Work& work) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::input_stages; ++i) {
+      barrier_init(&barriers().input_full[i], kInputWarps);
+      barrier_init(&barriers().input_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < C::grad_stages; ++i) {
+      barrier_init(&barriers().grad_full[i], kProducers / 32);
+      barrier_init(&barriers().grad_empty[i], kConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    give_back_registers<C::producer_registers>();
+    if (warp < 2) {
+      load_grad(grad_output, work);
+    } else {
+      load_input(input, work);
+    }
+  } else {
+    take_registers<C::consumer_registers>();
+    consume(workspace, work);
+  }
+}
+
+// --- The second kernel ---------------------------------------------------------------------------
+
+// One of four neighbouring sums of a thread: which weight it is.
+struct Weight {
+  int output;  // channels, in the group
+  int input;
+  int row;
+  int column;
+
+  __device__ Weight(const Tile& tile, int warpgroup, int slot, int thread, int element) {
+    const int segment =
+        tile.segment + slot * 4 / kSums + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+    const int core = slot * 4 % kSums / 4;  // of the product: octets of taps
+    const int lane = thread % 32;
+    output = tile.output + (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
+             lane / 4 + element / 2 * 8;
+    input = segment / C::kernel_rows * kPlaneChannels + core % C::product_octets * kOctet +
+            lane % 4 * 2 + element % 2;
+    row = tile.kernel_row + segment % C::kernel_rows;
+    column = tile.piece * C::product_taps + core / C::product_octets;
+  }
+
+  __device__ bool exists() const {
+    return output < C::group_out && input < C::group_in && row < C::kernel_height &&
+           column < C::kernel_width;
+  }
+};
+
+// Adds up the slots of every weight, workers in order, and writes it where its strides say.
+__device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int first_tile,
+                                       int tiles, int workers) {
+  constexpr int kBlockSlots = kConsumers * kSlots * 128;
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
+    const Tile tile(first_tile + i / kBlockSlots);
+    const float4* const first = workspace + i;
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int worker = 0; worker < workers; ++worker) {
+      const float4 partial = first[static_cast<long long>(worker) * tiles * kBlockSlots];
+      total.x += partial.x;
+      total.y += partial.y;
+      total.z += partial.z;
+      total.w += partial.w;
+    }
+    const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Weight weight(tile, i / (kSlots * 128) % kConsumers, i / 128 % kSlots, i % 128, j);
+      if (!weight.exists()) continue;
+      grad[static_cast<long long>(tile.group * C::group_out + weight.output) *
+               C::weight_stride_out +
+           static_cast<long long>(weight.input) * C::weight_stride_in +
+           static_cast<long long>(weight.row) * C::weight_stride_height +
+           static_cast<long long>(weight.column) * C::weight_stride_width] =
+          narrow<Scalar>(values[j]);
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(384, 1)
+    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
+                int first_tile, int tiles, int workers, int batch) {
+  fastconv::hopper::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
+}
+
+__global__ void __launch_bounds__(256)
+    reduce(const float4* workspace, Config::Scalar* grad, int first_tile, int tiles, int workers) {
+  fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+}
+"""
+
+SOURCES["direct/correlate.cuh"] = r"""
+// Forward convolution and input gradient on plain CUDA cores.
+//
+// Both are a correlation: out[m, o] = bias[m] + sum over channels k and taps j of
+// packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin], along each of the two axes.
+//   forward        in = input, in_stride = stride, tap_step = dilation, origin = -padding.
+//   input gradient in = grad_output. Input pixels that are equal modulo the stride (a phase) see
+//                  the same taps, so each phase is a correlation of in_stride 1 that writes every
+//                  stride-th pixel; taps that a phase has fewer of than others get zero weights.
+//
+// A block computes a tile of M channels x (rows x columns) pixels of one phase, image and group.
+//
+//   shared memory, one of two stages          registers of a thread
+//   input   [channel][row][pitch]             sum    [channels_per_thread][4 pixels]
+//   weights [channel][tap row][tap col][M]    window the pixels of one row that its 4 pixels see
+//
+// A stage covers stage_channels input channels, stage_taps kernel rows and part_taps kernel columns
+// (all of them, unless the kernel is very wide); its halo tile serves all of their taps. For each
+// channel and kernel row a thread loads its window once and slides it over the kernel's columns:
+// each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
+// multiply-adds.
+//
+// With `two_level`, sums are added to a second set of registers every flush_channels channels:
+// rounding errors then grow with the length of the two levels, not of the whole sum.
+#include "include/tile.cuh"
+
+namespace fastconv {
+namespace correlate {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Sum = SumOf<Scalar>::type;
+using Offset = OffsetOf<C::wide_offsets>::type;
+
+// --- One axis -----------------------------------------------------------------------------------
+
+// Along one axis: which input position and which kernel index a tap stands for.
+template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding>
+struct Axis {
+  static constexpr int kCommon = gcd(kStride, kDilation);
+  static constexpr int kPhases = kTransposed ? kStride : 1;
+  static constexpr int kInStride = kTransposed ? 1 : kStride;
+  static constexpr int kTapStep = kTransposed ? kDilation / kCommon : kDilation;
+  static constexpr int kKernelStep = kTransposed ? kStride / kCommon : 1;
+  static constexpr int kTaps = kTransposed ? ceil_div(kKernel, kKernelStep) : kKernel;
+  // The origin of phase 0 where there is no other.
+  static constexpr int kOrigin = kTransposed ? kPadding - (kTaps - 1) * kTapStep : -kPadding;
+
+  int taps;          // those that exist in this phase, at most kTaps
+  int first_kernel;  // kernel index of the last tap (transposed) or of the first (forward)
+  int origin;        // input position of the first output's first tap
+
+  __device__ explicit Axis(int phase) : taps(kTaps), first_kernel(0), origin(-kPadding) {
+    if constexpr (kTransposed) {
+      // Kernel index k reaches this phase if k * dilation = phase + padding (modulo the stride).
+      const int shifted = phase + kPadding;
+      while (first_kernel < kKernelStep && (shifted - first_kernel * kDilation) % kStride != 0) {
+        ++first_kernel;
+      }
+      const bool reached = first_kernel < kKernelStep && first_kernel < kKernel;
+      taps = reached ? ceil_div(kKernel - first_kernel, kKernelStep) : 0;
+      origin = reached ? (shifted - first_kernel * kDilation) / kStride - (taps - 1) * kTapStep : 0;
+    }
+  }
+
+  // Where input positions increase, the transposed kernel's indices decrease.
+  __device__ int kernel_index(int tap) const {
+    return kTransposed ? first_kernel + (taps - 1 - tap) * kKernelStep : tap;
+  }
+};
+
+using Rows =
+    Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height, C::padding_top>;
+using Columns =
+    Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width, C::padding_left>;
+
+// --- The tile -----------------------------------------------------------------------------------
+
+constexpr int kPixels = 4;  // of a thread, neighbours in a row
+constexpr int kThreads = 32 * C::warps;
+constexpr int kLanesN = C::lanes_y * C::lanes_x;
+constexpr int kLanesM = 32 / kLanesN;
+constexpr int kTileM = C::channels_per_thread * kLanesM;
+constexpr int kTileWidth = kPixels * C::lanes_x;
+constexpr int kTileHeight = C::lanes_y * C::warps;
+// A thread's channels come in groups that one shared-memory instruction reads. Neighbouring lanes
+// take neighbouring groups, so that a warp reads without bank conflicts.
+constexpr int kGroup = C::channels_per_thread < 4 ? C::channels_per_thread : 4;
+constexpr int kGroups = C::channels_per_thread / kGroup;
+
+constexpr int kParts = ceil_div(Columns::kTaps, C::part_taps);
+constexpr int kTapChunks = ceil_div(Rows::kTaps, C::stage_taps);
+constexpr int kChunks = ceil_div(C::group_in, C::stage_channels);
+constexpr int kStages = kChunks * kParts * kTapChunks;
+
+// A single kernel row, or column, needs just the rows, or columns, that it reads; several share a
+// contiguous range.
+constexpr int kRowStep = C::stage_taps == 1 ? Rows::kInStride : 1;
+constexpr int kRowStride = Rows::kInStride / kRowStep;
+constexpr int kColumnStep = C::part_taps == 1 ? Columns::kInStride : 1;
+constexpr int kColumnStride = Columns::kInStride / kColumnStep;
+
+// Tiles are copied in vectors from aligned addresses, so the tile may start a little before the
+// first pixel needed; by the same distance for every phase and part.
+constexpr int kVector = C::vector;
+constexpr int kShift = kVector == 1 ? 0 : (Columns::kOrigin % kVector + kVector) % kVector;
+static_assert(kVector == 1 || (Columns::kPhases == 1 && kColumnStep == 1), "neighbours in memory");
+static_assert(kParts == 1 || C::part_taps * Columns::kTapStep % kVector == 0, "aligned parts");
+constexpr int kWindow =
+    kShift + (kPixels - 1) * kColumnStride + (C::part_taps - 1) * Columns::kTapStep + 1;
+constexpr int kWindowPieces = ceil_div(kWindow, 4);
+
+constexpr int kRows = (kTileHeight - 1) * kRowStride + (C::stage_taps - 1) * Rows::kTapStep + 1;
+constexpr int kColumns =
+    round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4, kVector > 4 ? kVector : 4);
+constexpr int kPitch = kColumns + C::pitch_padding;
+static_assert(C::stage_channels % C::flush_channels == 0, "stages end flushed");
+constexpr int kStageTaps = C::stage_taps * C::part_taps;
+constexpr int kInputElements = C::stage_channels * kRows * kPitch;
+constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
+constexpr int kInputBytes = round_up(kInputElements * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kInputBytes + round_up(kWeightElements * static_cast<int>(sizeof(Sum)), 16);
+static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the tile needs");
+static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
+
+constexpr int kTilesM = ceil_div(C::group_out, kTileM);
+constexpr int kPhases = Rows::kPhases * Columns::kPhases;
+// Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
+// that each channel's weights of a stage are a contiguous run.
+constexpr int kTapsHeight = kTapChunks * C::stage_taps;
+constexpr int kPackedPart = kTapsHeight * C::part_taps * kTileM;
+constexpr int kPackedChannel = kParts * kPackedPart;
+
+// Which tile a block computes; channel tiles are next to each other, so that they find their
+// common input in the L2 cache.
+struct Tile {
+  int m, x, y, group, image, phase;
+
+  __device__ explicit Tile(int index, int batch) {
+    constexpr int kTilesX = ceil_div(ceil_div(C::out_width, Columns::kPhases), kTileWidth);
+    constexpr int kTilesY = ceil_div(ceil_div(C::out_height, Rows::kPhases), kTileHeight);
+    m = index % kTilesM;
+    index /= kTilesM;
+    x = index % kTilesX;
+    index /= kTilesX;
+    y = index % kTilesY;
+    index /= kTilesY;
+    group = index % C::groups;
+    index /= C::groups;
+    image = index % batch;
+    phase = index / batch;
+  }
+};
+
+__device__ __forceinline__ Offset in_offset(int channel, int row, int column) {
+  if constexpr (C::in_channels_last) {
+    return (static_cast<Offset>(row) * C::in_width + column) * (C::group_in * C::groups) + channel;
+  }
+  return (static_cast<Offset>(channel) * C::in_height + row) * C::in_width + column;
+}
+
+__device__ __forceinline__ Offset out_offset(int channel, int row, int column) {
+  if constexpr (C::out_channels_last) {
+    return (static_cast<Offset>(row) * C::out_width + column) * (C::group_out * C::groups) +
+           channel;
+  }
+  return (static_cast<Offset>(channel) * C::out_height + row) * C::out_width + column;
+}
+
+// --- Loading ------------------------------------------------------------------------------------
+
+// Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
+__device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
+                                           int first_channel, int first_row, int first_column) {
+  constexpr int kVectors = kColumns / kVector;
+  constexpr int kTotal = C::stage_channels * kRows * kVectors;
+  for (int i = threadIdx.x; i < kTotal; i += kThreads) {
+    // Neighbouring threads copy neighbouring addresses: columns, or channels if they come last.
+    const int channel = C::in_channels_last ? i % C::stage_channels : i / (kRows * kVectors);
+    const int rest = C::in_channels_last ? i / C::stage_channels : i % (kRows * kVectors);
+    const int row = rest / kVectors;
+    const int column = rest % kVectors * kVector;
+    const int y = first_row + row * kRowStep;
+    const int x = first_column + column * kColumnStep;
+    const bool valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height &&
+                       x >= 0 && x < C::in_width;
+    const Offset offset =
+        valid ? in_offset(group * C::group_in + first_channel + channel, y, x) : Offset{0};
+    copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
+  }
+}
+
+// The weight of an output channel m and an input channel k of a group at a tap; zero where a tile,
+// a stage or a phase reaches beyond what there is.
+__device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
+                                         const Columns& columns, int group, int m, int k, int tap_y,
+                                         int tap_x) {
+  if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
+    return 0;
+  // The weight's own dimensions: output channels of the forward pass first.
+  const long long first = C::transposed ? group * C::group_in + k : group * C::group_out + m;
+  const long long second = C::transposed ? m : k;
+  return widen(weight[first * C::weight_stride_out + second * C::weight_stride_in +
+                      1ll * rows.kernel_index(tap_y) * C::weight_stride_height +
+                      1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
+}
+
+// Copies one stage's weights: for each channel a contiguous run of the packed array.
+__device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
+  constexpr int kVectorSum = 16 / static_cast<int>(sizeof(Sum));
+  constexpr int kRun = kStageTaps * kTileM;
+  constexpr int kWidth = kRun % kVectorSum == 0 ? kVectorSum : 1;
+  for (int i = threadIdx.x; i < C::stage_channels * kRun / kWidth; i += kThreads) {
+    const int channel = i / (kRun / kWidth);
+    const int position = i % (kRun / kWidth) * kWidth;
+    copy_elements<kWidth>(tile + channel * kRun + position,
+                          packed + channel * kPackedChannel + position, true);
+  }
+}
+
+// The same from the weight itself: slower, but it saves small problems the launch that packs.
+__device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, const Rows& rows,
+                                              const Columns& columns, int group, int first_m,
+                                              int first_channel, int first_tap_y, int first_tap_x) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kWeightElements; i += kThreads) {
+    const int m = i % kTileM, tap = i / kTileM % kStageTaps, channel = i / (kTileM * kStageTaps);
+    tile[i] = weight_at(weight, rows, columns, group, first_m + m, first_channel + channel,
+                        first_tap_y + tap / C::part_taps, first_tap_x + tap % C::part_taps);
+  }
+}
+
+// --- Multiplying --------------------------------------------------------------------------------
+
+struct Position {  // of a thread within its block
+  int m, y, x;
+
+  __device__ Position() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    m = lane / kLanesN;
+    y = lane % kLanesN / C::lanes_x + C::lanes_y * warp;
+    x = lane % C::lanes_x;
+  }
+
+  // The thread's channel i, of channels_per_thread, within the tile.
+  __device__ __forceinline__ int channel(int i) const {
+    return (i / kGroup * kLanesM + m) * kGroup + i % kGroup;
+  }
+};
+
+using Accumulators = Sum[C::channels_per_thread][kPixels];
+
+__device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
+#pragma unroll
+  for (int i = 0; i < C::channels_per_thread; ++i) {
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      total[i][p] += sum[i][p];
+      sum[i][p] = 0;
+    }
+  }
+}
+
+// Of the stage's taps, tap_rows x tap_columns exist. The others have zero weights, but are not
+// multiplied either: zero times infinity is no zero.
+__device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
+                                         const Position& at, int tap_rows, int tap_columns,
+                                         Accumulators& sum, Accumulators& total) {
+  constexpr bool kAllColumns = kParts == 1 && Columns::kPhases == 1;
+  constexpr bool kAllRows = kTapChunks == 1 && Rows::kPhases == 1;
+  constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
+#pragma unroll 1
+  for (int channel = 0; channel < C::stage_channels; ++channel) {
+#pragma unroll(kRowsUnrolled)
+    for (int tap_row = 0; tap_row < C::stage_taps; ++tap_row) {
+      if (!kAllRows && tap_row >= tap_rows) break;
+      const int row = at.y * kRowStride + tap_row * Rows::kTapStep;
+      const Scalar* pixels =
+          input + (channel * kRows + row) * kPitch + at.x * kPixels * kColumnStride;
+      const Sum* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
+      Sum window[kWindowPieces][4];
+#pragma unroll
+      for (int piece = 0; piece < kWindowPieces; ++piece) load4(pixels + piece * 4, window[piece]);
+#pragma unroll
+      for (int tap = 0; tap < C::part_taps; ++tap) {
+        if (!kAllColumns && tap >= tap_columns) break;
+        Sum weight[C::channels_per_thread];
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+          const auto group = *reinterpret_cast<const Vector<Sum, kGroup>*>(taps + tap * kTileM +
+                                                                           at.channel(i * kGroup));
+#pragma unroll
+          for (int j = 0; j < kGroup; ++j) weight[i * kGroup + j] = group.element[j];
+        }
+#pragma unroll
+        for (int i = 0; i < C::channels_per_thread; ++i) {
+#pragma unroll
+          for (int p = 0; p < kPixels; ++p) {
+            const int w = kShift + p * kColumnStride + tap * Columns::kTapStep;
+            sum[i][p] += weight[i] * window[w / 4][w % 4];
+          }
+        }
+      }
+    }
+    if (C::two_level && (channel + 1) % C::flush_channels == 0) flush(sum, total);
+  }
+}
+
+// --- Storing ------------------------------------------------------------------------------------
+
+// Writes the first `left` of some elements, kStep apart, in vectors of kVectorOut, which
+// `left` is a multiple of.
+template <int kVectorOut, int kStep = 1, int kCount>
+__device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
+                                            int left) {
+  static_assert(kVectorOut == 1 || kStep == 1, "neighbours in memory");
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVectorOut) {
+    Vector<Scalar, kVectorOut> vector;
+#pragma unroll
+    for (int j = 0; j < kVectorOut; ++j) vector.element[j] = elements[i + j];
+    if (i < left) *reinterpret_cast<Vector<Scalar, kVectorOut>*>(target + i * kStep) = vector;
+  }
+}
+
+// Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
+// contiguous in memory, where the image's size lets all of them be aligned.
+__device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
+                                      const Position& at, const Accumulators& sum) {
+  const int phase_y = tile.phase / Columns::kPhases, phase_x = tile.phase % Columns::kPhases;
+  const int row = (tile.y * kTileHeight + at.y) * Rows::kPhases + phase_y;
+  const int column = (tile.x * kTileWidth + at.x * kPixels) * Columns::kPhases + phase_x;
+  if (row >= C::out_height) return;
+  Scalar value[C::channels_per_thread][kPixels];
+#pragma unroll
+  for (int i = 0; i < C::channels_per_thread; ++i) {
+    const int m = tile.m * kTileM + at.channel(i);
+    const Sum shift = bias != nullptr && m < C::group_out
+                          ? Sum(widen(bias[tile.group * C::group_out + m]))
+                          : Sum(0);
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) value[i][p] = narrow<Scalar>(sum[i][p] + shift);
+  }
+  const int first = tile.group * C::group_out + tile.m * kTileM;
+  if constexpr (C::out_channels_last) {
+    constexpr int kVectorOut = C::aligned ? gcd(C::group_out, kGroup) : 1;
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      const int x = column + p * Columns::kPhases;
+      if (x >= C::out_width) return;
+#pragma unroll
+      for (int i = 0; i < C::channels_per_thread; i += kGroup) {
+        const int m = at.channel(i);
+        Scalar group[kGroup];
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) group[j] = value[i + j][p];
+        store_first<kVectorOut>(image + out_offset(first + m, row, x), group,
+                                C::group_out - tile.m * kTileM - m);
+      }
+    }
+  } else {
+    constexpr int kVectorOut = C::aligned && Columns::kPhases == 1 ? gcd(C::out_width, kPixels) : 1;
+#pragma unroll
+    for (int i = 0; i < C::channels_per_thread; ++i) {
+      const int m = at.channel(i);
+      if (tile.m * kTileM + m >= C::group_out) continue;
+      store_first<kVectorOut, Columns::kPhases>(image + out_offset(first + m, row, column),
+                                                value[i],
+                                                ceil_div(C::out_width - column, Columns::kPhases));
+    }
+  }
+}
+
+}  // namespace correlate
+}  // namespace fastconv
+
+// Lays the weights out as the correlation reads them: [phase][group][channel tile][channel][part]
+// [tap row][tap column][kTileM], in the type they are summed in.
+__global__ void pack(const Config::Scalar* __restrict__ weight,
+                                fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
+  using namespace fastconv::correlate;
+  constexpr int kChannels = kChunks * C::stage_channels;
+  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kChannels * kPackedChannel;
+  const long long step = 1ll * gridDim.x * blockDim.x;
+  for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
+    long long rest = i;
+    const int in_tile = static_cast<int>(rest % kTileM);
+    rest /= kTileM;
+    const int in_part = static_cast<int>(rest % C::part_taps);
+    rest /= C::part_taps;
+    const int tap_y = static_cast<int>(rest % kTapsHeight);
+    rest /= kTapsHeight;
+    const int tap_x = static_cast<int>(rest % kParts) * C::part_taps + in_part;
+    rest /= kParts;
+    const int k = static_cast<int>(rest % kChannels);
+    rest /= kChannels;
+    const int m = static_cast<int>(rest % kTilesM) * kTileM + in_tile;
+    rest /= kTilesM;
+    const int group = static_cast<int>(rest % C::groups);
+    const int phase = static_cast<int>(rest / C::groups);
+    const Rows rows(phase / Columns::kPhases);
+    const Columns columns(phase % Columns::kPhases);
+    packed[i] = weight_at(weight, rows, columns, group, m, k, tap_y, tap_x);
+  }
+}
+
+__global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_per_sm)
+    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+              const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
+              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+              int batch) {
+  using namespace fastconv::correlate;
+  const Tile tile(blockIdx.x, batch);
+  const Position at;
+  const Rows rows(tile.phase / Columns::kPhases);
+  const Columns columns(tile.phase % Columns::kPhases);
+  const int first_row = tile.y * kTileHeight * Rows::kInStride + rows.origin;
+  const int first_column = tile.x * kTileWidth * Columns::kInStride + columns.origin - kShift;
+  const Scalar* image =
+      input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
+  packed += 1ll * ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) *
+            (kChunks * C::stage_channels) * kPackedChannel;
+
+  unsigned char* shared = fastconv::shared_memory();
+  const auto inputs = [&](int stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
+  };
+  const auto weights = [&](int stage) {
+    return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
+  };
+  // Kernel rows change fastest, then parts of them, then channels.
+  const auto tap_row = [](int stage) { return stage % kTapChunks * C::stage_taps; };
+  const auto part = [](int stage) { return stage / kTapChunks % kParts; };
+  const auto load = [&](int stage) {
+    const int channel = stage / (kTapChunks * kParts) * C::stage_channels;
+    load_input(inputs(stage), image, tile.group, channel,
+               first_row + tap_row(stage) * Rows::kTapStep,
+               first_column + part(stage) * C::part_taps * Columns::kTapStep);
+    if constexpr (C::packed) {
+      load_packed(weights(stage), packed + channel * kPackedChannel + part(stage) * kPackedPart +
+                                      tap_row(stage) * C::part_taps * kTileM);
+    } else {
+      load_unpacked(weights(stage), weight, rows, columns, tile.group, tile.m * kTileM, channel,
+                    tap_row(stage), part(stage) * C::part_taps);
+    }
+    fastconv::copy_async_commit();
+  };
+
+  Accumulators sum = {}, total = {};
+  load(0);
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (stage + 1 < kStages) {
+      load(stage + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
+             columns.taps - part(stage) * C::part_taps, sum, total);
+    __syncthreads();  // before the stage after next overwrites this one
+  }
+  Scalar* target =
+      output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
+  store(target, bias, tile, at, C::two_level ? total : sum);
+}
+"""
+
+SOURCES["direct/weight_grad.cuh"] = r"""
+// Weight gradient on plain CUDA cores.
+//
+// grad[m, i, tap] = sum over images and output pixels of
+// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//
+// A block owns M output channels x I input channels of a group, for block_taps kernel rows and
+// part_taps of their columns (all of them, unless the kernel is large), and sums over its share
+// (split) of the pixels, a stage of stage_rows x stage_columns at a time.
+//
+//   shared memory, one of two stages        registers of a thread
+//   grad_output [M][row][pitch]             sum    [channels_per_thread][inputs_per_thread][taps]
+//   input       [I][row][tap row][pitch]    window the pixels that 4 output pixels see
+//
+// A thread takes 4 neighbouring pixels at a time: their window serves all taps, so that
+// 4 * sum's size multiply-adds cost channels_per_thread + (window / 4) * inputs_per_thread loads.
+// Where a group has few channels, the threads of a block share out the pixels as well (lanes_k,
+// warps_k).
+//
+// Sums over many pixels lose digits, so every flush_units stages a thread adds its sums to its own
+// slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
+// no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
+// workspace has room for.
+#include "include/tile.cuh"
+
+namespace fastconv {
+namespace weight_grad {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Sum = SumOf<Scalar>::type;
+using Offset = OffsetOf<C::wide_offsets>::type;
+
+constexpr int kPixels = 4;  // taken at a time, neighbours in a row
+constexpr int kLanesK = 32 / (C::lanes_m * C::lanes_n);
+constexpr int kThreads = 32 * C::warps_m * C::warps_n * C::warps_k;
+constexpr int kThreadsM = C::lanes_m * C::warps_m;
+constexpr int kThreadsN = C::lanes_n * C::warps_n;
+constexpr int kThreadsK = kLanesK * C::warps_k;
+constexpr int kTileM = C::channels_per_thread * kThreadsM;
+constexpr int kTileI = C::inputs_per_thread * kThreadsN;
+
+constexpr int kTaps = C::part_taps;
+constexpr int kParts = ceil_div(C::kernel_width, kTaps);
+constexpr int kTapChunks = ceil_div(C::kernel_height, C::block_taps);
+constexpr int kBlockTaps = C::block_taps * kTaps;
+constexpr int kSums = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
+
+// A single kernel column needs just the columns that it reads; several share a contiguous range.
+constexpr int kColumnStep = kTaps == 1 ? C::stride_width : 1;
+constexpr int kColumnStride = C::stride_width / kColumnStep;
+
+// Tiles are copied in vectors from aligned addresses, so the input's tile may start a little before
+// the first pixel needed: by the same distance for every part.
+constexpr int kShift =
+    C::vector_input == 1 ? 0
+                         : (C::vector_input - C::padding_left % C::vector_input) % C::vector_input;
+static_assert(C::vector_input == 1 || kColumnStep == 1, "neighbours in memory");
+static_assert(kParts == 1 || kTaps * C::dilation_width % C::vector_input == 0, "aligned parts");
+constexpr int kWindow =
+    kShift + (kPixels - 1) * kColumnStride + (kTaps - 1) * C::dilation_width + 1;
+constexpr int kWindowPieces = ceil_div(kWindow, 4);
+
+constexpr int kQuads = C::stage_columns / kPixels;  // in a row of a stage
+constexpr int kInputColumns = round_up((kQuads - 1) * kPixels * kColumnStride + kWindowPieces * 4,
+                                       C::vector_input > 4 ? C::vector_input : 4);
+constexpr int kInputRows = C::stage_rows * C::block_taps;
+constexpr int kInputPitch = kInputColumns + C::input_pitch_padding;
+constexpr int kGradPitch = C::stage_columns + C::grad_pitch_padding;
+constexpr int kGradBytes =
+    round_up(kTileM * C::stage_rows * kGradPitch * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kGradBytes + round_up(kTileI * kInputRows * kInputPitch * static_cast<int>(sizeof(Scalar)), 16);
+static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the tile needs");
+static_assert(C::stage_columns % kPixels == 0, "whole quads");
+
+constexpr int kTilesM = ceil_div(C::group_out, kTileM);
+constexpr int kTilesI = ceil_div(C::group_in, kTileI);
+constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
+constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
+
+struct Tile {
+  int part, tap_row, i, m, group;  // tap_row: the first of block_taps
+
+  __device__ explicit Tile(int index) {
+    part = index % kParts;
+    index /= kParts;
+    tap_row = index % kTapChunks * C::block_taps;
+    index /= kTapChunks;
+    i = index % kTilesI;
+    index /= kTilesI;
+    m = index % kTilesM;
+    group = index / kTilesM;
+  }
+};
+
+struct Position {  // of a thread within its block
+  int m, n, k;
+
+  __device__ Position() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    n = lane % C::lanes_n + C::lanes_n * (warp % C::warps_n);
+    m = lane / C::lanes_n % C::lanes_m + C::lanes_m * (warp / C::warps_n % C::warps_m);
+    k = lane / (C::lanes_n * C::lanes_m) + kLanesK * (warp / (C::warps_n * C::warps_m));
+  }
+};
+
+// The thread at a position.
+__device__ __forceinline__ int thread_at(int m, int n, int k) {
+  const int lane = (k % kLanesK * C::lanes_m + m % C::lanes_m) * C::lanes_n + n % C::lanes_n;
+  const int warp = (k / kLanesK * C::warps_m + m / C::lanes_m) * C::warps_n + n / C::lanes_n;
+  return warp * 32 + lane;
+}
+
+// Where a thread keeps its sum number `index` between stages.
+__device__ __forceinline__ long long slot(int block, int index, int thread) {
+  return (1ll * block * kSums + index) * kThreads + thread;
+}
+
+// Copies [channels][stage_rows][kTapRows][columns] of an image, the rows row_step and tap_step
+// apart; what lies outside becomes zero.
+template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
+          bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
+__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
+                                     int end_channel, int first_row, int row_step, int tap_step,
+                                     int first_column) {
+  constexpr int kVectors = kColumns / kVector;
+  constexpr int kRows = C::stage_rows * kTapRows;
+#pragma unroll 1  // the sums need the registers
+  for (int i = threadIdx.x; i < kChannels * kRows * kVectors; i += kThreads) {
+    const int channel = kChannelsLast ? i % kChannels : i / (kRows * kVectors);
+    const int rest = kChannelsLast ? i / kChannels : i % (kRows * kVectors);
+    const int row = rest / kVectors;
+    const int column = rest % kVectors * kVector;
+    const int c = first_channel + channel;
+    const int y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
+    const int x = first_column + column * kStep;
+    const bool valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+    Offset offset = 0;
+    if (valid) {
+      offset = kChannelsLast ? (static_cast<Offset>(y) * kWidth + x) * kAllChannels + c
+                             : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+    }
+    copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
+  }
+}
+
+using Sums = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+
+// Adds the products of four pixels, or of the first `left` of them if not kWhole: beyond the image
+// there is nothing to multiply, not even zero with infinity.
+template <bool kWhole>
+__device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
+                                              Sums& sum) {
+  Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
+#pragma unroll
+  for (int i = 0; i < C::inputs_per_thread; ++i) {
+#pragma unroll
+    for (int r = 0; r < C::block_taps; ++r) {
+#pragma unroll
+      for (int piece = 0; piece < kWindowPieces; ++piece) {
+        load4(input + (i * kThreadsN * kInputRows + r) * kInputPitch + piece * 4,
+              window[i][r][piece]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < C::channels_per_thread; ++m) {
+    Sum four[4];
+    load4(grad + m * kThreadsM * C::stage_rows * kGradPitch, four);
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      if (!kWhole && p >= left) break;
+#pragma unroll
+      for (int i = 0; i < C::inputs_per_thread; ++i) {
+#pragma unroll
+        for (int r = 0; r < C::block_taps; ++r) {
+#pragma unroll
+          for (int tap = 0; tap < kTaps; ++tap) {
+            const int w = kShift + p * kColumnStride + tap * C::dilation_width;
+            sum[m][i][r][tap] += four[p] * window[i][r][w / 4][w % 4];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds the products of a stage, of which rows x columns lie in the image.
+__device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
+                                         const Position& at, int rows, int columns, Sums& sum) {
+  const int quads = ceil_div(columns, kPixels);
+#pragma unroll 1
+  for (int q = at.k; q < rows * quads; q += kThreadsK) {
+    const int row = C::stage_rows == 1 ? 0 : q / quads;
+    const int column = (C::stage_rows == 1 ? q : q % quads) * kPixels;
+    const Scalar* grads = grad + (at.m * C::stage_rows + row) * kGradPitch + column;
+    const Scalar* inputs =
+        input + (at.n * kInputRows + row * C::block_taps) * kInputPitch + column * kColumnStride;
+    if (C::out_width % kPixels == 0 || column + kPixels <= columns) {
+      multiply_quad<true>(grads, inputs, kPixels, sum);
+    } else {
+      multiply_quad<false>(grads, inputs, columns - column, sum);
+    }
+  }
+}
+
+}  // namespace weight_grad
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::blocks_per_sm)
+    weight_grad(const Config::Scalar* __restrict__ grad_output,
+                const Config::Scalar* __restrict__ input,
+                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int first_tile,
+                int tiles, int splits, int batch) {
+  using namespace fastconv::weight_grad;
+  const Tile tile(first_tile + blockIdx.x % tiles);
+  const int split = blockIdx.x / tiles;
+  const Position at;
+  const long long units = 1ll * batch * kUnitsY * kUnitsX;
+  const int first = static_cast<int>(units * split / splits);
+  const int end = static_cast<int>(units * (split + 1) / splits);
+
+  unsigned char* shared = fastconv::shared_memory();
+  const auto grads = [&](int stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
+  };
+  const auto inputs = [&](int stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes + kGradBytes);
+  };
+  const auto row_of = [](int unit) { return unit / kUnitsX % kUnitsY * C::stage_rows; };
+  const auto column_of = [](int unit) { return unit % kUnitsX * C::stage_columns; };
+  const auto load_unit = [&](int unit) {
+    const int stage = unit - first;
+    const long long image = unit / (kUnitsX * kUnitsY);
+    const int row = row_of(unit), column = column_of(unit);
+    const int m = tile.group * C::group_out + tile.m * kTileM;
+    const int i = tile.group * C::group_in + tile.i * kTileI;
+    constexpr int kOut = C::groups * C::group_out, kIn = C::groups * C::group_in;
+    load<kTileM, 1, C::stage_columns, 1, kGradPitch, C::vector_grad, C::grad_channels_last, kOut,
+         C::out_height, C::out_width>(grads(stage),
+                                      grad_output + image * kOut * C::out_height * C::out_width, m,
+                                      (tile.group + 1) * C::group_out, row, 1, 0, column);
+    load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input,
+         C::in_channels_last, kIn, C::in_height, C::in_width>(
+        inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
+        (tile.group + 1) * C::group_in,
+        row * C::stride_height + tile.tap_row * C::dilation_height - C::padding_top,
+        C::stride_height, C::dilation_height,
+        column * C::stride_width + tile.part * kTaps * C::dilation_width - C::padding_left -
+            kShift);
+    fastconv::copy_async_commit();
+  };
+
+  Sums sum = {};
+  bool flushed = false;
+  if (first < end) load_unit(first);
+#pragma unroll 1
+  for (int unit = first; unit < end; ++unit) {
+    if (unit + 1 < end) {
+      load_unit(unit + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    const int stage = unit - first;
+    const int rows_left = C::out_height - row_of(unit),
+              columns_left = C::out_width - column_of(unit);
+    multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
+             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum);
+    if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
+#pragma unroll
+      for (int index = 0; index < kSums; ++index) {
+        Sum& value = sum[index / (C::inputs_per_thread * kBlockTaps)]
+                        [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
+                        [index % kTaps];
+        Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
+        *kept = flushed ? *kept + value : value;
+        value = 0;
+      }
+      flushed = true;
+    }
+    __syncthreads();  // before the stage after next overwrites this one
+  }
+}
+
+// Adds up the slots of every weight, splits in order, and writes it where its strides say.
+__global__ void reduce(
+    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    Config::Scalar* __restrict__ grad, int first_tile, int tiles, int splits) {
+  using namespace fastconv::weight_grad;
+  constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
+  const int step = gridDim.x * blockDim.x;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSums * kOwners; i += step) {
+    const int owner = i % kOwners, index = i / kOwners % kSums, block = i / (kOwners * kSums);
+    const int n = owner % kThreadsN, m = owner / kThreadsN;
+    const Tile tile(first_tile + block);
+    const int channel =
+        tile.m * kTileM + index / (C::inputs_per_thread * kBlockTaps) * kThreadsM + m;
+    const int depth = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
+    const int tap_row = tile.tap_row + index / kTaps % C::block_taps;
+    const int tap = tile.part * kTaps + index % kTaps;
+    if (channel >= C::group_out || depth >= C::group_in || tap_row >= C::kernel_height ||
+        tap >= C::kernel_width) {
+      continue;
+    }
+    Sum total = 0;
+    for (int split = 0; split < splits; ++split) {
+      Sum partial = 0;
+      for (int k = 0; k < kThreadsK; ++k) {
+        partial += workspace[slot(split * tiles + block, index, thread_at(m, n, k))];
+      }
+      total += partial;
+    }
+    grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
+         1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
+         1ll * tap * C::weight_stride_width] = fastconv::narrow<Scalar>(total);
+  }
+}
+"""
+
+SOURCES["direct/bias_grad.cuh"] = r"""
+// Bias gradient on plain CUDA cores: the sum of the output's gradient over images and pixels.
+//
+// Each channel's values are shared out among `splits` blocks. A thread adds up every kThreads-th
+// value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
+// the blocks' sums in order: no atomics, the same bits every time. Exported files use this; the
+// package itself leaves that sum to PyTorch.
+#include "include/scalar.cuh"
+
+namespace fastconv {
+namespace bias_grad {
+
+using C = Config;
+using Scalar = C::Scalar;
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ long long offset(long long image, int channel, int pixel) {
+  if (C::channels_last) return (image * C::pixels + pixel) * C::channels + channel;
+  return (image * C::channels + channel) * C::pixels + pixel;
+}
+
+}  // namespace bias_grad
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
+    bias_grad(const Config::Scalar* __restrict__ grad_output, float* __restrict__ partial,
+              int splits, int batch) {
+  using namespace fastconv::bias_grad;
+  const int channel = blockIdx.x % C::channels, split = blockIdx.x / C::channels;
+  const long long count = 1ll * batch * C::pixels;
+  const long long end = count * (split + 1) / splits;
+  float sum = 0;
+  for (long long i = count * split / splits + threadIdx.x; i < end; i += kThreads) {
+    sum += fastconv::widen(
+        grad_output[offset(i / C::pixels, channel, static_cast<int>(i % C::pixels))]);
+  }
+  float* sums = reinterpret_cast<float*>(fastconv::shared_memory());
+  sums[threadIdx.x] = sum;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) partial[channel * splits + split] = sums[0];
+}
+
+__global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
+    bias_reduce(const float* __restrict__ partial, Config::Scalar* __restrict__ grad, int splits) {
+  using namespace fastconv::bias_grad;
+  const int channel = blockIdx.x * kThreads + threadIdx.x;
+  if (channel >= C::channels) return;
+  float sum = 0;
+  for (int split = 0; split < splits; ++split) sum += partial[channel * splits + split];
+  grad[channel] = fastconv::narrow<Scalar>(sum);
+}
+"""
+
+SOURCES["hopper/operand.cuh"] = r"""
+// Which of the tensor core's types an element is.
+#include "include/scalar.cuh"
+#include "include/wgmma.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+template <class T>
+struct OperandOf;
+template <>
+struct OperandOf<float> {
+  using type = Tf32;
+};
+template <>
+struct OperandOf<float16> {
+  using type = Float16;
+};
+template <>
+struct OperandOf<bfloat16> {
+  using type = Bfloat16;
+};
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
+SOURCES["include/tile.cuh"] = r"""
+// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
+#include "include/scalar.cuh"
+
+namespace fastconv {
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+// Division that rounds down, also for negative a.
+__host__ __device__ constexpr int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -((b - 1 - a) / b);
+}
+
+// Indexes elements of one image: 32 bits where they are enough, since 64-bit address arithmetic
+// costs several times as much.
+template <bool kWide>
+struct OffsetOf {
+  using type = int;
+};
+template <>
+struct OffsetOf<true> {
+  using type = long long;
+};
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T element[kCount];
+};
+// Vectors wider than what one instruction moves are read as several.
+template <>
+struct alignas(16) Vector<double, 4> {
+  double element[4];
+};
+
+// Four neighbours in shared memory, widened to the type they are summed in.
+template <class T>
+__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
+  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
+}
+
+// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
+// (it copies no less than 4 bytes), or writes zeros.
+template <int kCount, class T>
+__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  if constexpr (kBytes >= 4) {
+    copy_async<kBytes>(shared, global, valid);
+  } else {
+    *shared = valid ? *global : T{};
+  }
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/wgmma.cuh"] = r"""
+// The tensor cores' product, for each of its 32 widths. Assembly takes its registers one by one, so
+// they are listed, each list by the one before.
+#include "include/sm90.cuh"
+
+namespace fastconv {
+
+// clang-format off
+#define FASTCONV_REGISTERS_4 "%0, %1, %2, %3"
+#define FASTCONV_REGISTERS_8 FASTCONV_REGISTERS_4 ", %4, %5, %6, %7"
+#define FASTCONV_REGISTERS_12 FASTCONV_REGISTERS_8 ", %8, %9, %10, %11"
+#define FASTCONV_REGISTERS_16 FASTCONV_REGISTERS_12 ", %12, %13, %14, %15"
+#define FASTCONV_REGISTERS_20 FASTCONV_REGISTERS_16 ", %16, %17, %18, %19"
+#define FASTCONV_REGISTERS_24 FASTCONV_REGISTERS_20 ", %20, %21, %22, %23"
+#define FASTCONV_REGISTERS_28 FASTCONV_REGISTERS_24 ", %24, %25, %26, %27"
+#define FASTCONV_REGISTERS_32 FASTCONV_REGISTERS_28 ", %28, %29, %30, %31"
+#define FASTCONV_REGISTERS_36 FASTCONV_REGISTERS_32 ", %32, %33, %34, %35"
+#define FASTCONV_REGISTERS_40 FASTCONV_REGISTERS_36 ", %36, %37, %38, %39"
+#define FASTCONV_REGISTERS_44 FASTCONV_REGISTERS_40 ", %40, %41, %42, %43"
+#define FASTCONV_REGISTERS_48 FASTCONV_REGISTERS_44 ", %44, %45, %46, %47"
+#define FASTCONV_REGISTERS_52 FASTCONV_REGISTERS_48 ", %48, %49, %50, %51"
+#define FASTCONV_REGISTERS_56 FASTCONV_REGISTERS_52 ", %52, %53, %54, %55"
+#define FASTCONV_REGISTERS_60 FASTCONV_REGISTERS_56 ", %56, %57, %58, %59"
+#define FASTCONV_REGISTERS_64 FASTCONV_REGISTERS_60 ", %60, %61, %62, %63"
+#define FASTCONV_REGISTERS_68 FASTCONV_REGISTERS_64 ", %64, %65, %66, %67"
+#define FASTCONV_REGISTERS_72 FASTCONV_REGISTERS_68 ", %68, %69, %70, %71"
+#define FASTCONV_REGISTERS_76 FASTCONV_REGISTERS_72 ", %72, %73, %74, %75"
+#define FASTCONV_REGISTERS_80 FASTCONV_REGISTERS_76 ", %76, %77, %78, %79"
+#define FASTCONV_REGISTERS_84 FASTCONV_REGISTERS_80 ", %80, %81, %82, %83"
+#define FASTCONV_REGISTERS_88 FASTCONV_REGISTERS_84 ", %84, %85, %86, %87"
+#define FASTCONV_REGISTERS_92 FASTCONV_REGISTERS_88 ", %88, %89, %90, %91"
+#define FASTCONV_REGISTERS_96 FASTCONV_REGISTERS_92 ", %92, %93, %94, %95"
+#define FASTCONV_REGISTERS_100 FASTCONV_REGISTERS_96 ", %96, %97, %98, %99"
+#define FASTCONV_REGISTERS_104 FASTCONV_REGISTERS_100 ", %100, %101, %102, %103"
+#define FASTCONV_REGISTERS_108 FASTCONV_REGISTERS_104 ", %104, %105, %106, %107"
+#define FASTCONV_REGISTERS_112 FASTCONV_REGISTERS_108 ", %108, %109, %110, %111"
+#define FASTCONV_REGISTERS_116 FASTCONV_REGISTERS_112 ", %112, %113, %114, %115"
+#define FASTCONV_REGISTERS_120 FASTCONV_REGISTERS_116 ", %116, %117, %118, %119"
+#define FASTCONV_REGISTERS_124 FASTCONV_REGISTERS_120 ", %120, %121, %122, %123"
+#define FASTCONV_REGISTERS_128 FASTCONV_REGISTERS_124 ", %124, %125, %126, %127"
+
+#define FASTCONV_OPERANDS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define FASTCONV_OPERANDS_8 FASTCONV_OPERANDS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define FASTCONV_OPERANDS_12 FASTCONV_OPERANDS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define FASTCONV_OPERANDS_16 FASTCONV_OPERANDS_12, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define FASTCONV_OPERANDS_20 FASTCONV_OPERANDS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+#define FASTCONV_OPERANDS_24 FASTCONV_OPERANDS_20, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define FASTCONV_OPERANDS_28 FASTCONV_OPERANDS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+#define FASTCONV_OPERANDS_32 FASTCONV_OPERANDS_28, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define FASTCONV_OPERANDS_36 FASTCONV_OPERANDS_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define FASTCONV_OPERANDS_40 FASTCONV_OPERANDS_36, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define FASTCONV_OPERANDS_44 FASTCONV_OPERANDS_40, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define FASTCONV_OPERANDS_48 FASTCONV_OPERANDS_44, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define FASTCONV_OPERANDS_52 FASTCONV_OPERANDS_48, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define FASTCONV_OPERANDS_56 FASTCONV_OPERANDS_52, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define FASTCONV_OPERANDS_60 FASTCONV_OPERANDS_56, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
+#define FASTCONV_OPERANDS_64 FASTCONV_OPERANDS_60, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define FASTCONV_OPERANDS_68 FASTCONV_OPERANDS_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define FASTCONV_OPERANDS_72 FASTCONV_OPERANDS_68, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define FASTCONV_OPERANDS_76 FASTCONV_OPERANDS_72, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
+#define FASTCONV_OPERANDS_80 FASTCONV_OPERANDS_76, "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define FASTCONV_OPERANDS_84 FASTCONV_OPERANDS_80, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
+#define FASTCONV_OPERANDS_88 FASTCONV_OPERANDS_84, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define FASTCONV_OPERANDS_92 FASTCONV_OPERANDS_88, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
+#define FASTCONV_OPERANDS_96 FASTCONV_OPERANDS_92, "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define FASTCONV_OPERANDS_100 FASTCONV_OPERANDS_96, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99])
+#define FASTCONV_OPERANDS_104 FASTCONV_OPERANDS_100, "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define FASTCONV_OPERANDS_108 FASTCONV_OPERANDS_104, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
+#define FASTCONV_OPERANDS_112 FASTCONV_OPERANDS_108, "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define FASTCONV_OPERANDS_116 FASTCONV_OPERANDS_112, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
+#define FASTCONV_OPERANDS_120 FASTCONV_OPERANDS_116, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
+#define FASTCONV_OPERANDS_124 FASTCONV_OPERANDS_120, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
+#define FASTCONV_OPERANDS_128 FASTCONV_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+// Of one width: where the list of registers ends, the inputs follow: `left` in shared memory, or in
+// four registers.
+#define FASTCONV_WGMMA(columns, registers, a, b, c, d, e, f, shape, types, flags)                   \
+  if constexpr (kColumns == columns) {                                                              \
+    asm volatile(                                                                                   \
+        "{\n"                                                                                       \
+        ".reg .pred accumulate;\n"                                                                  \
+        "setp.ne.b32 accumulate, %" #c ", 0;\n"                                                     \
+        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
+        " {" FASTCONV_REGISTERS_##registers "}, %" #a ", %" #b ", accumulate, 1, 1" flags ";\n"     \
+        "}"                                                                                         \
+        : FASTCONV_OPERANDS_##registers                                                             \
+        : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)));                                \
+  }
+#define FASTCONV_WGMMA_FROM_REGISTERS(columns, registers, a, b, c, d, e, f, shape, types, flags)    \
+  if constexpr (kColumns == columns) {                                                              \
+    asm volatile(                                                                                   \
+        "{\n"                                                                                       \
+        ".reg .pred accumulate;\n"                                                                  \
+        "setp.ne.b32 accumulate, %" #f ", 0;\n"                                                     \
+        "wgmma.mma_async.sync.aligned.m64n" #columns shape ".f32" types                             \
+        " {" FASTCONV_REGISTERS_##registers "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #e         \
+        ", accumulate, 1, 1" flags ";\n"                                                            \
+        "}"                                                                                         \
+        : FASTCONV_OPERANDS_##registers                                                             \
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right),                       \
+          "r"(static_cast<int>(accumulate)));                                                       \
+  }
+#define FASTCONV_WGMMA_WIDTHS(instruction, ...) \
+  instruction(8, 4, 4, 5, 6, 7, 8, 9, __VA_ARGS__) \
+  instruction(16, 8, 8, 9, 10, 11, 12, 13, __VA_ARGS__) \
+  instruction(24, 12, 12, 13, 14, 15, 16, 17, __VA_ARGS__) \
+  instruction(32, 16, 16, 17, 18, 19, 20, 21, __VA_ARGS__) \
+  instruction(40, 20, 20, 21, 22, 23, 24, 25, __VA_ARGS__) \
+  instruction(48, 24, 24, 25, 26, 27, 28, 29, __VA_ARGS__) \
+  instruction(56, 28, 28, 29, 30, 31, 32, 33, __VA_ARGS__) \
+  instruction(64, 32, 32, 33, 34, 35, 36, 37, __VA_ARGS__) \
+  instruction(72, 36, 36, 37, 38, 39, 40, 41, __VA_ARGS__) \
+  instruction(80, 40, 40, 41, 42, 43, 44, 45, __VA_ARGS__) \
+  instruction(88, 44, 44, 45, 46, 47, 48, 49, __VA_ARGS__) \
+  instruction(96, 48, 48, 49, 50, 51, 52, 53, __VA_ARGS__) \
+  instruction(104, 52, 52, 53, 54, 55, 56, 57, __VA_ARGS__) \
+  instruction(112, 56, 56, 57, 58, 59, 60, 61, __VA_ARGS__) \
+  instruction(120, 60, 60, 61, 62, 63, 64, 65, __VA_ARGS__) \
+  instruction(128, 64, 64, 65, 66, 67, 68, 69, __VA_ARGS__) \
+  instruction(136, 68, 68, 69, 70, 71, 72, 73, __VA_ARGS__) \
+  instruction(144, 72, 72, 73, 74, 75, 76, 77, __VA_ARGS__) \
+  instruction(152, 76, 76, 77, 78, 79, 80, 81, __VA_ARGS__) \
+  instruction(160, 80, 80, 81, 82, 83, 84, 85, __VA_ARGS__) \
+  instruction(168, 84, 84, 85, 86, 87, 88, 89, __VA_ARGS__) \
+  instruction(176, 88, 88, 89, 90, 91, 92, 93, __VA_ARGS__) \
+  instruction(184, 92, 92, 93, 94, 95, 96, 97, __VA_ARGS__) \
+  instruction(192, 96, 96, 97, 98, 99, 100, 101, __VA_ARGS__) \
+  instruction(200, 100, 100, 101, 102, 103, 104, 105, __VA_ARGS__) \
+  instruction(208, 104, 104, 105, 106, 107, 108, 109, __VA_ARGS__) \
+  instruction(216, 108, 108, 109, 110, 111, 112, 113, __VA_ARGS__) \
+  instruction(224, 112, 112, 113, 114, 115, 116, 117, __VA_ARGS__) \
+  instruction(232, 116, 116, 117, 118, 119, 120, 121, __VA_ARGS__) \
+  instruction(240, 120, 120, 121, 122, 123, 124, 125, __VA_ARGS__) \
+  instruction(248, 124, 124, 125, 126, 127, 128, 129, __VA_ARGS__) \
+  instruction(256, 128, 128, 129, 130, 131, 132, 133, __VA_ARGS__)
+// clang-format on
+
+// d (+)= left * right: 64 rows by kColumns, over 32 bytes of each row. `left` has 64 rows, `right`
+// kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
+//   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
+// Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
+                                      bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+}
+
+// The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
+// from byte 16 i + 4 (lane % 4) on. They may not be touched either until the product is complete.
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k8", ".tf32.tf32", "")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".f16.f16", ", 0")
+}
+template <int kColumns>
+__device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const unsigned (&left)[4],
+                                      Matrix right, bool accumulate) {
+  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA_FROM_REGISTERS, "k16", ".bf16.bf16", ", 0")
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/sm90.cuh"] = r"""
+// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator
+// has a twin of this file too.
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes of bulk_load.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
+}
+
+// --- Bulk copies: one thread moves many bytes ----------------------------------------------------
+// Addresses and sizes are multiples of 16.
+
+// From global to shared memory; `barrier` counts the bytes.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes,
+                                          Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// From shared to global memory. What ordinary stores wrote to shared memory is seen only if
+// fence_async_shared came between.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
+// Closes a group of this thread's bulk stores since the last commit.
+__device__ __forceinline__ void bulk_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but kPending of this thread's latest groups have read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until this thread's bulk stores are complete.
+__device__ __forceinline__ void bulk_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Shows this thread's ordinary accesses of shared memory to the tensor cores and bulk copies.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- Loads and conversions -----------------------------------------------------------------------
+
+// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
+// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
+__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
+  unsigned short value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.b16 %0, 0;\n"
+      "@p ld.global.nc.b16 %0, [%1];\n"
+      "}"
+      : "=h"(value)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ float load_or_zero(const float* global, bool valid) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "mov.f32 %0, 0f00000000;\n"
+      "@p ld.global.nc.f32 %0, [%1];\n"
+      "}"
+      : "=f"(value)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+__device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
+  uint4 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
+__device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
+  uint2 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n"
+      "}"
+      : "=r"(value.x), "=r"(value.y)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return value;
+}
+
+// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
+__device__ __forceinline__ unsigned short load(const unsigned short* global) {
+  unsigned short value;
+  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
+  return value;
+}
+__device__ __forceinline__ float load(const float* global) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(global));
+  return value;
+}
+
+__device__ __forceinline__ uint4 load(const uint4* global) {
+  uint4 value;
+  asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(global));
+  return value;
+}
+
+// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
+// address happen in order.
+__device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
+               "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
+               : "memory");
+}
+
+// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
+// nearest, ties away from zero. Half of what round_to_tf32 costs.
+__device__ __forceinline__ float round_operand_to_tf32(float value) {
+  float result;
+  asm("{\n"
+      ".reg .pred finite;\n"
+      ".reg .f32 magnitude;\n"
+      ".reg .b32 bits;\n"
+      "abs.f32 magnitude, %1;\n"
+      "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
+      "mov.b32 bits, %1;\n"
+      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
+      "mov.b32 %0, bits;\n"
+      "}"
+      : "=f"(result)
+      : "f"(value));
+  return result;
+}
+
+// To TF32's 10 bits of mantissa, to nearest, ties away from zero.
+__device__ __forceinline__ float round_to_tf32(float value) {
+  unsigned bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+}
+
+// --- Warpgroups ----------------------------------------------------------------------------------
+
+// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
+// exceed what it was launched with, or it hangs.
+template <int kRegisters>
+__device__ __forceinline__ void give_back_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
+__device__ __forceinline__ void warpgroup_sync(int number) {
+  asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
+}
+
+// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
+// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
+// bytes for column i.
+__device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(column)),
+               "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+               : "memory");
+}
+
+// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16
+// bytes, and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
+__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Orders registers and shared memory before the warpgroup's next products.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes a group of the warpgroup's products since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the warpgroup's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from using sums before the wgmma_wait above.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
+// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
+// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
+using Matrix = unsigned long long;
+
+__device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
+  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+         static_cast<Matrix>(stride >> 4) << 32;
+}
+
+// What wgmma multiplies: float with TF32's precision, or one of the 16-bit types.
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/scalar.cuh"] = r"""
+// The element types of tensors, and the type each is summed in.
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
+struct float16 {
+  unsigned short bits;
+};
+
+struct bfloat16 {
+  unsigned short bits;
+};
+
+// The arithmetic type: products are formed and summed in it.
+template <class T>
+struct SumOf {
+  using type = float;
+};
+template <>
+struct SumOf<double> {
+  using type = double;
+};
+
+__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
+__device__ __forceinline__ float widen(bfloat16 value) {
+  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+}
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+
+template <class T>
+__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ float16 narrow<float16>(float value) {
+  return {float_to_half(value)};
+}
+// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
+template <>
+__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
+  unsigned bits = __float_as_uint(value);
+  if (value != value) return {0x7fff};
+  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/ptx.cuh"] = r"""
+// Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
+// that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
+
+namespace fastconv {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies kBytes (4, 8 or 16) from global to shared memory, or writes zeros if not `valid` (then
+// `global` is not read). Both addresses are multiples of kBytes. Complete after
+// copy_async_wait; GPUs before sm_80 copy at once, through registers.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async can copy");
+#if __CUDA_ARCH__ >= 800
+  // A source size of 0 fills with zeros.
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+               "l"(global), "n"(kBytes), "r"(valid ? kBytes : 0)
+               : "memory");
+#else
+  unsigned words[kBytes / 4];
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) {
+    words[i] = valid ? static_cast<const unsigned*>(global)[i] : 0u;
+  }
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) static_cast<unsigned*>(shared)[i] = words[i];
+#endif
+}
+
+// Closes a group of this thread's copies since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
+__device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+__device__ __forceinline__ unsigned floats_to_bfloats(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+}  // namespace fastconv
+"""
+
+
+# === Host code ====================================================================================
+
+LAUNCHER = r"""
+// Starting a kernel from Python: sizes, and arguments as 64-bit numbers (addresses, or integers).
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+using Numbers = std::vector<int64_t>;
+
+inline void check(cudaError_t status, const std::string& kernel) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error("CUDA error at the launch of " + kernel + ": " +
+                           cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+}
+
+template <class T>
+T as_argument(int64_t number) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(number);
+  } else {
+    return static_cast<T>(number);
+  }
+}
+
+template <class... Parameters, std::size_t... kIndex>
+void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
+           const Numbers& arguments, int64_t stream, std::index_sequence<kIndex...>) {
+  const auto blocks = static_cast<unsigned>(sizes.at(0));
+  const auto threads = static_cast<unsigned>(sizes.at(1));
+  const int shared_bytes = static_cast<int>(sizes.at(2));
+  if (arguments.size() != sizeof...(Parameters)) {
+    throw std::invalid_argument(name + " has " + std::to_string(sizeof...(Parameters)) +
+                                " arguments, not " + std::to_string(arguments.size()));
+  }
+  // More than 48 KiB have to be asked for, on each device; asking takes well under a microsecond.
+  if (shared_bytes > 48 * 1024) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          name);
+  }
+  kernel<<<blocks, threads, shared_bytes, reinterpret_cast<cudaStream_t>(stream)>>>(
+      as_argument<Parameters>(arguments[kIndex])...);
+  check(cudaGetLastError(), name);
+}
+
+// `sizes` are blocks, threads of a block, and bytes of its shared memory.
+template <class... Parameters>
+void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
+           const Numbers& arguments, int64_t stream) {
+  start(name, kernel, sizes, arguments, stream, std::index_sequence_for<Parameters...>());
+}
+"""
+
+BINDINGS = r"""
+// What Python sees of a compiled module.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <vector>
+
+void launch(int kernel, const std::vector<int64_t>& sizes, const std::vector<int64_t>& arguments,
+            int64_t stream);
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("launch", &launch); }
+"""
+
+
+# === Plans for the portable kernels: any geometry =================================================
+
+PIXELS = 4  # of a thread, neighbours in a row
+WARPS = 8  # of a correlation's block
+UNROLLED_TAPS = 48
+MOST_PART_TAPS = 16  # of a kernel row, which is unrolled
+MOST_WINDOW = 128  # pixels of a row that a thread holds, also unrolled
+STAGE_PRODUCTS = 160  # of each sum: what a stage's two barriers should be worth
+MOST_SUMS = 72  # of a thread, in weight gradients
+MOST_VALUES = 108  # sums and input pixels together
+STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
+FLUSH_PIXELS = 512  # summed in one go, in weight gradients
+SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
+WORKSPACE_BYTES = 64 << 20
+HELPER_THREADS = 256  # of the small kernels that pack and add up
+MOST_HELPER_BLOCKS = 4096
+
+Constant = int | bool | str
+
+
+class Launch(NamedTuple):
+    """One kernel launch, complete but for the addresses of its tensors.
+
+    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself.
+    """
+
+    source: str
+    entry: str
+    constants: tuple[tuple[str, Constant], ...]
+    grid: int
+    block: int
+    shared_bytes: int
+    arguments: tuple[str | int, ...]
+
+
+class Plan(NamedTuple):
+    """Launches in order, and the bytes of their workspace (the tensor ``scratch``)."""
+
+    launches: tuple[Launch, ...]
+    scratch_bytes: int
+
+
+class Geometry(NamedTuple):
+    """What is to be convolved with what, and how."""
+
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        sizes = []
+        for axis in (0, 1):
+            extent = self.dilation[axis] * (self.weight[2 + axis] - 1) + 1
+            padded = self.input[2 + axis] + 2 * self.padding[axis]
+            sizes.append((padded - extent) // self.stride[axis] + 1)
+        return (self.input[0], self.weight[0], *sizes)
+
+
+class Operands(NamedTuple):
+    """How the tensors lie in memory; ``aligned``: all at multiples of 16 bytes."""
+
+    scalar: str
+    scalar_bytes: int
+    channels_last: bool
+    aligned: bool
+
+    def vector(self, *distances: int) -> int:
+        """Elements of the widest copy whose addresses, these distances apart, are all aligned."""
+        if self.channels_last or not self.aligned:
+            return 1
+        vector = math.gcd(16 // self.scalar_bytes, *distances)
+        return vector if vector * self.scalar_bytes >= 4 else 1
+
+
+class Axis(NamedTuple):
+    """One axis of a correlation: see the kernel."""
+
+    taps: int
+    step: int
+    phases: int
+    in_stride: int
+
+    @classmethod
+    def of(cls, transposed: bool, kernel: int, stride: int, dilation: int) -> "Axis":
+        if not transposed:
+            return cls(kernel, dilation, 1, stride)
+        common = math.gcd(stride, dilation)
+        return cls(ceil_div(kernel, stride // common), dilation // common, stride, 1)
+
+    def distance(self, taps: int) -> int:
+        """From one output's first tap to the next one's, in a tile that serves so many taps."""
+        return 1 if taps == 1 else self.in_stride
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def power_of_two_for(count: int, most: int) -> int:
+    """The least power of two that covers ``count``, at most ``most``, which is one."""
+    return min(1 << (count - 1).bit_length(), most)
+
+
+def portable_plan(which: str, geometry: Geometry, operands: Operands, processors: int) -> Plan:
+    """How the portable kernels do it on a GPU of so many processors.
+
+    ``which`` names what they compute, and with it the launches' tensors:
+    "forward" ``input``, ``weight``, ``bias`` and ``output``; "input_grad" the same, where ``input``
+    is the output's gradient and ``output`` the input's; "weight_grad" ``grad_output``, ``input``
+    and ``output``; "bias_grad" ``grad_output`` and ``output``.
+    """
+    if which == "weight_grad":
+        return weight_grad_plan(geometry, operands, processors)
+    if which == "bias_grad":
+        return bias_grad_plan(geometry, operands, processors)
+    return correlation_plan(geometry, operands, transposed=which == "input_grad")
+
+
+def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -> Plan:
+    """A forward convolution, or its input gradient."""
+    batch, groups = geometry.input[0], geometry.groups
+    group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
+    in_size, out_size = geometry.input[2:], geometry.output[2:]
+    if transposed:
+        group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
+    rows, columns = (
+        Axis.of(transposed, geometry.weight[2 + i], geometry.stride[i], geometry.dilation[i])
+        for i in (0, 1)
+    )
+    # Channels first: a thread's own, then lanes. The rest of a warp, and all warps, take pixels.
+    channels_per_thread = power_of_two_for(group_out, 8)
+    lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
+    phase_size = (ceil_div(out_size[0], rows.phases), ceil_div(out_size[1], columns.phases))
+    lanes_x = power_of_two_for(ceil_div(phase_size[1], PIXELS), 32 // lanes_m)
+    lanes_y = 32 // (lanes_m * lanes_x)
+    tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
+    origin = -geometry.padding[1]
+    if transposed:
+        origin = geometry.padding[1] - (columns.taps - 1) * columns.step
+
+    for channels, tap_rows, tap_columns in correlation_stages(rows.taps, columns.taps, group_in):
+        distance = columns.distance(tap_columns)
+        vector = 1
+        if columns.phases == 1 and distance == columns.in_stride and tap_columns == columns.taps:
+            vector = operands.vector(in_size[1], tile[2] * columns.in_stride)
+        window = origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
+        quantum = max(vector, 4)
+        halo_columns = round_up((tile[2] - PIXELS) * distance + round_up(window, 4), quantum)
+        halo_rows = (tile[1] - 1) * rows.distance(tap_rows) + (tap_rows - 1) * rows.step + 1
+        pitch_padding = quantum if lanes_y > 1 else 0  # rows in different banks
+        pixels = channels * halo_rows * (halo_columns + pitch_padding)
+        weights = channels * tap_rows * tap_columns * tile[0]
+        shared_bytes = 2 * (
+            round_up(pixels * operands.scalar_bytes, 16) + round_up(weights * 4, 16)
+        )
+        if shared_bytes <= SHARED_BYTES and window <= MOST_WINDOW:
+            break
+
+    constants: dict[str, Constant] = {
+        "Scalar": operands.scalar,
+        "transposed": transposed,
+        "group_in": group_in,
+        "group_out": group_out,
+        "groups": groups,
+        "in_height": in_size[0],
+        "in_width": in_size[1],
+        "out_height": out_size[0],
+        "out_width": out_size[1],
+        **kernel_constants(geometry),
+        "in_channels_last": operands.channels_last,
+        "out_channels_last": operands.channels_last,
+        "wide_offsets": wide_offsets(geometry),
+        "channels_per_thread": channels_per_thread,
+        "lanes_y": lanes_y,
+        "lanes_x": lanes_x,
+        "warps": WARPS,
+        "stage_channels": channels,
+        "stage_taps": tap_rows,
+        "part_taps": tap_columns,
+        "unrolled_taps": UNROLLED_TAPS,
+        "vector": vector,
+        "pitch_padding": pitch_padding,
+        "aligned": operands.aligned,
+        "two_level": True,
+        "flush_channels": channels,
+        "shared_bytes": shared_bytes,
+        "blocks_per_sm": 2,
+        "packed": True,
+    }
+    tiles = (
+        ceil_div(group_out, tile[0])
+        * ceil_div(phase_size[0], tile[1])
+        * ceil_div(phase_size[1], tile[2])
+    )
+    phases = rows.phases * columns.phases
+    packed = (
+        phases
+        * groups
+        * round_up(group_out, tile[0])
+        * round_up(group_in, channels)
+        * round_up(rows.taps, tap_rows)
+        * round_up(columns.taps, tap_columns)
+    )
+    code = ("direct/correlate.cuh", tuple(constants.items()))
+    pack = helper_launch(code, "pack", packed, ("weight", "scratch"))
+    arguments = ("input", "weight", "scratch", "bias", "output", batch)
+    blocks = tiles * groups * batch * phases
+    correlate = Launch(
+        code[0], "correlate", code[1], blocks, 32 * WARPS, shared_bytes, arguments
+    )  # fmt: skip
+    return Plan((pack, correlate), packed * 4)
+
+
+def correlation_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
+    """Channels, kernel rows and kernel columns of a stage, from the best down to a single tap."""
+    part = ceil_div(columns, ceil_div(columns, MOST_PART_TAPS))
+    most = min(group_in, max(STAGE_PRODUCTS // (rows * part), 1), 16)
+    whole = tuple((channels, rows, part) for channels in range(most, 0, -1))
+    return (*whole, (1, 1, part), (1, 1, 1))
+
+
+def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> Plan:
+    batch, groups = geometry.input[0], geometry.groups
+    group_in, group_out = geometry.weight[1], geometry.weight[0] // groups
+    kernel, out_size = geometry.weight[2:], geometry.output[2:]
+    stride, dilation = geometry.stride[1], geometry.dilation[1]
+    whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
+
+    for part_taps, most_columns in itertools.product((whole, 1), STAGE_COLUMNS):
+        distance = 1 if part_taps == 1 else stride
+        vector_input = 1
+        if distance == stride and part_taps == kernel[1]:
+            vector_input = operands.vector(geometry.input[3])
+        vector_grad = operands.vector(out_size[1])
+        shift = -geometry.padding[1] % vector_input
+        window = round_up(shift + (PIXELS - 1) * distance + (part_taps - 1) * dilation + 1, 4)
+        # A thread's sums first, of all kernel rows if they fit; then lanes and warps over channels.
+        channels_per_thread = power_of_two_for(group_out, 8)
+        while channels_per_thread * part_taps > MOST_SUMS:
+            channels_per_thread //= 2
+        block_taps = kernel[0]
+        if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
+            block_taps = 1
+        inputs_per_thread = power_of_two_for(group_in, 8)
+        sums_of_input = channels_per_thread * part_taps * block_taps
+        while inputs_per_thread > 1 and inputs_per_thread * sums_of_input > MOST_SUMS:
+            inputs_per_thread //= 2
+        lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
+        lanes_n = power_of_two_for(ceil_div(group_in, inputs_per_thread), 8)
+        warps_m = power_of_two_for(ceil_div(group_out, channels_per_thread * lanes_m), 4)
+        warps_n = power_of_two_for(ceil_div(group_in, inputs_per_thread * lanes_n), 8 // warps_m)
+        warps_k = max(4 // (warps_m * warps_n), 1)
+        channels = channels_per_thread * lanes_m * warps_m
+        inputs = inputs_per_thread * lanes_n * warps_n
+        # The stage: as much of a row as fits, and several rows of narrow images.
+        quantum = max(16 // operands.scalar_bytes, PIXELS)
+        stage_columns = min(round_up(out_size[1], quantum), most_columns)
+        stage_rows = max(1, min(out_size[0], most_columns // stage_columns))
+        while True:
+            columns = (stage_columns - PIXELS) * distance + window
+            columns = round_up(columns, max(vector_input, 4))
+            grads = channels * stage_rows * (stage_columns + max(vector_grad, 4))
+            pixels = inputs * stage_rows * block_taps * (columns + max(vector_input, 4))
+            shared_bytes = 2 * sum(
+                round_up(elements * operands.scalar_bytes, 16) for elements in (grads, pixels)
+            )
+            if shared_bytes <= SHARED_BYTES or stage_rows == 1:
+                break
+            stage_rows //= 2
+        if shared_bytes <= SHARED_BYTES and window <= MOST_WINDOW:
+            break
+
+    threads = 32 * warps_m * warps_n * warps_k
+    constants: dict[str, Constant] = {
+        "Scalar": operands.scalar,
+        "group_in": group_in,
+        "group_out": group_out,
+        "groups": groups,
+        "in_height": geometry.input[2],
+        "in_width": geometry.input[3],
+        "out_height": out_size[0],
+        "out_width": out_size[1],
+        **kernel_constants(geometry),
+        "in_channels_last": operands.channels_last,
+        "grad_channels_last": operands.channels_last,
+        "wide_offsets": wide_offsets(geometry),
+        "channels_per_thread": channels_per_thread,
+        "inputs_per_thread": inputs_per_thread,
+        "lanes_m": lanes_m,
+        "lanes_n": lanes_n,
+        "warps_m": warps_m,
+        "warps_n": warps_n,
+        "warps_k": warps_k,
+        "part_taps": part_taps,
+        "block_taps": block_taps,
+        "stage_rows": stage_rows,
+        "stage_columns": stage_columns,
+        "vector_input": vector_input,
+        "vector_grad": vector_grad,
+        "input_pitch_padding": max(vector_input, 4),
+        "grad_pitch_padding": max(vector_grad, 4),
+        "flush_units": max(1, FLUSH_PIXELS // (stage_rows * stage_columns)),
+        "shared_bytes": shared_bytes,
+        "blocks_per_sm": 512 // threads,
+    }
+    code = ("direct/weight_grad.cuh", tuple(constants.items()))
+    tiles = (
+        groups
+        * ceil_div(group_out, channels)
+        * ceil_div(group_in, inputs)
+        * ceil_div(kernel[0], block_taps)
+        * ceil_div(kernel[1], part_taps)
+    )
+    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    block_sums = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
+    most_blocks = WORKSPACE_BYTES // (block_sums * 4)
+    at_once = min(tiles, most_blocks)
+    splits = min(
+        max(processors * (512 // threads) // at_once, 1), most_blocks // at_once, max(units, 1)
+    )
+    launches = []
+    for first in range(0, tiles, at_once):
+        count = min(at_once, tiles - first)
+        arguments = ("grad_output", "input", "scratch", first, count, splits, batch)
+        launches.append(
+            Launch(
+                code[0], "weight_grad", code[1], count * splits, threads, shared_bytes, arguments
+            )
+        )
+        add_up = ("scratch", "output", first, count, splits)
+        launches.append(helper_launch(code, "reduce", count * block_sums, add_up))
+    return Plan(tuple(launches), at_once * splits * block_sums * 4)
+
+
+def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> Plan:
+    batch, channels, height, width = geometry.output
+    constants: dict[str, Constant] = {
+        "Scalar": operands.scalar,
+        "channels": channels,
+        "pixels": height * width,
+        "channels_last": operands.channels_last,
+    }
+    code = ("direct/bias_grad.cuh", tuple(constants.items()))
+    splits = max(1, min(8 * processors // channels, batch * height * width // HELPER_THREADS))
+    arguments = ("grad_output", "scratch", splits, batch)
+    sums = Launch(
+        code[0], "bias_grad", code[1], channels * splits, HELPER_THREADS, 4 * HELPER_THREADS,
+        arguments,
+    )  # fmt: skip
+    add_up = ("scratch", "output", splits)
+    blocks = ceil_div(channels, HELPER_THREADS)
+    reduce = Launch(code[0], "bias_reduce", code[1], blocks, HELPER_THREADS, 0, add_up)
+    return Plan((sums, reduce), channels * splits * 4)
+
+
+def helper_launch(
+    code: tuple[str, tuple[tuple[str, Constant], ...]],
+    entry: str,
+    elements: int,
+    arguments: tuple[str | int, ...],
+) -> Launch:
+    """A launch of enough threads for so many elements, within reason: they loop."""
+    blocks = min(ceil_div(elements, HELPER_THREADS), MOST_HELPER_BLOCKS)
+    return Launch(code[0], entry, code[1], blocks, HELPER_THREADS, 0, arguments)
+
+
+def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
+    """What every kernel is told of the convolution's kernel, whose weight is contiguous."""
+    _, group_in, height, width = geometry.weight
+    return {
+        "kernel_height": height,
+        "kernel_width": width,
+        "stride_height": geometry.stride[0],
+        "stride_width": geometry.stride[1],
+        "dilation_height": geometry.dilation[0],
+        "dilation_width": geometry.dilation[1],
+        "padding_top": geometry.padding[0],
+        "padding_left": geometry.padding[1],
+        "weight_stride_out": group_in * height * width,
+        "weight_stride_in": height * width,
+        "weight_stride_height": width,
+        "weight_stride_width": 1,
+    }
+
+
+def wide_offsets(geometry: Geometry) -> bool:
+    """Whether an image has too many elements for 32-bit offsets."""
+    return max(math.prod(geometry.input[1:]), math.prod(geometry.output[1:])) >= 2**31
+
+
+# === Plans that fastconv made for what was exported, on an H200 (sm_90a) ==========================
+
+EXPORTED = Geometry(
+    input=(8, 32, 512, 512),
+    weight=(64, 32, 5, 9),
+    stride=(1, 1),
+    padding=(2, 4),
+    dilation=(2, 3),
+    groups=1,
+)
+
+TUNED = {}
+
+FORWARD_FLOAT_TF32 = tuple(
+    dict(
+        Scalar="float", parts=1, low_products=False, compensated=False, transposed=False,
+        groups=1, group_in=32, group_out=64, in_height=512, in_width=512, out_height=508,
+        out_width=496, kernel_height=5, kernel_width=9, stride_height=1, stride_width=1,
+        dilation_height=2, dilation_width=3, padding_top=2, padding_left=4,
+        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1, stack=1,
+        pixels=248, tile_rows=1, tile_columns=248, pitch=272, lead=0, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
+        weight_stages=3, resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=223104,
+    ).items()
+)
+TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
+    launches=(
+        Launch(
+            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32,
+            grid=90, block=256, shared_bytes=0,
+            arguments=("weight", "scratch"),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32,
+            grid=132, block=384, shared_bytes=223104,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+    ),
+    scratch_bytes=368640,
+)
+
+INPUT_GRAD_FLOAT_TF32 = tuple(
+    dict(
+        Scalar="float", parts=1, low_products=False, compensated=False, transposed=True,
+        groups=1, group_in=64, group_out=32, in_height=508, in_width=496, out_height=512,
+        out_width=512, kernel_height=5, kernel_width=9, stride_height=1, stride_width=1,
+        dilation_height=2, dilation_width=3, padding_top=6, padding_left=20,
+        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1, stack=2,
+        pixels=256, tile_rows=1, tile_columns=256, pitch=280, lead=0, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
+        weight_stages=3, resident=False, pass_pixels=48, buffers=1, batch=5, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=230784,
+    ).items()
+)
+TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
+    launches=(
+        Launch(
+            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_TF32,
+            grid=216, block=256, shared_bytes=0,
+            arguments=("weight", "scratch"),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_TF32,
+            grid=132, block=384, shared_bytes=230784,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+    ),
+    scratch_bytes=884736,
+)
+
+WEIGHT_GRAD_FLOAT_TF32 = tuple(
+    dict(
+        Scalar="float", parts=1, groups=1, group_in=32, group_out=64, in_height=512,
+        in_width=512, out_height=508, out_width=496, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
+        padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, in_channels_last=False, grad_channels_last=False,
+        vector_input=True, grad_vector=4, lead=0, channel_groups=1, kernel_rows=5,
+        product_taps=9, product_octets=1, segments=5, phase_images=4, phase_strips=1, steps=254,
+        stage_columns=16, strip_stages=5, strip_weight=1119, last_strip_weight=258,
+        input_stages=6, grad_stages=4, flush_steps=12, batch=1, producer_registers=40,
+        consumer_registers=232, shared_bytes=225952,
+    ).items()
+)
+TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
+    launches=(
+        Launch(
+            "hopper/weight_grad.cuh", "weight_grad", WEIGHT_GRAD_FLOAT_TF32,
+            grid=132, block=384, shared_bytes=225952,
+            arguments=("grad_output", "input", "scratch", 0, 2, 66, 8),
+        ),
+        Launch(
+            "hopper/weight_grad.cuh", "reduce", WEIGHT_GRAD_FLOAT_TF32,
+            grid=90, block=256, shared_bytes=0,
+            arguments=("scratch", "output", 0, 2, 66),
+        ),
+    ),
+    scratch_bytes=24330240,
+)
+
+FORWARD_FLOAT_IEEE = tuple(
+    dict(
+        Scalar="float", parts=2, low_products=False, compensated=False, transposed=False,
+        groups=1, group_in=32, group_out=64, in_height=512, in_width=512, out_height=508,
+        out_width=496, kernel_height=5, kernel_width=9, stride_height=1, stride_width=1,
+        dilation_height=2, dilation_width=3, padding_top=2, padding_left=4,
+        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=1, vector_stores=False, bulk_stores=True, channel_groups=1, stack=1,
+        pixels=168, tile_rows=1, tile_columns=168, pitch=192, lead=0, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
+        weight_stages=2, resident=False, pass_pixels=64, buffers=1, batch=3, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=225752,
+    ).items()
+)
+TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
+    launches=(
+        Launch(
+            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE,
+            grid=180, block=256, shared_bytes=0,
+            arguments=("weight", "scratch"),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE,
+            grid=132, block=384, shared_bytes=225752,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+    ),
+    scratch_bytes=737280,
+)
+
+INPUT_GRAD_FLOAT_IEEE = tuple(
+    dict(
+        Scalar="float", parts=2, low_products=False, compensated=True, transposed=True,
+        groups=1, group_in=64, group_out=32, in_height=508, in_width=496, out_height=512,
+        out_width=512, kernel_height=5, kernel_width=9, stride_height=1, stride_width=1,
+        dilation_height=2, dilation_width=3, padding_top=6, padding_left=20,
+        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+        raw_slots=1, vector_stores=False, bulk_stores=True, channel_groups=1, stack=2,
+        pixels=128, tile_rows=1, tile_columns=128, pitch=152, lead=0, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
+        weight_stages=2, resident=False, pass_pixels=32, buffers=1, batch=3, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=230104,
+    ).items()
+)
+TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
+    launches=(
+        Launch(
+            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_IEEE,
+            grid=432, block=256, shared_bytes=0,
+            arguments=("weight", "scratch"),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE,
+            grid=132, block=384, shared_bytes=230104,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+    ),
+    scratch_bytes=1769472,
+)
+
+WEIGHT_GRAD_FLOAT_IEEE = tuple(
+    dict(
+        Scalar="float", parts=2, groups=1, group_in=32, group_out=64, in_height=512,
+        in_width=512, out_height=508, out_width=496, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
+        padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, in_channels_last=False, grad_channels_last=False,
+        vector_input=True, grad_vector=4, lead=0, channel_groups=1, kernel_rows=5,
+        product_taps=9, product_octets=1, segments=2, phase_images=4, phase_strips=1, steps=254,
+        stage_columns=16, strip_stages=2, strip_weight=574, last_strip_weight=332,
+        input_stages=6, grad_stages=3, flush_steps=16, batch=1, producer_registers=72,
+        consumer_registers=216, shared_bytes=221712,
+    ).items()
+)
+TUNED["weight_grad", EXPORTED, "float", "ieee"] = Plan(
+    launches=(
+        Launch(
+            "hopper/weight_grad.cuh", "weight_grad", WEIGHT_GRAD_FLOAT_IEEE,
+            grid=130, block=384, shared_bytes=221712,
+            arguments=("grad_output", "input", "scratch", 0, 5, 26, 8),
+        ),
+        Launch(
+            "hopper/weight_grad.cuh", "reduce", WEIGHT_GRAD_FLOAT_IEEE,
+            grid=90, block=256, shared_bytes=0,
+            arguments=("scratch", "output", 0, 5, 26),
+        ),
+    ),
+    scratch_bytes=9584640,
+)
+
+
+# === PyTorch's side ===============================================================================
+
+SCALARS = {
+    torch.float32: ("float", 4),
+    torch.float16: ("fastconv::float16", 2),
+    torch.bfloat16: ("fastconv::bfloat16", 2),
+}
+
+Constants = tuple[tuple[str, Constant], ...]
+Kernel = tuple[str, Constants, str]  # source, constants, entry
+
+
+# --- Compiling -----------------------------------------------------------------------------------
+
+
+def with_headers(source: str, seen: set[str]) -> str:
+    """A device source, each header it includes in its place, once."""
+    lines = []
+    for line in SOURCES[source].splitlines():
+        include = re.match(r'#include "(.*)"', line)
+        if include is None:
+            lines.append(line)
+        elif include[1] not in seen:
+            seen.add(include[1])
+            lines.append(with_headers(include[1], seen))
+    return "\n".join(lines)
+
+
+def member(name: str, value: Constant) -> str:
+    """A constant as a member of the struct that device code reads it from."""
+    if isinstance(value, bool):
+        return f"  static constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, int):
+        return f"  static constexpr int {name} = {value};"
+    return f"  using {name} = {value};"
+
+
+def device_code(kernels: tuple[Kernel, ...]) -> str:
+    """The kernels, each with its constants in a namespace of its own: kernels_0, kernels_1, ..."""
+    code = []
+    for number, (source, constants) in enumerate(configurations(kernels)):
+        seen = {"include/scalar.cuh"}
+        types = with_headers("include/scalar.cuh", seen)
+        members = "\n".join(member(name, value) for name, value in constants)
+        text = with_headers(source, seen)
+        if source.startswith("hopper/"):
+            # Some versions of PyTorch compile for sm_90 as well, which lacks the instructions.
+            condition = "!defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)"
+            text = f"#if {condition}\n{text}\n#endif"
+        code.append(
+            f"namespace kernels_{number} {{\n{types}\n"
+            f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
+        )
+    return "\n".join(code)
+
+
+def host_code(kernels: tuple[Kernel, ...]) -> str:
+    """The function that starts kernel number so-and-so."""
+    spaces = configurations(kernels)
+    cases = [
+        f'    case {number}: return start("{entry}", '
+        f"kernels_{spaces.index((source, constants))}::{entry}, sizes, arguments, stream);"
+        for number, (source, constants, entry) in enumerate(kernels)
+    ]
+    return "\n".join((
+        "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
+        LAUNCHER,
+        "void launch(int kernel, const Numbers& sizes, const Numbers& arguments, int64_t stream) {",
+        "  switch (kernel) {",
+        *cases,
+        "  }",
+        '  throw std::invalid_argument("no kernel " + std::to_string(kernel));',
+        "}",
+        "#endif",
+    ))  # fmt: skip
+
+
+def configurations(kernels: tuple[Kernel, ...]) -> list[tuple[str, Constants]]:
+    """Sources with constants; kernels may share one."""
+    return list(dict.fromkeys((source, constants) for source, constants, _ in kernels))
+
+
+@functools.cache
+def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
+    """A module that launches the kernels, compiled for this GPU unless PyTorch has kept it."""
+    check_compiler()
+    code = device_code(kernels) + "\n" + host_code(kernels)
+    number = architecture[len("sm_") :]
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    options = {}
+    if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
+        options["no_implicit_headers"] = True  # PyTorch's own take ten times as long to compile
+    digest = hashlib.sha256(repr((code, BINDINGS, flags, torch.__version__)).encode()).hexdigest()
+    return cpp_extension.load_inline(
+        name=f"convolution_{digest[:16]}",
+        cpp_sources=[BINDINGS],
+        cuda_sources=[code],
+        extra_cuda_cflags=flags,
+        with_cuda=True,
+        **options,
+    )
+
+
+def check_compiler() -> None:
+    home = cpp_extension.CUDA_HOME
+    if home is None or shutil.which("nvcc", path=os.path.join(home, "bin")) is None:
+        raise RuntimeError(
+            "nvcc is needed to compile this convolution's kernels, but none was found"
+            + ("" if home is None else f" in {home}/bin")
+            + f": install the CUDA toolkit, version {torch.version.cuda}, and set the environment "
+            "variable CUDA_HOME to its folder"
+        )
+
+
+# --- Planning and launching ----------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """Plans, and the module that has all of their kernels, by number."""
+
+    plans: dict[str, Plan]
+    module: Any
+    kernels: tuple[Kernel, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    passes: tuple[str, ...], geometry: Geometry, operands: Operands, precision: str, device: int
+) -> Ready:
+    """Plans and compiles: once, for the convolution, or for its gradients together."""
+    architecture = gpu_architecture(device)
+    plans = {
+        which: plan_of(which, geometry, operands, precision, architecture, processors(device))
+        for which in passes
+    }
+    launches = (launch for plan in plans.values() for launch in plan.launches)
+    kernels = tuple(dict.fromkeys(kernel_of(launch) for launch in launches))
+    return Ready(plans, build(kernels, architecture), kernels)
+
+
+def plan_of(
+    which: str,
+    geometry: Geometry,
+    operands: Operands,
+    precision: str,
+    architecture: str,
+    processor_count: int,
+) -> Plan:
+    """The exported plan where it applies, else the portable kernels'."""
+    if architecture == "sm_90a" and operands.aligned and not operands.channels_last:
+        tuned = TUNED.get((which, geometry, operands.scalar, precision))
+        if tuned is not None:
+            return tuned
+    return portable_plan(which, geometry, operands, processor_count)
+
+
+def kernel_of(launch: Launch) -> Kernel:
+    return launch.source, launch.constants, launch.entry
+
+
+def gpu_architecture(device: int) -> str:
+    if torch.version.cuda is None:
+        raise RuntimeError("this convolution's kernels need an NVIDIA GPU and PyTorch for CUDA")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 7:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but "
+            "this convolution's kernels need 7.0 or newer"
+        )
+    # Hopper's tensor cores are sm_90a's, which compilers know since CUDA 12.
+    tensor_cores = (major, minor) == (9, 0) and int(torch.version.cuda.split(".")[0]) >= 12
+    return f"sm_{major}{minor}{'a' if tensor_cores else ''}"
+
+
+def processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
+    """Launches a plan on the current stream of the tensors' device; waits for nothing."""
+    plan, device = ready.plans[which], tensors["output"].device
+    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    addresses["scratch"] = scratch.data_ptr()
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        for launch in plan.launches:
+            ready.module.launch(
+                ready.kernels.index(kernel_of(launch)),
+                [launch.grid, launch.block, launch.shared_bytes],
+                [addresses.get(a, 0) if isinstance(a, str) else a for a in launch.arguments],
+                stream,
+            )
+
+
+def float32_precision() -> str:
+    """What PyTorch is set to use for float32 convolutions, now: "tf32" or "ieee"."""
+    conv = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9
+    if conv is not None:
+        return "tf32" if conv.fp32_precision == "tf32" else "ieee"
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+# --- The convolution -----------------------------------------------------------------------------
+
+
+class Convolution(torch.autograd.Function):
+    """The convolution and its gradients; ``geometry`` is that of these tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+    ) -> Tensor:
+        channels_last = is_channels_last(input) or is_channels_last(weight)
+        ctx.format = torch.channels_last if channels_last else torch.contiguous_format
+        ctx.geometry = geometry
+        input, weight = input.contiguous(memory_format=ctx.format), weight.contiguous()
+        ctx.save_for_backward(input, weight)
+        output = torch.empty(
+            geometry.output, dtype=input.dtype, device=input.device, memory_format=ctx.format
+        )
+        tensors = {"input": input, "weight": weight, "output": output}
+        if bias is not None:
+            tensors["bias"] = bias.contiguous()
+        compute(ctx, {"forward": tensors})
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        grad_output = grad_output.contiguous(memory_format=ctx.format)
+        work, outputs = {}, {}
+        if ctx.needs_input_grad[0]:
+            outputs["input_grad"] = torch.empty_like(input, memory_format=ctx.format)
+            work["input_grad"] = {"input": grad_output, "weight": weight}
+        if ctx.needs_input_grad[1]:
+            outputs["weight_grad"] = torch.empty_like(weight)
+            work["weight_grad"] = {"grad_output": grad_output, "input": input}
+        if ctx.needs_input_grad[2]:
+            outputs["bias_grad"] = weight.new_empty(weight.shape[0])
+            work["bias_grad"] = {"grad_output": grad_output}
+        for which, output in outputs.items():
+            work[which]["output"] = output
+        compute(ctx, work)
+        wanted = ("input_grad", "weight_grad", "bias_grad")
+        return (*(outputs.get(which) for which in wanted), None)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
+    """Does some work, each kind on its tensors by name; their kernels are compiled together."""
+    if ctx.geometry.input[0] == 0:
+        for tensors in work.values():  # no images: no products to add up
+            tensors["output"].zero_()
+        return
+    everything = [tensor for tensors in work.values() for tensor in tensors.values()]
+    if not everything:
+        return
+    dtype, device = everything[0].dtype, everything[0].device
+    operands = Operands(
+        *SCALARS[dtype],
+        channels_last=ctx.format == torch.channels_last,
+        aligned=all(tensor.data_ptr() % 16 == 0 for tensor in everything),
+    )
+    precision = float32_precision() if dtype == torch.float32 else "ieee"
+    ready = prepared(tuple(work), ctx.geometry, operands, precision, device.index)
+    for which, tensors in work.items():
+        run(ready, which, tensors)
+
+
+class Conv2d(nn.Module):
+    """A 2-D convolution: the arguments, parameters and initial values of PyTorch's."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        least = min(in_channels, out_channels, groups)
+        if least < 1 or in_channels % groups != 0 or out_channels % groups != 0:
+            raise ValueError(
+                "channels and groups should be at least 1, and groups divide channels, but got "
+                f"in_channels={in_channels}, out_channels={out_channels}, groups={groups}"
+            )
+        if padding_mode != "zeros":
+            raise ValueError(f"padding_mode should be 'zeros', but got {padding_mode!r}")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = pair("kernel_size", kernel_size, least=1)
+        self.stride = pair("stride", stride, least=1)
+        self.padding = pair("padding", padding, least=0)
+        self.dilation = pair("dilation", dilation, least=1)
+        shape = (out_channels, in_channels // groups, *self.kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters as PyTorch does, in its order: the same under the same seed."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        geometry = Geometry(
+            tuple(x.shape),
+            tuple(self.weight.shape),
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+        if min(geometry.output[2:]) < 1:
+            raise ValueError(
+                f"the kernel is larger than the padded input: input of shape {geometry.input}, "
+                f"kernel_size={self.kernel_size}, padding={self.padding}, "
+                f"dilation={self.dilation}"
+            )
+        return Convolution.apply(x, self.weight, self.bias, geometry)
+
+    def check(self, x: Tensor) -> None:
+        """Raises an error that says what is wrong with an input, if something is."""
+        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+            raise ValueError(
+                f"expected input of shape (batch, {self.in_channels}, height, width), but got "
+                f"{tuple(x.shape)}"
+            )
+        if x.dtype not in SCALARS:
+            names = ", ".join(str(dtype) for dtype in SCALARS)
+            raise TypeError(f"expected input of dtype {names}, but got {x.dtype}")
+        if x.dtype != self.weight.dtype:
+            raise TypeError(
+                f"input and weight should have the same dtype, but got {x.dtype} and "
+                f"{self.weight.dtype}"
+            )
+        check_device(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+            f"groups={self.groups}, bias={self.bias is not None}"
+        )
+
+
+def check_device(x: Tensor, weight: Tensor) -> None:
+    if not x.is_cuda or x.device != weight.device:
+        raise ValueError(
+            "input and weight should be on the same CUDA device, but are on "
+            f"{x.device} and {weight.device}: move them there with .cuda()"
+        )
+
+
+def pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
+    """Two numbers, from one or two."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(values) != 2 or not all(isinstance(v, int) and v >= least for v in values):
+        raise ValueError(f"{name} should be an int, or two, of at least {least}, but got {value!r}")
+    return values
+
+
+# === The model ====================================================================================
+
+
+class ModelNew(nn.Module):
+    """A model of one convolution, by default the one that this file is tuned for."""
+
+    def __init__(
+        self,
+        in_channels=32,
+        out_channels=64,
+        kernel_size=(5, 9),
+        stride=1,
+        padding=(2, 4),
+        dilation=(2, 3),
+        groups=1,
+        bias=False,
+    ):
+        super().__init__()
+        self.conv2d = Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias
+        )
+
+    def forward(self, x):
+        return self.conv2d(x)
+
+
+# === Self-check: this alone uses PyTorch's convolution ============================================
+
+TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}  # of the norm; TF32 has 10 bits
+
+
+def pytorch_twin(module: nn.Module) -> nn.Module:
+    """The module with PyTorch's convolutions in place of ours, and the same parameters."""
+    if isinstance(module, Conv2d):
+        layer = nn.Conv2d(
+            module.in_channels, module.out_channels, module.kernel_size, module.stride,
+            module.padding, module.dilation, module.groups, module.bias is not None,
+        )  # fmt: skip
+        layer.load_state_dict(module.state_dict())
+        return layer.to(module.weight)
+    twin = copy.deepcopy(module)
+    for name, child in module.named_children():
+        setattr(twin, name, pytorch_twin(child))
+    return twin
+
+
+def results(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """The output, and the gradients of a weighted sum of it."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    model.zero_grad()
+    y = model(*inputs)
+    y.backward(torch.linspace(-1, 1, y.shape[-1], device=y.device).expand(y.shape))
+    found = {"output": y.detach()}
+    found.update((f"gradient of input {i}", x.grad) for i, x in enumerate(inputs))
+    found.update((f"gradient of {name}", p.grad) for name, p in model.named_parameters())
+    return found
+
+
+def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
+    """The median time of a step on the GPU, after three that warm up."""
+    times = []
+    for _ in range(3 + repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
+    """Prints errors and speed-up of a model on inputs of these shapes, in both precisions.
+
+    Raises an AssertionError where it differs from PyTorch by more than rounding does.
+    """
+    model = model.cuda()
+    twin = pytorch_twin(model)
+    inputs = [torch.randn(shape, device="cuda") for shape in shapes]
+    torch.backends.cudnn.benchmark = True  # PyTorch at its best
+    for precision, tolerance in TOLERANCE.items():
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        ours, theirs = results(model, inputs), results(twin, inputs)
+        for name, expected in theirs.items():
+            error = (torch.norm(ours[name] - expected) / torch.norm(expected)).item()
+            print(f"{precision}  {name} differs by {error:.1e} of its norm")
+            assert error < tolerance, f"{name} differs by {error:.1e}, more than {tolerance}"
+        del ours, theirs
+        with torch.no_grad():
+            report(precision, "forward", model, twin, lambda m: m(*inputs))
+        report(precision, "forward and backward", model, twin, lambda m: results(m, inputs))
+
+
+def report(
+    precision: str,
+    what: str,
+    model: nn.Module,
+    twin: nn.Module,
+    step: Callable[[nn.Module], object],
+) -> None:
+    ours, theirs = (milliseconds(functools.partial(step, m)) for m in (model, twin))
+    speed_up = theirs / ours
+    print(f"{precision}  {what}: {ours:.2f} ms, PyTorch {theirs:.2f} ms, speed-up {speed_up:.2f}")
+
+
+if __name__ == "__main__":
+    self_check(ModelNew(), (8, 32, 512, 512))

@@ -1,0 +1,172 @@
+"""Puts an exported file together from its parts."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import fastconv
+from fastconv.exporter import plans
+from fastconv.exporter.subject import Subject
+from fastconv.kernels.family import FOLDER, Plan
+
+PARTS = Path(__file__).parent / "parts"
+PORTABLE = ("direct/correlate.cuh", "direct/weight_grad.cuh", "direct/bias_grad.cuh")
+
+_ABOUT = '''\
+"""{title}
+
+{convolutions} in one file, with CUDA kernels for the result and for all gradients.
+
+    from model import ModelNew      # this file as model.py
+    model = {example}.cuda()
+
+    python model.py                 # compares with PyTorch: results, and speed
+
+{requirements}
+
+{tuning}
+
+{arithmetic}
+
+{contents}
+
+Written by fastconv {version}: {command}
+SPDX-License-Identifier: Apache-2.0
+"""
+'''
+_REQUIREMENTS = """
+Needs PyTorch 2.0.1 or newer on Python 3.10 or newer, an NVIDIA GPU of compute capability 7.0 or
+newer, and nvcc (CUDA 11.8 or newer). Kernels are compiled when first used, for each geometry, and
+kept in PyTorch's cache of extensions."""
+_TUNING = """
+Tuned for {what}, in {dtypes}, on Hopper GPUs{how}. Everything else is computed by portable kernels:
+other sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, other
+GPUs. No convolution of PyTorch is used, and nothing is fallen back to: what goes wrong raises an
+error."""
+_ARITHMETIC = """
+float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; the portable kernels
+compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
+again."""
+_CONTENTS = """
+In this file: device code, where each kernel begins with its idea; host code; plans, which say with
+which constants and how many blocks a kernel runs; PyTorch's side of it; ModelNew; a self-check."""
+
+
+def compose(subject: Subject, dtypes: Sequence[str]) -> str:
+    """The whole text."""
+    tuned, made = plans.text(subject.problems, dtypes)
+    sources = list(dict.fromkeys([*plans.sources(made), *PORTABLE]))
+    call = ", ".join([subject.example, *map(repr, subject.input_shapes)])
+    sections = {
+        "Device code": _device_code(sources),
+        "Host code": _host_code(),
+        "Plans for the portable kernels: any geometry": _body("portable"),
+        "Plans that fastconv made for what was exported, on an H200 (sm_90a)": tuned,
+        "PyTorch's side": _body("runtime"),
+        "The model": "\n" + subject.model,
+        "Self-check: this alone uses PyTorch's convolution": _body("self_check"),
+    }
+    return (
+        _about(subject, dtypes, made)
+        + "\n"
+        + _imports(subject.imports)
+        + "".join(f"\n\n{_heading(title)}\n{text}" for title, text in sections.items())
+        + f'\n\nif __name__ == "__main__":\n    self_check({call})\n'
+    )
+
+
+def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str:
+    one = len(subject.problems) == 1
+    tensor_cores = any(plan.family == "hopper" for plan in made)
+    tuning = _TUNING.format(
+        what="these sizes" if one else "these convolutions",
+        dtypes=" and ".join(dtypes),
+        how="' tensor cores" if tensor_cores else "",
+    )
+    paragraphs = {"requirements": _REQUIREMENTS, "tuning": tuning,
+                  "arithmetic": _ARITHMETIC, "contents": _CONTENTS}  # fmt: skip
+    return _ABOUT.format(
+        title=f"{subject.title}.",
+        convolutions="A convolution" if one else "Convolutions",
+        example=subject.example,
+        version=fastconv.__version__,
+        command=subject.command,
+        **{name: textwrap.fill(text.strip(), 100) for name, text in paragraphs.items()},
+    )
+
+
+def _heading(title: str) -> str:
+    return f"# === {title} {'=' * (100 - len(title) - 7)}\n"
+
+
+def _device_code(kernels: Sequence[str]) -> str:
+    """SOURCES: the kernels, and after them the headers that they include."""
+    headers = {name: None for kernel in kernels for name in _headers(kernel)}
+    parts = ["SOURCES = {}"]
+    parts += [f'SOURCES["{name}"] = r"""\n{_device_text(name)}"""' for name in (*kernels, *headers)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _headers(source: str) -> list[str]:
+    """What a device source includes, directly or not, each after those that include it."""
+    text = (FOLDER / source).read_text(encoding="utf-8")
+    direct = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
+    found = [*direct, *(name for header in direct for name in _headers(header))]
+    return list(dict.fromkeys(reversed(found)))[::-1]
+
+
+def _device_text(name: str) -> str:
+    """A device source as files hold it: kernels are in namespaces there, so not extern "C"."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    return text.replace("#pragma once\n", "").replace('extern "C" __global__', "__global__")
+
+
+def _host_code() -> str:
+    launcher, bindings = (
+        (PARTS / name).read_text(encoding="utf-8") for name in ("launcher.cuh", "bindings.cc")
+    )
+    return f'LAUNCHER = r"""\n{launcher}"""\n\nBINDINGS = r"""\n{bindings}"""\n'
+
+
+def _body(part: str) -> str:
+    """A part's text without its docstring and imports."""
+    text = _part(part)
+    first = next(node for node in ast.parse(text).body if not _is_head(node))
+    lines = text.splitlines()
+    start = first.lineno - 1
+    while lines[start - 1].startswith(("#", "@")):  # what belongs to it
+        start -= 1
+    body = "\n".join(lines[start:]) + "\n"
+    return "\n\n" + body if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else body
+
+
+def _part(name: str) -> str:
+    return (PARTS / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _is_head(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+
+
+def _imports(others: Iterable[str]) -> str:
+    """All import statements of the parts and the model: the standard library's, then torch's."""
+    plain: set[str] = set()
+    members: dict[str, set[str]] = {}  # of modules
+    for text in (*map(_part, ("portable", "runtime", "self_check")), *others):
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import):
+                plain.add(ast.unparse(node))
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                members.setdefault(node.module, set()).update(map(ast.unparse, node.names))
+    lines = sorted(plain) + [
+        f"from {module} import {', '.join(sorted(names))}"
+        for module, names in sorted(members.items())
+        if not module.startswith("fastconv")
+    ]
+    ours = [line for line in lines if line.split()[1].split(".")[0] == "torch"]
+    return "\n".join([*(line for line in lines if line not in ours), "", *ours]) + "\n"

@@ -1,0 +1,401 @@
+"""Compiles and launches the kernels, and makes a convolution of them that autograd knows."""
+
+import functools
+import hashlib
+import inspect
+import math
+import os
+import re
+import shutil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import cpp_extension
+
+from fastconv.exporter.parts.contents import BINDINGS, LAUNCHER, SOURCES, TUNED
+from fastconv.exporter.parts.portable import (
+    Constant,
+    Geometry,
+    Launch,
+    Operands,
+    Plan,
+    portable_plan,
+)
+
+SCALARS = {
+    torch.float32: ("float", 4),
+    torch.float16: ("fastconv::float16", 2),
+    torch.bfloat16: ("fastconv::bfloat16", 2),
+}
+
+Constants = tuple[tuple[str, Constant], ...]
+Kernel = tuple[str, Constants, str]  # source, constants, entry
+
+
+# --- Compiling -----------------------------------------------------------------------------------
+
+
+def with_headers(source: str, seen: set[str]) -> str:
+    """A device source, each header it includes in its place, once."""
+    lines = []
+    for line in SOURCES[source].splitlines():
+        include = re.match(r'#include "(.*)"', line)
+        if include is None:
+            lines.append(line)
+        elif include[1] not in seen:
+            seen.add(include[1])
+            lines.append(with_headers(include[1], seen))
+    return "\n".join(lines)
+
+
+def member(name: str, value: Constant) -> str:
+    """A constant as a member of the struct that device code reads it from."""
+    if isinstance(value, bool):
+        return f"  static constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, int):
+        return f"  static constexpr int {name} = {value};"
+    return f"  using {name} = {value};"
+
+
+def device_code(kernels: tuple[Kernel, ...]) -> str:
+    """The kernels, each with its constants in a namespace of its own: kernels_0, kernels_1, ..."""
+    code = []
+    for number, (source, constants) in enumerate(configurations(kernels)):
+        seen = {"include/scalar.cuh"}
+        types = with_headers("include/scalar.cuh", seen)
+        members = "\n".join(member(name, value) for name, value in constants)
+        text = with_headers(source, seen)
+        if source.startswith("hopper/"):
+            # Some versions of PyTorch compile for sm_90 as well, which lacks the instructions.
+            condition = "!defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)"
+            text = f"#if {condition}\n{text}\n#endif"
+        code.append(
+            f"namespace kernels_{number} {{\n{types}\n"
+            f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
+        )
+    return "\n".join(code)
+
+
+def host_code(kernels: tuple[Kernel, ...]) -> str:
+    """The function that starts kernel number so-and-so."""
+    spaces = configurations(kernels)
+    cases = [
+        f'    case {number}: return start("{entry}", '
+        f"kernels_{spaces.index((source, constants))}::{entry}, sizes, arguments, stream);"
+        for number, (source, constants, entry) in enumerate(kernels)
+    ]
+    return "\n".join((
+        "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
+        LAUNCHER,
+        "void launch(int kernel, const Numbers& sizes, const Numbers& arguments, int64_t stream) {",
+        "  switch (kernel) {",
+        *cases,
+        "  }",
+        '  throw std::invalid_argument("no kernel " + std::to_string(kernel));',
+        "}",
+        "#endif",
+    ))  # fmt: skip
+
+
+def configurations(kernels: tuple[Kernel, ...]) -> list[tuple[str, Constants]]:
+    """Sources with constants; kernels may share one."""
+    return list(dict.fromkeys((source, constants) for source, constants, _ in kernels))
+
+
+@functools.cache
+def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
+    """A module that launches the kernels, compiled for this GPU unless PyTorch has kept it."""
+    check_compiler()
+    code = device_code(kernels) + "\n" + host_code(kernels)
+    number = architecture[len("sm_") :]
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    options = {}
+    if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
+        options["no_implicit_headers"] = True  # PyTorch's own take ten times as long to compile
+    digest = hashlib.sha256(repr((code, BINDINGS, flags, torch.__version__)).encode()).hexdigest()
+    return cpp_extension.load_inline(
+        name=f"convolution_{digest[:16]}",
+        cpp_sources=[BINDINGS],
+        cuda_sources=[code],
+        extra_cuda_cflags=flags,
+        with_cuda=True,
+        **options,
+    )
+
+
+def check_compiler() -> None:
+    home = cpp_extension.CUDA_HOME
+    if home is None or shutil.which("nvcc", path=os.path.join(home, "bin")) is None:
+        raise RuntimeError(
+            "nvcc is needed to compile this convolution's kernels, but none was found"
+            + ("" if home is None else f" in {home}/bin")
+            + f": install the CUDA toolkit, version {torch.version.cuda}, and set the environment "
+            "variable CUDA_HOME to its folder"
+        )
+
+
+# --- Planning and launching ----------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """Plans, and the module that has all of their kernels, by number."""
+
+    plans: dict[str, Plan]
+    module: Any
+    kernels: tuple[Kernel, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    passes: tuple[str, ...], geometry: Geometry, operands: Operands, precision: str, device: int
+) -> Ready:
+    """Plans and compiles: once, for the convolution, or for its gradients together."""
+    architecture = gpu_architecture(device)
+    plans = {
+        which: plan_of(which, geometry, operands, precision, architecture, processors(device))
+        for which in passes
+    }
+    launches = (launch for plan in plans.values() for launch in plan.launches)
+    kernels = tuple(dict.fromkeys(kernel_of(launch) for launch in launches))
+    return Ready(plans, build(kernels, architecture), kernels)
+
+
+def plan_of(
+    which: str,
+    geometry: Geometry,
+    operands: Operands,
+    precision: str,
+    architecture: str,
+    processor_count: int,
+) -> Plan:
+    """The exported plan where it applies, else the portable kernels'."""
+    if architecture == "sm_90a" and operands.aligned and not operands.channels_last:
+        tuned = TUNED.get((which, geometry, operands.scalar, precision))
+        if tuned is not None:
+            return tuned
+    return portable_plan(which, geometry, operands, processor_count)
+
+
+def kernel_of(launch: Launch) -> Kernel:
+    return launch.source, launch.constants, launch.entry
+
+
+def gpu_architecture(device: int) -> str:
+    if torch.version.cuda is None:
+        raise RuntimeError("this convolution's kernels need an NVIDIA GPU and PyTorch for CUDA")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 7:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but "
+            "this convolution's kernels need 7.0 or newer"
+        )
+    # Hopper's tensor cores are sm_90a's, which compilers know since CUDA 12.
+    tensor_cores = (major, minor) == (9, 0) and int(torch.version.cuda.split(".")[0]) >= 12
+    return f"sm_{major}{minor}{'a' if tensor_cores else ''}"
+
+
+def processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
+    """Launches a plan on the current stream of the tensors' device; waits for nothing."""
+    plan, device = ready.plans[which], tensors["output"].device
+    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    addresses["scratch"] = scratch.data_ptr()
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        for launch in plan.launches:
+            ready.module.launch(
+                ready.kernels.index(kernel_of(launch)),
+                [launch.grid, launch.block, launch.shared_bytes],
+                [addresses.get(a, 0) if isinstance(a, str) else a for a in launch.arguments],
+                stream,
+            )
+
+
+def float32_precision() -> str:
+    """What PyTorch is set to use for float32 convolutions, now: "tf32" or "ieee"."""
+    conv = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9
+    if conv is not None:
+        return "tf32" if conv.fp32_precision == "tf32" else "ieee"
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+# --- The convolution -----------------------------------------------------------------------------
+
+
+class Convolution(torch.autograd.Function):
+    """The convolution and its gradients; ``geometry`` is that of these tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+    ) -> Tensor:
+        channels_last = is_channels_last(input) or is_channels_last(weight)
+        ctx.format = torch.channels_last if channels_last else torch.contiguous_format
+        ctx.geometry = geometry
+        input, weight = input.contiguous(memory_format=ctx.format), weight.contiguous()
+        ctx.save_for_backward(input, weight)
+        output = torch.empty(
+            geometry.output, dtype=input.dtype, device=input.device, memory_format=ctx.format
+        )
+        tensors = {"input": input, "weight": weight, "output": output}
+        if bias is not None:
+            tensors["bias"] = bias.contiguous()
+        compute(ctx, {"forward": tensors})
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        grad_output = grad_output.contiguous(memory_format=ctx.format)
+        work, outputs = {}, {}
+        if ctx.needs_input_grad[0]:
+            outputs["input_grad"] = torch.empty_like(input, memory_format=ctx.format)
+            work["input_grad"] = {"input": grad_output, "weight": weight}
+        if ctx.needs_input_grad[1]:
+            outputs["weight_grad"] = torch.empty_like(weight)
+            work["weight_grad"] = {"grad_output": grad_output, "input": input}
+        if ctx.needs_input_grad[2]:
+            outputs["bias_grad"] = weight.new_empty(weight.shape[0])
+            work["bias_grad"] = {"grad_output": grad_output}
+        for which, output in outputs.items():
+            work[which]["output"] = output
+        compute(ctx, work)
+        wanted = ("input_grad", "weight_grad", "bias_grad")
+        return (*(outputs.get(which) for which in wanted), None)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def compute(ctx: Any, work: dict[str, dict[str, Tensor]]) -> None:
+    """Does some work, each kind on its tensors by name; their kernels are compiled together."""
+    if ctx.geometry.input[0] == 0:
+        for tensors in work.values():  # no images: no products to add up
+            tensors["output"].zero_()
+        return
+    everything = [tensor for tensors in work.values() for tensor in tensors.values()]
+    if not everything:
+        return
+    dtype, device = everything[0].dtype, everything[0].device
+    operands = Operands(
+        *SCALARS[dtype],
+        channels_last=ctx.format == torch.channels_last,
+        aligned=all(tensor.data_ptr() % 16 == 0 for tensor in everything),
+    )
+    precision = float32_precision() if dtype == torch.float32 else "ieee"
+    ready = prepared(tuple(work), ctx.geometry, operands, precision, device.index)
+    for which, tensors in work.items():
+        run(ready, which, tensors)
+
+
+class Conv2d(nn.Module):
+    """A 2-D convolution: the arguments, parameters and initial values of PyTorch's."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        least = min(in_channels, out_channels, groups)
+        if least < 1 or in_channels % groups != 0 or out_channels % groups != 0:
+            raise ValueError(
+                "channels and groups should be at least 1, and groups divide channels, but got "
+                f"in_channels={in_channels}, out_channels={out_channels}, groups={groups}"
+            )
+        if padding_mode != "zeros":
+            raise ValueError(f"padding_mode should be 'zeros', but got {padding_mode!r}")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = pair("kernel_size", kernel_size, least=1)
+        self.stride = pair("stride", stride, least=1)
+        self.padding = pair("padding", padding, least=0)
+        self.dilation = pair("dilation", dilation, least=1)
+        shape = (out_channels, in_channels // groups, *self.kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters as PyTorch does, in its order: the same under the same seed."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        geometry = Geometry(
+            tuple(x.shape),
+            tuple(self.weight.shape),
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+        if min(geometry.output[2:]) < 1:
+            raise ValueError(
+                f"the kernel is larger than the padded input: input of shape {geometry.input}, "
+                f"kernel_size={self.kernel_size}, padding={self.padding}, "
+                f"dilation={self.dilation}"
+            )
+        return Convolution.apply(x, self.weight, self.bias, geometry)
+
+    def check(self, x: Tensor) -> None:
+        """Raises an error that says what is wrong with an input, if something is."""
+        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+            raise ValueError(
+                f"expected input of shape (batch, {self.in_channels}, height, width), but got "
+                f"{tuple(x.shape)}"
+            )
+        if x.dtype not in SCALARS:
+            names = ", ".join(str(dtype) for dtype in SCALARS)
+            raise TypeError(f"expected input of dtype {names}, but got {x.dtype}")
+        if x.dtype != self.weight.dtype:
+            raise TypeError(
+                f"input and weight should have the same dtype, but got {x.dtype} and "
+                f"{self.weight.dtype}"
+            )
+        check_device(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+            f"groups={self.groups}, bias={self.bias is not None}"
+        )
+
+
+def check_device(x: Tensor, weight: Tensor) -> None:
+    if not x.is_cuda or x.device != weight.device:
+        raise ValueError(
+            "input and weight should be on the same CUDA device, but are on "
+            f"{x.device} and {weight.device}: move them there with .cuda()"
+        )
+
+
+def pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
+    """Two numbers, from one or two."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(values) != 2 or not all(isinstance(v, int) and v >= least for v in values):
+        raise ValueError(f"{name} should be an int, or two, of at least {least}, but got {value!r}")
+    return values

@@ -1,0 +1,338 @@
+"""What is exported: the text of ``ModelNew``, and the convolutions that it makes."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastconv.bench.workloads import SUITES, Workload, WorkloadError, parse_shape
+from fastconv.exporter import ExportError
+from fastconv.problem import Padding, Problem
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a file is exported for.
+
+    ``example`` is an expression that constructs it, ``input_shapes`` are what it is then called
+    with; ``imports`` are statements that ``model``, the text of class ``ModelNew``, needs.
+    """
+
+    title: str
+    command: str
+    imports: tuple[str, ...]
+    model: str
+    example: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    problems: tuple[Problem, ...]
+
+
+def choose(
+    workload: str | None, shape: str | None, reference: str | Path | None, attribute: str | None
+) -> Subject:
+    """What the arguments of :func:`fastconv.export` ask for."""
+    given = [name for name, value in (("workload", workload), ("shape", shape),
+                                      ("reference", reference)) if value is not None]  # fmt: skip
+    if len(given) != 1:
+        raise ExportError(
+            "exactly one of a workload, a shape and a reference can be exported, but got "
+            + (" and ".join(given) or "none of them")
+        )
+    if attribute is not None and (not attribute.isidentifier() or keyword.iskeyword(attribute)):
+        raise ExportError(f"attribute should be a name, or None, but got {attribute!r}")
+    if reference is not None:
+        return _from_reference(Path(reference))
+    if workload is not None:
+        return _from_workload(_named(workload), f"--workload {workload}", attribute)
+    assert shape is not None
+    try:
+        return _from_workload(parse_shape(shape), f'--shape "{shape}"', attribute)
+    except WorkloadError as error:
+        raise ExportError(str(error)) from error
+
+
+# --- A workload ----------------------------------------------------------------------------------
+
+
+def _named(name: str) -> Workload:
+    known = {workload.name: workload for suite in SUITES.values() for workload in suite}
+    if name not in known:
+        raise ExportError(f"no workload {name!r}: it should be one of {', '.join(known)}")
+    return known[name]
+
+
+def _from_workload(workload: Workload, option: str, attribute: str | None) -> Subject:
+    problem = workload.problem
+    top, bottom, left, right = problem.padding
+    if (top, left) != (bottom, right):
+        raise ExportError(
+            f"nn.Conv2d pads both sides alike, but got padding={tuple(problem.padding)} "
+            "(top, bottom, left, right)"
+        )
+    defaults = {
+        "in_channels": problem.in_channels,
+        "out_channels": problem.out_channels,
+        "kernel_size": _short(problem.kernel_size),
+        "stride": _short(problem.stride),
+        "padding": _short((top, left)),
+        "dilation": _short(problem.dilation),
+        "groups": problem.groups,
+        "bias": False,
+    }
+    if attribute is None:
+        option += " --bare"
+    elif attribute != "conv2d":
+        option += f" --attribute {attribute}"
+    return Subject(
+        title=workload.name if workload.name == workload.shape else
+        f"{workload.name}, {workload.about}: {workload.shape}",
+        command=f"fastconv export {option}",
+        imports=(),
+        model=_model(defaults, attribute),
+        example="ModelNew()",
+        input_shapes=(problem.input_shape,),
+        problems=(problem,),
+    )  # fmt: skip
+
+
+def _short(pair: tuple[int, int]) -> int | tuple[int, int]:
+    return pair[0] if pair[0] == pair[1] else pair
+
+
+def _model(defaults: dict[str, Any], attribute: str | None) -> str:
+    parameters = "".join(f"        {name}={value!r},\n" for name, value in defaults.items())
+    names = ", ".join(defaults)
+    if attribute is None:
+        return (
+            "class ModelNew(Conv2d):\n"
+            '    """The convolution itself, by default the one that this file is tuned for."""\n'
+            "\n"
+            f"    def __init__(\n        self,\n{parameters}    ):\n"
+            f"        super().__init__(\n            {names}\n        )\n"
+        )
+    return (
+        "class ModelNew(nn.Module):\n"
+        '    """A model of one convolution, by default the one that this file is tuned for."""\n'
+        "\n"
+        f"    def __init__(\n        self,\n{parameters}    ):\n"
+        "        super().__init__()\n"
+        f"        self.{attribute} = Conv2d(\n            {names}\n        )\n"
+        "\n"
+        "    def forward(self, x):\n"
+        f"        return self.{attribute}(x)\n"
+    )
+
+
+# --- A reference ---------------------------------------------------------------------------------
+
+
+def _from_reference(path: Path) -> Subject:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, SyntaxError) as error:
+        raise ExportError(f"cannot read {path}: {error}") from error
+    with _running(path):
+        names = runpy.run_path(str(path))
+    for name in ("Model", "get_init_inputs", "get_inputs"):
+        if name not in names:
+            raise ExportError(f"{path} should define {name}, a reference's, but does not")
+    model = next(
+        (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"),
+        None,
+    )
+    if model is None:
+        raise ExportError(f"{path} should define its class Model itself")
+    imports = _imports(tree, model, names, path)
+    with _running(path):
+        arguments = names["get_init_inputs"]()
+        problems, input_shapes = _convolutions(names, arguments, path)
+    literals = ", ".join(_literal(argument, path) for argument in arguments)
+    return Subject(
+        title=f"The model of {path.name}",
+        command=f"fastconv export --reference {path.name}",
+        imports=imports,
+        model=_rewritten(text, model, names, path),
+        example=f"ModelNew({literals})",
+        input_shapes=input_shapes,
+        problems=problems,
+    )
+
+
+@contextmanager
+def _running(path: Path) -> Iterator[None]:
+    """While the reference's own code runs, which may raise anything."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{path} cannot be run: {error}") from error
+
+
+def _literal(argument: Any, path: Path) -> str:
+    try:
+        ast.literal_eval(repr(argument))
+    except (ValueError, SyntaxError):
+        raise ExportError(
+            f"{path}: arguments of Model should be numbers, strings and tuples or lists of them, "
+            f"but got {argument!r}"
+        ) from None
+    return repr(argument)
+
+
+def _rewritten(text: str, model: ast.ClassDef, names: dict[str, Any], path: Path) -> str:
+    """The class's text, as ModelNew, with our convolutions."""
+    changes: list[tuple[ast.expr, str]] = []
+    for node in _references(model):
+        value = _value(node, names)
+        if value is nn.Conv2d:
+            changes.append((node, "Conv2d"))
+        elif value is names["Model"]:
+            changes.append((node, "ModelNew"))
+    if not any(replacement == "Conv2d" for _, replacement in changes):
+        raise ExportError(f"Model of {path} constructs no nn.Conv2d: there is nothing to replace")
+    lines = [line.encode() for line in text.splitlines()]
+    # From the last to the first, so that columns stay what they are.
+    for place, replacement in sorted(changes, key=lambda c: (c[0].lineno, -c[0].col_offset)):
+        assert place.lineno == place.end_lineno, "a dotted name is on one line"
+        line = lines[place.lineno - 1]
+        lines[place.lineno - 1] = (
+            line[: place.col_offset] + replacement.encode() + line[place.end_col_offset :]
+        )
+    rewritten = [line.decode().rstrip() for line in lines[model.lineno - 1 : model.end_lineno]]
+    rewritten[0] = rewritten[0].replace("class Model", "class ModelNew", 1)
+    return "\n".join(rewritten) + "\n"
+
+
+Dotted = ast.Name | ast.Attribute
+
+
+def _references(model: ast.ClassDef) -> Iterator[Dotted]:
+    """Names and dotted names that the class reads, the longest of each."""
+    nodes: list[ast.AST] = [model]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Dotted) and _root(node) is not None:
+            if isinstance(node.ctx, ast.Load):
+                yield node
+        else:
+            nodes += ast.iter_child_nodes(node)
+
+
+def _root(node: ast.expr) -> str | None:
+    """The first name of a dotted one; None if it is something else, a call's attribute say."""
+    if isinstance(node, ast.Attribute):
+        return _root(node.value)
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+    """What a dotted name stands for at the top of the reference; None if it is no name there."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, names), node.attr, None)
+    return names.get(node.id) if isinstance(node, ast.Name) else None
+
+
+# What exported files import anyway, in the forms that references write it.
+_PROVIDED = {"import torch", "import torch.nn as nn", "from torch import nn"}
+
+
+def _imports(
+    tree: ast.Module, model: ast.ClassDef, names: dict[str, Any], path: Path
+) -> tuple[str, ...]:
+    """The reference's import statements that the class needs; all else it must bring itself."""
+    imported = dict(_bindings(tree))
+    own = {argument.arg for argument in ast.walk(model) if isinstance(argument, ast.arg)}
+    own |= {
+        node.id
+        for node in ast.walk(model)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
+    needed: dict[str, None] = {}
+    for node in _references(model):
+        name = _root(node)
+        assert name is not None
+        if name in own or name == "Model" or _value(node, names) is nn.Conv2d:
+            continue
+        if name not in imported:
+            if hasattr(builtins, name):
+                continue
+            raise ExportError(
+                f"Model of {path} uses {name}, which is neither imported nor its own: "
+                "an exported file has the class alone"
+            )
+        module, statement = imported[name]
+        if module not in {"torch", *sys.stdlib_module_names}:
+            raise ExportError(
+                f"Model of {path} uses {name} ({statement}), but an exported file imports only "
+                "torch and the standard library"
+            )
+        if statement not in _PROVIDED:
+            needed[statement] = None
+    return tuple(needed)
+
+
+def _bindings(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Names that the file imports: from which top-level module, and by which statement."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                yield alias.asname or top, (top, ast.unparse(ast.Import([alias])))
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                top = (node.module or "").partition(".")[0] if node.level == 0 else "."
+                statement = ast.unparse(ast.ImportFrom(node.module, [alias], node.level))
+                yield alias.asname or alias.name, (top, statement)
+
+
+def _convolutions(
+    names: dict[str, Any], arguments: list[Any], path: Path
+) -> tuple[tuple[Problem, ...], tuple[tuple[int, ...], ...]]:
+    """The convolutions that the model makes of its inputs, and the inputs' shapes.
+
+    All of it on the meta device: nothing is allocated or computed.
+    """
+    problems: dict[Problem, None] = {}
+
+    def record(module: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
+        problems[_problem(module, tuple(inputs[0].shape), path)] = None
+
+    with torch.device("meta"), torch.no_grad():
+        model, inputs = names["Model"](*arguments), names["get_inputs"]()
+        for module in model.modules():
+            if type(module) is nn.Conv2d:
+                module.register_forward_pre_hook(record)
+        if not all(isinstance(input, Tensor) for input in inputs):
+            raise ExportError(f"{path}: all that get_inputs returns should be tensors")
+        model(*inputs)
+    return tuple(problems), tuple(tuple(input.shape) for input in inputs)
+
+
+def _problem(module: nn.Conv2d, input_shape: tuple[int, ...], path: Path) -> Problem:
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+        raise ExportError(
+            f"{path}: padding should be numbers of zeros, but got {module.padding!r} in mode "
+            f"{module.padding_mode!r}"
+        )
+    rows, columns = module.padding
+    return Problem.of(
+        input_shape,
+        tuple(module.weight.shape),
+        module.stride,
+        Padding(rows, rows, columns, columns),
+        module.dilation,
+        module.groups,
+    )

@@ -1,0 +1,55 @@
+// Bias gradient on plain CUDA cores: the sum of the output's gradient over images and pixels.
+//
+// Each channel's values are shared out among `splits` blocks. A thread adds up every kThreads-th
+// value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
+// the blocks' sums in order: no atomics, the same bits every time. Exported files use this; the
+// package itself leaves that sum to PyTorch.
+#pragma once
+#include "include/scalar.cuh"
+
+namespace fastconv {
+namespace bias_grad {
+
+using C = Config;
+using Scalar = C::Scalar;
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ long long offset(long long image, int channel, int pixel) {
+  if (C::channels_last) return (image * C::pixels + pixel) * C::channels + channel;
+  return (image * C::channels + channel) * C::pixels + pixel;
+}
+
+}  // namespace bias_grad
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
+    bias_grad(const Config::Scalar* __restrict__ grad_output, float* __restrict__ partial,
+              int splits, int batch) {
+  using namespace fastconv::bias_grad;
+  const int channel = blockIdx.x % C::channels, split = blockIdx.x / C::channels;
+  const long long count = 1ll * batch * C::pixels;
+  const long long end = count * (split + 1) / splits;
+  float sum = 0;
+  for (long long i = count * split / splits + threadIdx.x; i < end; i += kThreads) {
+    sum += fastconv::widen(
+        grad_output[offset(i / C::pixels, channel, static_cast<int>(i % C::pixels))]);
+  }
+  float* sums = reinterpret_cast<float*>(fastconv::shared_memory());
+  sums[threadIdx.x] = sum;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) partial[channel * splits + split] = sums[0];
+}
+
+extern "C" __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
+    bias_reduce(const float* __restrict__ partial, Config::Scalar* __restrict__ grad, int splits) {
+  using namespace fastconv::bias_grad;
+  const int channel = blockIdx.x * kThreads + threadIdx.x;
+  if (channel >= C::channels) return;
+  float sum = 0;
+  for (int split = 0; split < splits; ++split) sum += partial[channel * splits + split];
+  grad[channel] = fastconv::narrow<Scalar>(sum);
+}

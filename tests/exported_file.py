@@ -1,0 +1,220 @@
+"""Checks the Python half of an exported file, with PyTorch's CPU convolution in place of kernels.
+
+Needs nothing but torch, so that it also runs under the oldest version that exported files support:
+
+    python tests/exported_file.py examples/*.py
+"""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+
+def load(path):
+    """The exported file as a module, fresh."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_cpu(module, architecture="sm_80"):
+    """Has the module compute on the CPU: plans are made, but nothing is compiled or launched."""
+    ran = []
+
+    def run(ready, which, tensors):
+        geometry = geometries[id(ready)]  # kept alive by the cache of prepared
+        ran.append((which, ready.plans[which]))
+        how = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+        if which == "forward":
+            result = nn.functional.conv2d(
+                tensors["input"], tensors["weight"], tensors.get("bias"), *how
+            )
+        elif which == "input_grad":
+            result = conv2d_input(geometry.input, tensors["weight"], tensors["input"], *how)
+        elif which == "weight_grad":
+            result = conv2d_weight(tensors["input"], geometry.weight, tensors["grad_output"], *how)
+        else:
+            result = tensors["grad_output"].sum((0, 2, 3))
+        tensors["output"].copy_(result)
+
+    geometries = {}
+    prepared = module.prepared
+
+    def noting(passes, geometry, *others):
+        ready = prepared(passes, geometry, *others)
+        geometries[id(ready)] = geometry
+        return ready
+
+    module.prepared, module.run = noting, run
+    module.build = lambda kernels, architecture: None
+    module.check_device = lambda x, weight: None
+    module.gpu_architecture = lambda device: architecture
+    module.processors = lambda device: 132
+    return ran
+
+
+def twin(model, seed=0):
+    """PyTorch's model of the same arguments, under the same seed."""
+    torch.manual_seed(seed)
+    layer = model.conv2d
+    twin = nn.Module()
+    twin.conv2d = nn.Conv2d(
+        layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding,
+        layer.dilation, layer.groups, layer.bias is not None,
+    )  # fmt: skip
+    return twin
+
+
+def check_parameters(module):
+    for arguments in ({}, {"bias": True}, {"in_channels": 4, "out_channels": 6, "groups": 2}):
+        torch.manual_seed(3)
+        model = module.ModelNew(**arguments)
+        ours, theirs = model.state_dict(), twin(model, seed=3).state_dict()
+        assert list(ours) == list(theirs), (list(ours), list(theirs))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), arguments
+        model.load_state_dict(theirs)
+
+
+def check_signature(module):
+    names = list(inspect.signature(module.ModelNew).parameters)
+    expected = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
+                "groups", "bias"]  # fmt: skip
+    assert names == expected, names
+    layer = module.ModelNew(4, 6, 3, 2, (1, 0), [2, 1], 2, True).conv2d
+    assert layer.kernel_size == (3, 3)
+    assert layer.dilation == (2, 1)
+
+
+def check_gradients(module):
+    ran = on_cpu(module)
+    model = module.ModelNew(4, 6, (3, 2), 2, (1, 2), (2, 1), 2, True)
+    reference = twin(model)
+    reference.load_state_dict(model.state_dict())
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 4, 9, 8).contiguous(memory_format=memory_format).requires_grad_()
+        y = model(x)
+        expected = reference.conv2d(x)
+        assert torch.allclose(y, expected, atol=1e-5)
+        assert y.stride() == expected.stride()
+        inputs = [x, *model.parameters()]
+        grads = torch.autograd.grad(y.square().sum(), inputs)
+        other = torch.autograd.grad(expected.square().sum(), [x, *reference.parameters()])
+        assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(grads, other, strict=True))
+    assert [which for which, _ in ran[:4]] == ["forward", "input_grad", "weight_grad", "bias_grad"]
+    # A layer whose input needs no gradient computes none.
+    del ran[:]
+    model(torch.randn(1, 4, 9, 8)).sum().backward()
+    assert [which for which, _ in ran] == ["forward", "weight_grad", "bias_grad"]
+    # No images: no launches.
+    del ran[:]
+    x = torch.randn(0, 4, 9, 8, requires_grad=True)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert not ran
+    assert model.conv2d.weight.grad.abs().max() == 0
+    (first,) = torch.autograd.grad(model(torch.randn(1, 4, 9, 8)).square().sum(),
+                                   [model.conv2d.weight], create_graph=True)  # fmt: skip
+    with raises(RuntimeError, "once_differentiable"):
+        first.sum().backward()
+
+
+def check_tuned_plans(module):
+    """On Hopper the exported geometry runs the plans that were exported; elsewhere others."""
+    for architecture in ("sm_90a", "sm_70"):
+        operands = module.Operands("float", 4, False, True)
+        for which in ("forward", "input_grad", "weight_grad"):
+            for precision in ("tf32", "ieee"):
+                tuned = module.TUNED[which, module.EXPORTED, "float", precision]
+                plan = module.plan_of(
+                    which, module.EXPORTED, operands, precision, architecture, 132
+                )
+                assert (plan is tuned) == (architecture == "sm_90a")
+
+
+def check_errors(module):
+    model = module.ModelNew()
+    channels = model.conv2d.in_channels
+    with raises(ValueError, f"(batch, {channels}, height, width), but got (1, 3, 40, 40)"):
+        model(torch.randn(1, 3, 40, 40))
+    with raises(ValueError, "height, width), but got (5, 40)"):
+        model(torch.randn(5, 40))
+    with raises(TypeError, "torch.bfloat16, but got torch.float64"):
+        model(torch.randn(1, channels, 40, 40, dtype=torch.float64))
+    with raises(TypeError, "same dtype, but got torch.float16 and torch.float32"):
+        model(torch.randn(1, channels, 40, 40, dtype=torch.float16))
+    with raises(ValueError, "on cpu and cpu: move them there with .cuda()"):
+        model(torch.randn(1, channels, 40, 40))
+    with raises(ValueError, "stride should be an int, or two, of at least 1, but got 0"):
+        module.ModelNew(stride=0)
+    with raises(ValueError, "padding should be an int, or two, of at least 0, but got 'same'"):
+        module.ModelNew(padding="same")
+    with raises(ValueError, "groups divide channels, but got in_channels=5"):
+        module.ModelNew(in_channels=5, groups=2)
+    with raises(ValueError, f"but got (1, {channels}, 0, 40)"):
+        model(torch.randn(1, channels, 0, 40))
+    on_cpu(module)
+    with raises(ValueError, "the kernel is larger than the padded input"):
+        module.ModelNew()(torch.randn(1, channels, 1, 1))
+
+
+def check_compilation(module):
+    """What PyTorch is asked to compile, by the arguments that its version has."""
+    parameters = inspect.signature(module.cpp_extension.load_inline).parameters
+    asked = []
+
+    def load_inline(**arguments):
+        assert set(arguments) <= set(parameters), set(arguments) - set(parameters)
+        asked.append(arguments)
+        return "compiled"
+
+    module.cpp_extension = type("cpp_extension", (), {
+        "load_inline": staticmethod(load_inline), "CUDA_HOME": None,
+    })  # fmt: skip
+    load_inline.__signature__ = inspect.Signature(parameters.values())
+    plan = module.TUNED["forward", module.EXPORTED, "float", "tf32"]
+    kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
+    with raises(RuntimeError, "nvcc is needed"):
+        module.build(kernels, "sm_90a")
+    module.check_compiler = lambda: None
+    assert module.build(kernels, "sm_90a") == "compiled"
+    assert asked[0]["extra_cuda_cflags"] == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert asked[0].get("no_implicit_headers", False) == ("no_implicit_headers" in parameters)
+    module.build(kernels, "sm_80")
+    assert asked[0]["name"] != asked[1]["name"]
+
+
+class raises:
+    """Expects an error whose message contains a text."""
+
+    def __init__(self, kind, text):
+        self.kind, self.text = kind, text
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        assert error is not None, f"nothing was raised; expected {self.text!r}"
+        assert isinstance(error, self.kind), error
+        assert self.text in str(error), f"{error}\nlacks: {self.text}"
+        return True
+
+
+CHECKS = (check_parameters, check_signature, check_gradients, check_tuned_plans, check_errors,
+          check_compilation)  # fmt: skip
+
+
+def main(paths):
+    for path in paths:
+        for check in CHECKS:
+            check(load(path))
+        print(f"{path}: all right with torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""Exported files on a GPU: compiled by nvcc, compared with PyTorch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastconv
+from exported_file import load
+from fastconv.bench.workloads import FOUNDING, Workload
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMAND = (
+    "import torch; from {name} import ModelNew; model = ModelNew().cuda(); "
+    "x = torch.randn({shape}, device='cuda', requires_grad=True); y = model(x); "
+    "y.sum().backward(); torch.cuda.synchronize()"
+)
+FIRST_COMPILE_S = 120
+FROM_CACHE_S = 5
+GRADIENT_ERROR = 1e-4  # of the norm
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return load(EXAMPLES / "dilated5x9.py")
+
+
+@pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
+def test_one_line_command(workload: Workload, tmp_path: Path) -> None:
+    """From nothing, and again from what the first run kept."""
+    shape = ", ".join(map(str, workload.input))
+    code = COMMAND.format(name=workload.name, shape=shape)
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    for limit in (FIRST_COMPILE_S, FROM_CACHE_S):
+        # PyTorch's own start is not ours to answer for.
+        bare = _seconds("import torch; torch.randn(1, device='cuda')", environment)
+        taken = _seconds(code, environment)
+        print(f"{workload.name}: {taken:.1f} s, PyTorch alone {bare:.1f} s")
+        assert taken - bare < limit
+
+
+def _seconds(code: str, environment: dict[str, str]) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLES, env=environment)
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
+def test_gradients_of_examples(workload: Workload, tf32: bool) -> None:
+    """Those of a sum, as the one-line command has them."""
+    module = load(EXAMPLES / f"{workload.name}.py")
+    model = module.ModelNew().cuda()
+    twin = module.pytorch_twin(model)
+    x = torch.randn(workload.input, device="cuda")
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32):
+        for expected, ours in zip(_gradients(twin, x), _gradients(model, x), strict=True):
+            assert _error(ours, expected) < GRADIENT_ERROR
+
+
+def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    return list(torch.autograd.grad(model(x).sum(), [x, *model.parameters()]))
+
+
+def _error(ours: Tensor, expected: Tensor) -> float:
+    return float((ours.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape"),
+    [
+        ((32, 64, (5, 9), 1, (2, 4), (2, 3), 1, True), (3, 32, 40, 56)),
+        ((6, 12, (3, 2), (2, 3), (1, 2), 1, 3, True), (2, 6, 33, 31)),
+        ((16, 16, 3, 1, 1, 1, 16, True), (2, 16, 32, 32)),
+    ],
+    ids=["other size", "strided", "depthwise"],
+)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)],
+    ids=str,
+)
+def test_other_geometries(
+    example: ModuleType,
+    arguments: tuple[object, ...],
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    model = example.ModelNew(*arguments).cuda().to(dtype)
+    twin = example.pytorch_twin(model).double()
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    assert _error(model(x), twin(x.double())) < tolerance
+    assert model(x).stride() == example.pytorch_twin(model)(x).stride()
+    for expected, ours in zip(_gradients(twin, x.double()), _gradients(model, x), strict=True):
+        assert _error(ours, expected) < tolerance
+
+
+def test_streams_and_graphs(example: ModuleType) -> None:
+    """A captured call has no other stream than the current one, and waits for nothing."""
+    model = example.ModelNew(8, 8, 3, 1, 1, 1).cuda()
+    x = torch.randn(1, 8, 20, 20, device="cuda")
+    expected = model(x).detach()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = model(x)
+    y.zero_()
+    graph.replay()
+    torch.testing.assert_close(y, expected)
+
+
+def test_cuda_errors_have_their_text(example: ModuleType) -> None:
+    model = example.ModelNew(8, 8, 3, 1, 1, 1).cuda()
+    x = torch.randn(1, 8, 20, 20, device="cuda")
+    model(x)
+    geometry = example.Geometry(tuple(x.shape), (8, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    operands = example.Operands("float", 4, False, True)
+    ready = example.prepared(("forward",), geometry, operands, "ieee", x.device.index)
+    with pytest.raises(RuntimeError, match=r"launch of pack: cudaErrorInvalid\w+: invalid"):
+        ready.module.launch(0, [1, 2048, 0], [0, 0], torch.cuda.current_stream().cuda_stream)
+    model(x)  # the error is not a lasting one
+
+
+def test_wrong_devices_and_second_derivatives(example: ModuleType) -> None:
+    model = example.ModelNew(8, 8, 3, 1, 1, 1)
+    with pytest.raises(ValueError, match="same CUDA device, but are on cuda:0 and cpu"):
+        model(torch.randn(1, 8, 20, 20, device="cuda"))
+    model.cuda()
+    x = torch.randn(1, 8, 20, 20, device="cuda", requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_forward_is_as_fast_as_the_package() -> None:
+    """The same kernels, by another compiler: within 5 %, and some noise of short measurements."""
+    for workload in FOUNDING:
+        module = load(EXAMPLES / f"{workload.name}.py")
+        model = module.ModelNew().cuda()
+        x = torch.randn(workload.input, device="cuda")
+        problem = workload.problem
+        layer = fastconv.Conv2d(
+            problem.in_channels,
+            problem.out_channels,
+            problem.kernel_size,
+            padding=workload.padding,  # type: ignore[arg-type]
+            dilation=problem.dilation,
+            bias=False,
+        ).cuda()
+        for tf32 in (True, False):
+            with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+                ours = module.milliseconds(lambda model=model, x=x: model(x))
+                package = module.milliseconds(lambda layer=layer, x=x: layer(x))
+            print(f"{workload.name} tf32={tf32}: {ours:.3f} ms, package {package:.3f} ms")
+            assert ours < 1.07 * package

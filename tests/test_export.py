@@ -1,0 +1,555 @@
+"""Exported files: what they say, that they compile, and that they compute the right thing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import exported_file
+import fastconv
+import nvrtc as other_nvrtc
+from emulator import run_both_orders
+from fastconv import cli, jit
+from fastconv.bench.workloads import FOUNDING
+from fastconv.exporter import ExportError
+from fastconv.exporter.file import PARTS
+from fastconv.exporter.parts import portable
+from fastconv.jit import compile
+from fastconv.kernels import family
+from fastconv.kernels.hopper import tuned
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}
+SMALL = "2x8x12x40 16x8x3x5 padding=1,2"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file exported for a convolution that is small enough to emulate."""
+    path = tmp_path_factory.mktemp("export") / "small.py"
+    fastconv.export(shape=SMALL, output=path)
+    return path
+
+
+# --- What files say ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_what_export_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "_table", lambda: tuned.read(tuned.SHIPPED))  # and none of ours
+    written = EXAMPLES[name].read_text(encoding="utf-8")
+    assert written == fastconv.export(name), "make examples writes them again"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_files_import_only_torch_and_the_standard_library(name: str) -> None:
+    tree = ast.parse(EXAMPLES[name].read_text(encoding="utf-8"))
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+    others = {str(module).split(".")[0] for module in modules} - {"torch"}
+    assert others <= sys.stdlib_module_names
+
+
+# Harnesses for generated kernels search files for these, docstrings and device code included.
+SUSPICIOUS = {
+    "hidden errors": r"\btry\s*:|\bexcept\b|\bpass\b",
+    "threads": r"import\s+threading|concurrent\.futures|multiprocessing",
+    "streams of its own": r"cuda\.Stream\(|with\s+torch\.cuda\.stream|_stream\(\w",
+    "layers of PyTorch": r"torch\.nn\.(?!Module\b|Parameter\b|init\b)|\bF\.|nn\.functional",
+    "statements before others": r"from __future__",
+    "waiting": r"torch\.cuda\.synchronize|cudaDeviceSynchronize|cudaStreamSynchronize",
+}
+
+
+@pytest.mark.parametrize("what", SUSPICIOUS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_files_have_nothing_suspicious(name: str, what: str) -> None:
+    text = EXAMPLES[name].read_text(encoding="utf-8")
+    code = "\n".join(re.split("#|//", line)[0] for line in text.splitlines())
+    assert re.findall(SUSPICIOUS[what], code) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_files_can_be_executed_among_other_names(name: str) -> None:
+    """As harnesses do it: after other code, in a namespace that has a reference's variables."""
+    others = {"batch_size": 1, "in_channels": 2, "stride": 3, "height": 4, "Model": 5, "x": 6}
+    names: dict[str, Any] = dict(others)
+    exec("import os\n" + EXAMPLES[name].read_text(encoding="utf-8"), names)
+    assert {key: names[key] for key in others} == others
+    assert names["ModelNew"]().conv2d.weight.dim() == 4
+
+
+def test_parts_have_no_names_in_common() -> None:
+    names: list[str] = []
+    for part in ("contents", "portable", "runtime", "self_check"):
+        tree = ast.parse((PARTS / f"{part}.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.append(node.name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+    assert len(names) > 50
+    assert len(names) == len(set(names))
+
+
+# --- The Python half -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", exported_file.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_python_half(name: str, check: Any) -> None:
+    check(exported_file.load(EXAMPLES[name]))
+
+
+@pytest.mark.skipif(
+    "FASTCONV_OLDEST_TORCH" not in os.environ,
+    reason="FASTCONV_OLDEST_TORCH names no Python with torch 2.0.1: make test-oldest-torch",
+)
+def test_python_half_with_the_oldest_torch() -> None:
+    python = os.environ["FASTCONV_OLDEST_TORCH"]
+    script = ROOT / "tests/exported_file.py"
+    subprocess.run([python, script, *EXAMPLES.values()], check=True, env={"PYTHONPATH": ""})
+
+
+def test_bare_models_are_the_convolution_itself(tmp_path: Path) -> None:
+    path = tmp_path / "bare.py"
+    fastconv.export("square3x3", attribute=None, output=path)
+    torch.manual_seed(1)
+    model = exported_file.load(path).ModelNew()
+    torch.manual_seed(1)
+    expected = nn.Conv2d(16, 128, 3, bias=False).state_dict()
+    assert list(model.state_dict()) == ["weight"]
+    assert torch.equal(model.weight, expected["weight"])
+
+
+def test_the_attribute_can_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "named.py"
+    fastconv.export("square3x3", attribute="layer", output=path)
+    assert list(exported_file.load(path).ModelNew().state_dict()) == ["layer.weight"]
+
+
+def test_launches_get_addresses_sizes_and_the_current_stream(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = exported_file.load(small)
+    calls: list[tuple[Any, ...]] = []
+
+    class Compiled:
+        def launch(self, *arguments: Any) -> None:
+            calls.append(arguments)
+
+    class Device:
+        def __init__(self, device: torch.device) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None: ...
+
+    class Stream:
+        cuda_stream = 77
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    plan = module.TUNED["forward", module.EXPORTED, "float", "tf32"]
+    kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
+    tensors = {name: torch.empty(4) for name in ("input", "weight", "output")}
+    module.run(module.Ready({"forward": plan}, Compiled(), kernels), "forward", tensors)
+    pack, correlate = calls
+    assert pack[:2] == (0, [plan.launches[0].grid, 256, 0])
+    assert pack[2][0] == tensors["weight"].data_ptr()
+    assert correlate[:2] == (1, [plan.launches[1].grid, 384, plan.launches[1].shared_bytes])
+    # No bias: a null pointer.
+    scratch = pack[2][1]
+    addresses = [tensors["input"].data_ptr(), scratch, 0, tensors["output"].data_ptr(), 2]
+    assert correlate[2] == addresses
+    assert correlate[3] == 77
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "architecture"),
+    [
+        ((7, 0), "11.8", "sm_70"),
+        ((9, 0), "11.8", "sm_90"),
+        ((9, 0), "12.1", "sm_90a"),
+        ((12, 0), "13.0", "sm_120"),
+    ],
+)
+def test_architectures(
+    small: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    cuda: str,
+    architecture: str,
+) -> None:
+    module = exported_file.load(small)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert module.gpu_architecture(0) == architecture
+
+
+def test_gpus_before_volta_are_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = exported_file.load(small)
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
+    with pytest.raises(RuntimeError, match=r"GTX 1080 has compute capability 6\.1"):
+        module.gpu_architecture(0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match="need an NVIDIA GPU"):
+        module.gpu_architecture(0)
+
+
+# --- Device code ---------------------------------------------------------------------------------
+
+
+def _kernels(module: ModuleType, architecture: str, scalar: str, precision: str) -> Any:
+    """All kernels of the exported geometry, with a bias."""
+    operands = module.Operands(scalar, 4 if scalar == "float" else 2, False, True)
+    passes = ("forward", "input_grad", "weight_grad", "bias_grad")
+    plans = [
+        module.plan_of(which, module.EXPORTED, operands, precision, architecture, 132)
+        for which in passes
+    ]
+    launches = [launch for plan in plans for launch in plan.launches]
+    return tuple(dict.fromkeys(module.kernel_of(launch) for launch in launches))
+
+
+@pytest.mark.parametrize(
+    ("name", "scalar"),
+    list(zip(EXAMPLES, ["float", "fastconv::float16", "fastconv::bfloat16"], strict=True)),
+)
+def test_device_code_compiles_for_volta_with_cuda_11(name: str, scalar: str) -> None:
+    path = other_nvrtc.find(11)
+    if path is None:
+        pytest.skip("nvidia-cuda-nvrtc-cu11 is not installed")
+    module = exported_file.load(EXAMPLES[name])
+    code = module.device_code(_kernels(module, "sm_70", scalar, "ieee"))
+    compiler = other_nvrtc.Nvrtc(path)
+    assert compiler.version == (11, 8)
+    cubin, _ = compiler.compile(code, {}, ["-std=c++17", "--gpu-architecture=sm_70"])
+    assert cubin
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_device_code_compiles_for_hopper(name: str, precision: str) -> None:
+    module = exported_file.load(EXAMPLES[name])
+    kernels = _kernels(module, "sm_90a", "float", precision)
+    assert {source.split("/")[0] for source, _, _ in kernels} == {"hopper", "direct"}
+    log = _compiled(module.device_code(kernels), "sm_90a")
+    for number in range(len(module.configurations(kernels))):
+        assert f"kernels_{number}" in log  # the compiler's report on its functions
+
+
+def _compiled(code: str, architecture: str) -> str:
+    """The log of the package's own compiler, which has to accept the code."""
+    try:
+        jit.nvrtc_version()
+    except jit.GpuUnavailable as error:
+        pytest.skip(str(error))
+    nvrtc = compile._nvrtc()
+    status, program = nvrtc.nvrtcCreateProgram(code.encode(), b"exported.cu", 0, [], [])
+    assert not status
+    options = [option.encode() for option in compile._options(architecture)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = compile._output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+    nvrtc.nvrtcDestroyProgram(program)
+    assert not status, log.decode()
+    return log.decode()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize(
+    "flags",
+    [["compute_90a,code=sm_90a"], ["compute_90,code=sm_90", "compute_90a,code=sm_90a"]],
+    ids=["sm_90a", "sm_90 as well"],
+)
+def test_nvcc_compiles_both_halves(tmp_path: Path, flags: list[str]) -> None:
+    """Also where PyTorch adds an architecture that lacks the tensor cores' instructions."""
+    module = exported_file.load(EXAMPLES["dilated5x9"])
+    kernels = _kernels(module, "sm_90a", "float", "tf32")
+    source = tmp_path / "exported.cu"
+    source.write_text(f"{module.device_code(kernels)}\n{module.host_code(kernels)}")
+    gencode = [f"-gencode=arch={flag}" for flag in flags]
+    command = ["nvcc", "-std=c++17", *gencode, "-c", source, "-o", tmp_path / "exported.o"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+
+
+# --- Results, by emulation -----------------------------------------------------------------------
+
+
+def _emulate(module: ModuleType, architecture: str) -> list[str]:
+    """Has the module run its launches in the emulator; gives the sources that it runs."""
+    sources: list[str] = []
+
+    def run(ready: Any, which: str, tensors: dict[str, Tensor]) -> None:
+        plan = ready.plans[which]
+        sources.extend(launch.source for launch in plan.launches)
+        scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)  # NaNs
+        run_both_orders(_launches(plan), {**tensors, "scratch": scratch})
+
+    module.run = run
+    module.build = lambda kernels, architecture: None
+    module.check_device = lambda x, weight: None
+    module.gpu_architecture = lambda device: architecture
+    module.processors = lambda device: 3
+    return sources
+
+
+def _launches(plan: Any) -> list[family.Launch]:
+    """The plan as the package has them."""
+    return [
+        family.Launch(
+            family.Kernel(launch.source, launch.entry, launch.constants),
+            (launch.grid, 1, 1),
+            launch.block,
+            launch.shared_bytes,
+            launch.arguments,
+        )
+        for launch in plan.launches
+    ]
+
+
+def _compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) -> None:
+    """Output and all gradients with those of PyTorch in float64."""
+    exact = module.pytorch_twin(model).double()
+    exact_x = x.detach().double().requires_grad_()
+    x = x.detach().requires_grad_()
+    y, expected = model(x), exact(exact_x)
+    grad = torch.randn(y.shape).to(y.dtype)
+    y.backward(grad)
+    expected.backward(grad.double())
+    pairs = [(y, expected), (x.grad, exact_x.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True)]
+    for ours, theirs in pairs:
+        assert ours is not None
+        assert theirs is not None
+        error = (ours.double() - theirs).norm() / theirs.norm()
+        assert error < tolerance, f"{tuple(theirs.shape)}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("tf32", "tolerance"), [(False, 1e-6), (True, 1e-3)])
+def test_tuned_results(small: Path, tf32: bool, tolerance: float) -> None:
+    module = exported_file.load(small)
+    sources = _emulate(module, "sm_90a")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+        _compare(module, module.ModelNew(bias=True), torch.randn(2, 8, 12, 40), tolerance)
+    assert "hopper/correlate.cuh" in sources
+
+
+def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:
+    module = exported_file.load(small)
+    sources = _emulate(module, "sm_90a")
+    model = module.ModelNew()
+    x = torch.randn(2, 8, 12, 40)
+    aligned = torch.empty(x.numel() + 1)
+    unaligned = aligned[1:].view(x.shape).copy_(x)
+    for other in (x[:1], unaligned, x.to(memory_format=torch.channels_last)):
+        with torch.no_grad():
+            torch.testing.assert_close(model(other), module.pytorch_twin(model)(other))
+    assert set(sources) == {"direct/correlate.cuh"}
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+# Arguments of ModelNew, input, dtype, channels last.
+GEOMETRIES = {
+    "plain": ((8, 16, 3, 1, 1, 1, 1, True), (2, 8, 12, 16), torch.float32, False),
+    "pointwise": ((20, 40, 1), (2, 20, 5, 8), torch.float16, False),
+    "strided": ((6, 12, (3, 2), (2, 3), (1, 2), 1, 1, True), (2, 6, 11, 13), torch.float32, False),
+    "both": ((2, 3, 3, (4, 2), (3, 1), (2, 4)), (1, 2, 28, 27), torch.bfloat16, True),
+    "grouped": ((6, 9, (3, 2), (2, 3), 1, (2, 1), 3, True), (2, 6, 9, 11), torch.float16, True),
+    "depthwise": ((8, 8, 5, 1, 2, 1, 8, True), (2, 8, 16, 16), torch.bfloat16, False),
+    "wide kernel": ((2, 3, (3, 35), 1, (1, 17)), (1, 2, 5, 40), torch.float32, False),
+    "far apart": ((1, 2, (1, 3), (1, 500), 0, (1, 4000)), (1, 1, 2, 9100), torch.float32, False),
+    "many channels": ((40, 140, (2, 1)), (1, 40, 4, 4), torch.float32, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_portable_results(small: Path, name: str) -> None:
+    arguments, shape, dtype, channels_last = GEOMETRIES[name]
+    module = exported_file.load(small)
+    sources = _emulate(module, "sm_75")
+    # The defaults are those of the file's own convolution.
+    arguments = (*arguments, *(1, 0, 1, 1, False)[len(arguments) - 3 :])
+    x = torch.randn(shape).to(dtype)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    _compare(module, module.ModelNew(*arguments).to(dtype), x, TOLERANCE[dtype])
+    assert all(source.startswith("direct/") for source in sources)
+
+
+def test_portable_plans_fit_every_gpu() -> None:
+    for seed in range(300):
+        geometry, operands = _random_geometry(seed)
+        for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
+            plan = portable.portable_plan(which, geometry, operands, processors=7)
+            for launch in plan.launches:
+                assert launch.shared_bytes <= 48 * 1024, (which, geometry)
+                assert 0 < launch.grid < 2**31
+                assert 0 < launch.block <= 1024
+
+
+def _random_geometry(seed: int) -> tuple[portable.Geometry, portable.Operands]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def one_of(*values: int) -> int:
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    groups = one_of(1, 1, 2, 64)
+    kernel = (one_of(1, 3, 5, 31), one_of(1, 2, 7, 16, 17, 45))
+    dilation = (one_of(1, 2, 7), one_of(1, 2, 30, 5000))
+    geometry = portable.Geometry(
+        (one_of(1, 16), groups * one_of(1, 3, 64), 300, 500 + dilation[1] * kernel[1]),
+        (groups * one_of(1, 7, 256), one_of(1, 3, 64), *kernel),
+        (one_of(1, 2, 5), one_of(1, 2, 3, 400)),
+        (one_of(0, 2), one_of(0, 1, 8)),
+        dilation,
+        groups,
+    )
+    geometry = geometry._replace(
+        input=(geometry.input[0], groups * geometry.weight[1], *geometry.input[2:])
+    )
+    size = one_of(2, 4)
+    scalar = "float" if size == 4 else "fastconv::float16"
+    return geometry, portable.Operands(scalar, size, one_of(0, 1) == 1, one_of(0, 1, 1) == 1)
+
+
+# --- References ----------------------------------------------------------------------------------
+
+REFERENCE = '''
+import math
+import torch
+import torch.nn as nn
+
+scale = 3
+
+class Model(nn.Module):
+    """Two layers."""
+
+    def __init__(self, channels: int, kernel: int = 3):
+        super(Model, self).__init__()
+        self.first = nn.Conv2d(channels, channels, kernel, groups=channels, padding=1, bias=True)
+        self.second = torch.nn.Conv2d(channels, math.floor(4.5), kernel_size=1)
+
+    def forward(self, x):
+        outputs = [self.second(layer(x)) for layer in (self.first,)]
+        return outputs[0].relu()
+
+def get_inputs():
+    return [torch.rand(2, 8, 10, 12)]
+
+def get_init_inputs():
+    return [8]
+'''
+
+
+def _reference(tmp_path: Path, text: str = REFERENCE) -> Path:
+    path = tmp_path / "reference.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
+    path = tmp_path / "exported.py"
+    text = fastconv.export(reference=_reference(tmp_path), output=path)
+    assert "class ModelNew(nn.Module):" in text
+    assert "self.second = Conv2d(channels, math.floor(4.5), kernel_size=1)" in text
+    assert "self_check(ModelNew(8), (2, 8, 10, 12))" in text
+    module = exported_file.load(path)
+    reference = exported_file.load(tmp_path / "reference.py")
+    torch.manual_seed(2)
+    model = module.ModelNew(8)
+    torch.manual_seed(2)
+    expected = reference.Model(8)
+    assert list(model.state_dict()) == list(expected.state_dict())
+    _emulate(module, "sm_90a")
+    x = torch.rand(2, 8, 10, 12)
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        torch.testing.assert_close(model(x), expected(x))
+    # Both convolutions have their plans.
+    assert {key[1].weight for key in module.TUNED} == {(8, 1, 3, 3), (4, 8, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("math.floor(4.5)", "scale"), "uses scale, which is neither imported nor its own"),
+        (("import math", "import numpy as math"), "imports only torch and the standard library"),
+        (("padding=1", "padding='same'"), "padding should be numbers of zeros, but got 'same'"),
+        (("nn.Conv2d", "nn.Linear"), "constructs no nn.Conv2d"),
+        (("def get_inputs", "def inputs"), "should define get_inputs"),
+        (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should be tensors"),
+        (("return [8]", "return [torch.tensor(8)]"), "should be numbers, strings"),
+        (("class Model", "class Model("), "cannot read"),
+        (("2, 8, 10, 12", "2, 7, 10, 12"), "cannot be run: Given groups=8"),
+        (("scale = 3", "scale = 3 / 0"), "cannot be run: division by zero"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_references_that_cannot_be_exported(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    text = REFERENCE.replace(*change)
+    if "Linear" in change[1]:
+        text = re.sub(r"nn\.Linear\(.*\)", "nn.Identity()", text)
+    with pytest.raises(ExportError, match=re.escape(message)):
+        fastconv.export(reference=_reference(tmp_path, text))
+
+
+# --- The command ---------------------------------------------------------------------------------
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.py"
+    assert cli.main(["export", "--workload", "asym5x9", "-o", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == EXAMPLES["asym5x9"].read_text(encoding="utf-8")
+    assert capsys.readouterr().out == ""
+    options = ["--bare", "--dtype", "float16", "bfloat16"]
+    assert cli.main(["export", "--shape", "1x32x64x64 64x32x3x3", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "class ModelNew(Conv2d):" in printed
+    assert 'TUNED["forward", EXPORTED, "fastconv::bfloat16", "ieee"]' in printed
+    assert '"float", "tf32"' not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "nothing"], "no workload 'nothing'"),
+        (["--shape", "1x2x3"], "malformed shape"),
+        (["--shape", "1x4x8x8 4x4x3x3 padding=1,0,1,0"], "nn.Conv2d pads both sides alike"),
+        (["--workload", "asym5x9", "--attribute", "2d"], "attribute should be a name"),
+        (["--reference", "missing.py"], "cannot read missing.py"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_thing_is_exported() -> None:
+    with pytest.raises(ExportError, match="but got workload and shape"):
+        fastconv.export("asym5x9", shape=SMALL)
+    with pytest.raises(ExportError, match="but got none of them"):
+        fastconv.export()
+    with pytest.raises(ExportError, match="dtype should be one of"):
+        fastconv.export("asym5x9", dtypes=["float64"])
