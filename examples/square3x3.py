@@ -50,8 +50,9 @@ from torch.utils import cpp_extension
 SOURCES = {}
 
 SOURCES["hopper/correlate.cuh"] = r"""
-// Convolution on Hopper's tensor cores: forward passes, and input gradients of stride 1, which are
-// forward convolutions with flipped and transposed weights.
+// Convolution on Hopper's tensor cores: forward passes, and input gradients, which are forward
+// convolutions with flipped and transposed weights: one, or one for each phase of a stride, which
+// has every stride-th of the output's rows and columns, and some of the taps.
 //
 // A warpgroup multiplies 64 output channels (rows of wgmma) by `pixels` output pixels (columns), 16
 // or 8 input channels at a time, and adds up over taps. Both operands lie in shared memory:
@@ -74,6 +75,10 @@ SOURCES["hopper/correlate.cuh"] = r"""
 //
 // Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
 // between two rows are computed and thrown away.
+//
+// Phases of contiguous rows with a column stride of 2: the sums of both columns (`column_sums`)
+// share the 64 rows of a product, with zero weights where only one has a tap; or one column is
+// zero. Both are stored as one row (`interleave`).
 //
 // Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
 // row t as kernel row t - j, for which there are zero weights above and below the kernel.
@@ -146,17 +151,25 @@ static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pi
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
 constexpr int kOutputs = 64;  // channels of a product
-constexpr int kStackChannels = kOutputs / C::stack;
+constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);
 constexpr int kProductBytes = kOutputs * 32;
 constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
+
+// A product's row, counted among those of the same column: two sums of a pixel's columns are eight
+// rows apart, in the same thread.
+__device__ __forceinline__ int row_of_column(int product_row) {
+  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+}
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
+static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
 // pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
-constexpr int kRowPitch = round_up(C::pass_pixels + kVector - 8, 16) + 8;
+constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes =
     kScalarBytes *
@@ -294,9 +307,9 @@ struct FoldedChannel {
 };
 
 // The weight of output channel `out` for input channel `in`, both of the group; zero for what
-// folding has added to the kernel.
+// folding, or summing two columns, has added to the kernel. `sum` says which of the two.
 __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
-                                            int row, int column) {
+                                            int row, int column, int sum) {
   const FoldedChannel folded(in);
   row = row * C::fold_height + folded.row;
   column = column * C::fold_width + folded.column;
@@ -306,8 +319,9 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
   if constexpr (C::transposed) {
     k = group * C::group_in + in;
     c = out;
-    row = C::weight_height - 1 - row;
-    column = C::weight_width - 1 - column;
+    row = C::last_tap_row - C::tap_step_height * row;
+    column = C::last_tap_column - C::tap_step_width * column + sum;
+    if (C::column_sums > 1 && (column < 0 || column >= C::weight_width)) return Scalar{};
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -335,9 +349,10 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
     const int output_group = rest % kOutputGroups;
     const int group = rest / kOutputGroups;
 
-    const int stacked = m / kStackChannels;
-    const int out =
-        (output_group * C::channel_groups + channel_group) * kStackChannels + m % kStackChannels;
+    const int stacked = row_of_column(m) / kStackChannels;
+    const int out = (output_group * C::channel_groups + channel_group) * kStackChannels +
+                    row_of_column(m) % kStackChannels;
+    const int sum = m / 8 % C::column_sums;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVector;
@@ -345,7 +360,8 @@ __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed
     Vector<Scalar, kVector> vector;
     for (int j = 0; j < kVector; ++j) {
       const bool valid = exists && first + j < C::group_in;
-      vector.element[j] = valid ? weight_at(weight, group, out, first + j, row, column) : Scalar{};
+      vector.element[j] =
+          valid ? weight_at(weight, group, out, first + j, row, column, sum) : Scalar{};
     }
     const long long product = static_cast<long long>(i / (2 * kOutputs * C::channel_groups)) *
                                   (C::parts * C::channel_groups) +
@@ -1067,9 +1083,30 @@ struct Consumer {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kOutChannels = C::groups * C::group_out;
-constexpr int kOutPlane = C::out_height * C::out_width;
+constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
+
+// What is stored of a row: a column for each pixel, or `interleave` columns.
+constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
+constexpr int kStoredColumns = C::interleave * C::tile_columns;
+constexpr int kStoredPitch = C::interleave * C::pitch;
+constexpr int kStoredPass = C::interleave * C::pass_pixels;
+static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
+static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
+static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
+
+// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
+// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
+// is cleared by the one beside it.
+constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
+constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
+constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
+constexpr int kStoredAt = C::interleave == 1 ? C::column_at : 0;
+constexpr bool kRowsInside =
+    (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
+constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
 // Where a warpgroup's sums go.
 struct Target {
@@ -1077,7 +1114,7 @@ struct Target {
   int outputs;  // first channel, in the group
   int group;
   int row;     // output row of the first pixel, for stacked row 0
-  int column;  // output column of pixel `lead`
+  int column;  // stored column of pixel `lead`
 
   __device__ Target(Scalar* output, const Item& item, int tile, const Consumer& consumer) {
     image = output + static_cast<long long>(item.image) * kOutImage;
@@ -1085,26 +1122,50 @@ struct Target {
     group = item.group;
     row = item.row_phase +
           kRowStep * ((item.tile + tile) * kTileRows + consumer.pixel_group * kGroupRows);
-    column = item.column;
+    column = C::interleave * item.column;
   }
 
   // The channel of a row of the product, in its group.
-  __device__ int channel(int product_row) const { return outputs + product_row % kStackChannels; }
+  __device__ int channel(int product_row) const {
+    return outputs + row_of_column(product_row) % kStackChannels;
+  }
   // The output row of the same, for the tile's line-th row of pixels.
   __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + product_row / kStackChannels);
+    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
   }
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
   }
-  // The element in output column 0.
-  __device__ Scalar* row_start(int product_row, int line) const {
+  // The image's row for an output row; i is row_at, or that of a row to clear.
+  __device__ int image_row(int product_row, int line, int i) const {
+    return C::out_step_height * output_row(product_row, line) + i;
+  }
+  // The element in the image's column 0.
+  __device__ Scalar* row_start(int product_row, int y) const {
     const int c = group * C::group_out + channel(product_row);
-    const int y = output_row(product_row, line);
     if constexpr (C::out_channels_last) {
-      return image + (y * C::out_width * kOutChannels + c);
+      return image + (y * C::image_width * kOutChannels + c);
     } else {
-      return image + ((c * C::out_height + y) * C::out_width);
+      return image + ((c * C::image_height + y) * C::image_width);
+    }
+  }
+
+  // Stores an element, or a vector of channels, and clears what is beside it.
+  template <class Stored>
+  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
+                                        const Stored& value) const {
+#pragma unroll
+    for (int i = C::row_begin; i < C::row_end; ++i) {
+      const int y = image_row(product_row, line, i);
+      if (!kRowsInside && y >= C::image_height) break;
+      Scalar* const row = row_start(product_row, y);
+#pragma unroll
+      for (int j = kStoredBegin; j < kStoredEnd; ++j) {
+        const int x = kStoredStep * stored_column + j;
+        if (!kStoredInside && x >= C::image_width) break;
+        *reinterpret_cast<Stored*>(row + x * kOutColumn) =
+            i == C::row_at && j == kStoredAt ? value : Stored{};
+      }
     }
   }
 };
@@ -1122,6 +1183,17 @@ __device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float sec
 
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
+__device__ __forceinline__ void stage_pair(Scalar* target, float first, float second) {
+  const auto pair = narrow_pair(Scalar{}, first, second);
+  if constexpr (!C::bulk_stores || kStoredWidth % 2 == 0) {
+    *reinterpret_cast<Pair*>(target) = pair;
+  } else {
+    const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
+    target[0] = elements.element[0];
+    target[1] = elements.element[1];
+  }
+}
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
@@ -1130,15 +1202,17 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
-      Scalar* const target = row + 8 * i + lane % 4 * 2;
-      const auto pair =
-          narrow_pair(Scalar{}, sums[4 * j + 2 * half] + bias, sums[4 * j + 2 * half + 1] + bias);
-      if constexpr (!C::bulk_stores || C::out_width % 2 == 0) {
-        *reinterpret_cast<Pair*>(target) = pair;
+      Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
+      const float first = sums[4 * j + 2 * half] + bias;
+      const float second = sums[4 * j + 2 * half + 1] + bias;
+      if constexpr (C::interleave == 1) {
+        stage_pair(target, first, second);
+      } else if constexpr (C::column_sums == 2) {
+        stage_pair(target, first, sums[4 * j + 2] + bias);
+        stage_pair(target + 2, second, sums[4 * j + 3] + bias);
       } else {
-        const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
-        target[0] = elements.element[0];
-        target[1] = elements.element[1];
+        stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
+        stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
       }
     }
   }
@@ -1146,86 +1220,99 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
 
 // Whether every row, and every piece of one, starts at a multiple of 16 bytes.
 constexpr bool kRowsAligned =
-    C::lead == 0 && C::out_width % kVector == 0 && (kStrips == 1 || C::tile_columns % kVector == 0);
+    C::lead == 0 && kStoredWidth % kVector == 0 && (kStrips == 1 || kStoredColumns % kVector == 0);
 
-__device__ __forceinline__ void bulk_store_columns(Scalar* row, const Scalar* staged, int begin,
-                                                   int end, int lane) {
-  if (begin < end && lane == 0) {
-    bulk_store(row + begin, staged + begin, (end - begin) * kScalarBytes);
+// Columns [begin, end) of a row: what is in whole 16 bytes by a bulk copy, the rest one by one.
+__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin,
+                                              int end) {
+  if (begin >= end) return;
+  const int shift = kRowsAligned ? 0 : misalignment(row, kVector);
+  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
+  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
+  if (aligned_begin < aligned_end) {
+    bulk_store(row + aligned_begin, staged + aligned_begin,
+               (aligned_end - aligned_begin) * kScalarBytes);
+  }
+  if constexpr (!kRowsAligned) {
+#pragma unroll 1
+    for (int x = begin; x < aligned_begin; ++x) row[x] = staged[x];
+#pragma unroll 1
+    for (int x = aligned_end; x < end; ++x) row[x] = staged[x];
   }
 }
 
-// Columns [begin, end) of any row: what is in whole 16 bytes by a bulk copy, the rest by the lanes.
-__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin, int end,
-                                              int lane) {
-  if (begin >= end) return;
-  const int shift = misalignment(row, kVector);
-  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
-  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
-  bulk_store_columns(row, staged, aligned_begin, aligned_end, lane);
-  const int before = begin + lane;
-  if (before < aligned_begin) row[before] = staged[before];
-  const int after = aligned_end + lane;
-  if (after < end) row[after] = staged[after];
-}
+// The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
+// begin where the row's memory has a multiple of 32 bytes.
+struct Window {
+  Scalar* row;     // the element in the image's column 0
+  int at;          // the stored column of the turn's first pixel, were it in this line
+  int begin, end;  // stored columns
+  int beyond;      // how far the row begins beyond a multiple of 32 bytes, in elements
 
-// Rows of 8 channels from shared to global memory. All but the lane is the same for the whole warp,
-// and in a form that lets the compiler see it: bulk copies take their operands from such registers.
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
+      : row(row) {
+    at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
+    beyond = kRowsAligned ? 0 : misalignment(row, kSector);
+    begin = target.column - (C::lead > 0 ? beyond : 0);
+    end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
+    begin = max(C::lead > 0 ? max(begin, 0) : begin, at);
+  }
+};
+
+constexpr int kStoringLanes = 8;  // of a warp, with bulk stores
+
+// Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
+// but what they need is computed for all at once.
 __device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
                                              int turn, int lane) {
+  if (lane >= kStoringLanes) return;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
-    if (target.output_row(first, line) >= C::out_height) continue;
-    Scalar* const first_row = target.row_start(first, line);
-    // Output columns of the pass's pixels, were they in this line.
-    const int at = target.column - C::lead + turn * C::pass_pixels - line * C::pitch;
-    const int at_end = min(at + C::pass_pixels, C::out_width);
-    // Whether all rows' windows lie in the image and in the pass.
-    const bool interior = C::lead > 0 && kPasses == 1 && target.column >= C::lead &&
-                          target.column + C::tile_columns <= C::out_width;
+    const int y = target.image_row(first, line, C::row_at);
+    if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
+    const Window window(target.row_start(first + lane, y), target, line, turn);
+    store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
+                  window.begin, window.end);
+  }
+  bulk_store_commit();
+}
+
+// Clears the rows beside those: of other phases, which no tap reaches.
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
+  constexpr int kCleared = kRowsAligned ? kVector : 1;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (target.channel(first) + i >= C::group_out) break;
-      Scalar* const row = first_row + static_cast<long long>(i) * kOutPlane;
-      const Scalar* const staged = staging + i * kRowPitch - at;
-      if constexpr (kRowsAligned) {
-        const int end = min(target.column + C::tile_columns, at_end);
-        bulk_store_columns(row, staged, max(target.column, at), end, lane);
-      } else {
-        const int beyond = misalignment(row, kSector);
-        const int window = target.column - (C::lead > 0 ? beyond : 0);
-        const Scalar* const shifted = staged + beyond % kVector;
-        if (interior) {
-          bulk_store_columns(row, shifted, window, window + C::tile_columns, lane);
-        } else {
-          store_columns(row, shifted, max(max(window, 0), at),
-                        min(window + C::tile_columns, at_end), lane);
+  for (int line = 0; line < C::tile_rows; ++line) {
+#pragma unroll
+    for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
+      const int y = target.image_row(first, line, image_row);
+      if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
+      for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
+        const Window window(target.row_start(first + i, y), target, line, turn);
+        for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
+          *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
       }
     }
   }
-  if (lane == 0) bulk_store_commit();
 }
 
-// Contiguous outputs, 8 channels at a time. With `lead`, a strip's columns begin up to 32 bytes
-// earlier, for each row where its memory has a multiple of 32 bytes: neighbouring strips then share
-// no sector.
+// Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
 __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
                                            Scalar* staging, const Target& target, int warp,
                                            int lane) {
-  constexpr int kPass = C::pass_pixels;
+  constexpr int kHalves = 2 / C::column_sums;
+  static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int first = 16 * warp + 8 * half;  // of the product's rows
-    const int shift = C::bulk_stores
-                          ? misalignment(target.row_start(first, 0) +
-                                             static_cast<long long>(lane / 4) * kOutPlane,
-                                         kVector)
-                          : 0;
+    const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
+    const int shift =
+        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
+                       : 0;
 #pragma unroll
     for (int turn = 0; turn < kPasses; ++turn) {
       if constexpr (C::bulk_stores) {
-        if (lane == 0) bulk_store_wait_read<C::buffers - 1>();
+        if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
       }
       __syncwarp();
       Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
@@ -1234,19 +1321,20 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
         fence_async_shared();
         __syncwarp();
         store_staged(buffer, target, first, turn, lane);
+        clear_beside(target, first, turn, lane);
       } else {
         __syncwarp();
 #pragma unroll 1
         for (int channel = 0; channel < 8; ++channel) {
 #pragma unroll
-          for (int i = 0; i < ceil_div(kPass, 32); ++i) {
-            const int pixel = 32 * i + lane;
-            const int line = (turn * kPass + pixel) / C::pitch;
-            const int at = (turn * kPass + pixel) % C::pitch;
-            if (pixel < kPass && line < C::tile_rows && at < C::tile_columns &&
-                target.column + at < C::out_width && target.exists(first + channel, line)) {
-              target.row_start(first + channel, line)[target.column + at] =
-                  buffer[channel * kRowPitch + pixel];
+          for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
+            const int staged = 32 * i + lane;
+            const int line = (turn * kStoredPass + staged) / kStoredPitch;
+            const int at = (turn * kStoredPass + staged) % kStoredPitch;
+            if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
+                target.column + at < kStoredWidth && target.exists(first + channel, line)) {
+              target.store(first + channel, line, target.column + at,
+                           buffer[channel * kRowPitch + staged]);
             }
           }
         }
@@ -1305,9 +1393,9 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
-        *reinterpret_cast<Stored*>(target.row_start(product_row, line) +
-                                   (target.column + at) * kOutChannels) =
-            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row);
+        target.store(
+            product_row, line, target.column + at,
+            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row));
       }
     }
   }
@@ -1347,7 +1435,7 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int 
       }
     }
   }
-  if (C::bulk_stores && lane == 0) bulk_store_wait();
+  if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, const unsigned char* packed,
@@ -4517,9 +4605,12 @@ FORWARD_FLOAT_TF32 = tuple(
         dilation_height=1, dilation_width=1, padding_top=0, padding_left=0,
         weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
-        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
-        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
-        pixels=216, tile_rows=1, tile_columns=208, pitch=218, lead=8, plane_padding=0,
+        last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1,
+        image_height=1022, image_width=1022, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=2,
+        stack=1, pixels=216, tile_rows=1, tile_columns=208, pitch=218, lead=8, plane_padding=0,
         rolling=True, segment_tiles=31, k_steps=2, stage_taps=3, input_stages=4,
         weight_stages=3, resident=True, pass_pixels=224, buffers=1, batch=4, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=232096,
@@ -4549,9 +4640,12 @@ INPUT_GRAD_FLOAT_TF32 = tuple(
         dilation_height=1, dilation_width=1, padding_top=2, padding_left=2,
         weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
-        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
-        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1, stack=4,
-        pixels=208, tile_rows=1, tile_columns=208, pitch=210, lead=0, plane_padding=0,
+        last_tap_row=2, last_tap_column=2, tap_step_height=1, tap_step_width=1,
+        image_height=1024, image_width=1024, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=4, pixels=208, tile_rows=1, tile_columns=208, pitch=210, lead=0, plane_padding=0,
         rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
         weight_stages=4, resident=False, pass_pixels=112, buffers=1, batch=4, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=231312,
@@ -4611,9 +4705,12 @@ FORWARD_FLOAT_IEEE = tuple(
         dilation_height=1, dilation_width=1, padding_top=0, padding_left=0,
         weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
-        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=False,
-        raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
-        pixels=160, tile_rows=1, tile_columns=152, pitch=162, lead=8, plane_padding=0,
+        last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1,
+        image_height=1022, image_width=1022, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=False, raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=2,
+        stack=1, pixels=160, tile_rows=1, tile_columns=152, pitch=162, lead=8, plane_padding=0,
         rolling=True, segment_tiles=31, k_steps=2, stage_taps=1, input_stages=4,
         weight_stages=3, resident=False, pass_pixels=160, buffers=2, batch=4, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=218224,
@@ -4643,9 +4740,12 @@ INPUT_GRAD_FLOAT_IEEE = tuple(
         dilation_height=1, dilation_width=1, padding_top=2, padding_left=2,
         weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
-        in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
-        raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1, stack=4,
-        pixels=120, tile_rows=1, tile_columns=116, pitch=118, lead=0, plane_padding=0,
+        last_tap_row=2, last_tap_column=2, tap_step_height=1, tap_step_width=1,
+        image_height=1024, image_width=1024, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=4, pixels=120, tile_rows=1, tile_columns=116, pitch=118, lead=0, plane_padding=0,
         rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
         weight_stages=2, resident=False, pass_pixels=16, buffers=1, batch=4, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=230384,
