@@ -145,6 +145,18 @@ def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, G
     assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
 
 
+def test_weight_gradient_with_that_of_the_bias() -> None:
+    """In the same pass on tensor cores, within the same workspace."""
+    operands = replace(_operands(DENSE), bias_grad=True)
+    plan = planner.weight_grad(DENSE, operands, H200)
+    weights_alone = planner.weight_grad(DENSE, _operands(DENSE), H200)
+    assert plan.family == "hopper"
+    assert any("bias_grad" in launch.arguments for launch in plan.launches)
+    assert weights_alone.scratch_bytes < plan.scratch_bytes <= 64 << 20
+    portable = planner.weight_grad(DENSE, operands, A100)
+    assert not any("bias_grad" in launch.arguments for launch in portable.launches)
+
+
 def test_weight_gradients() -> None:
     assert planner.weight_grad(DENSE, _operands(DENSE), H200).family == "hopper"
     portable = planner.weight_grad(DENSE, _operands(DENSE), A100)

@@ -82,17 +82,24 @@ def weight_grad(
     bias_out: Tensor | None,
     precision: str | None = None,
 ) -> None:
-    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
-    if bias_out is not None:
-        torch.sum(grad_output, (0, 2, 3), out=bias_out)
+    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias.
+
+    Kernels that have a sum for the bias take it along; otherwise PyTorch adds up.
+    """
+    gives_bias = False
     if problem.batch == 0 or out.numel() == 0:
         out.zero_()
     elif out.is_complex():
         _complex_weight_grad(problem, grad_output, input, out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
-        ready = _ready_for(planner.weight_grad, problem, input, grad_output, out, precision)
-        ready.run(grad_output, input, out)
+        ready = _ready_for(
+            planner.weight_grad, problem, input, grad_output, out, precision, bias_out is not None
+        )
+        ready.run(grad_output, input, out, bias_out)
+        gives_bias = ready.gives_bias
+    if bias_out is not None and not gives_bias:
+        torch.sum(grad_output, (0, 2, 3), out=bias_out)
 
 
 # The names that launches know a pass's tensors by, in the order of _Ready.run.
@@ -100,7 +107,7 @@ CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
 _TENSORS: dict[Planner, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
     planner.input_grad: CORRELATION_TENSORS,
-    planner.weight_grad: ("grad_output", "input", "output", "scratch"),
+    planner.weight_grad: ("grad_output", "input", "output", "bias_grad", "scratch"),
 }
 
 
@@ -109,6 +116,7 @@ class _Ready(NamedTuple):
 
     launches: launch.Prepared
     scratch_bytes: int
+    gives_bias: bool  # a weight gradient, that of the bias as well
 
     def run(self, *tensors: Tensor | None) -> None:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -127,6 +135,7 @@ def _ready_for(
     output: Tensor,
     weight: Tensor,
     precision: str | None,
+    bias_grad: bool = False,
 ) -> _Ready:
     """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
     dtype = input.dtype
@@ -143,6 +152,7 @@ def _ready_for(
         weight.stride(),
         (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
         precision,
+        bias_grad,
         output.device.index,
     )
 
@@ -157,14 +167,23 @@ def _ready(
     weight_strides: tuple[int, int, int, int],
     aligned: bool,
     precision: str,
+    bias_grad: bool,
     index: int,
 ) -> _Ready:
     operands = operands_of(
-        dtype, input_channels_last, output_channels_last, weight_strides, aligned, precision
+        dtype,
+        input_channels_last,
+        output_channels_last,
+        weight_strides,
+        aligned,
+        precision,
+        bias_grad,
     )
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
-    return _Ready(launch.prepare(planned.launches, device, _TENSORS[plan]), planned.scratch_bytes)
+    prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
+    gives_bias = any("bias_grad" in launch.arguments for launch in planned.launches)
+    return _Ready(prepared, planned.scratch_bytes, bias_grad and gives_bias)
 
 
 def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:

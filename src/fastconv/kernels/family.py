@@ -98,7 +98,9 @@ class Operands:
 
     The two activations (what the pass reads, or the input and the output's gradient; and what it
     writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
-    of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32".
+    of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
+    weight gradient for that of the bias as well; a family that does not give it has no launch
+    with such an argument.
     """
 
     scalar: str  # name of the element type in device code
@@ -108,6 +110,7 @@ class Operands:
     weight_strides: tuple[int, int, int, int]
     aligned: bool
     precision: str = "ieee"
+    bias_grad: bool = False
 
     @property
     def sum_bytes(self) -> int:

@@ -37,6 +37,10 @@
 // with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
 // to totals in registers first, after every few columns. A second kernel adds the slots of all
 // blocks in a fixed order: the same bits every time.
+//
+// With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
+// the gradient of the bias. All of them do, since they have no time for conditions; the second
+// kernel takes the sums of one of those that see the same channels.
 #pragma once
 #include "hopper/operand.cuh"
 #include "include/tile.cuh"
@@ -100,6 +104,8 @@ struct Tile {
   }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
+  // Whether no tile of the same output channels comes before this one.
+  __device__ bool has_bias() const { return segment == 0 && piece == 0 && kernel_row == 0; }
 };
 
 // --- The pixels: how blocks walk through images --------------------------------------------------
@@ -228,16 +234,17 @@ constexpr int kPartVectors = kBlockPlanes * kPlaneVectors;
 constexpr int kRowVectors = C::parts * kPartVectors;
 
 // A stage of grad_output: a row of columns for every channel and phase. Where all channels and
-// phases of an output row begin equally far from a multiple of 16 bytes, rows in shared memory begin
-// at one. Otherwise (`kShifted`) they begin as far beyond it as they do in global memory. In either
-// case units of 16 bytes are copied as they are. Consumers read a column of 8 rows that follow each
-// other at a time: an odd number of units apart, they lie in different banks.
+// phases of an output row begin equally far from a multiple of 16 bytes, rows in shared memory
+// begin at one. Otherwise (`kShifted`) they begin as far beyond it as they do in global memory. In
+// either case units of 16 bytes are copied as they are. Consumers read a column of 8 rows that
+// follow each other at a time: an odd number of units apart, they lie in different banks.
 constexpr bool kShifted = !C::grad_channels_last && C::grad_vector < kVector;
 constexpr int kStageChannels = C::channel_groups * kOutputs;
 constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
 constexpr int kRowBytes = (kStageUnits | 1) * 16;
 constexpr int kStageRows = kStageChannels * kPhases;
-// A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by side.
+// A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by
+// side.
 constexpr int kLanePhases = kPhases / 4;
 __device__ __forceinline__ constexpr int stage_row(int channel, int phase) {
   return (phase % kLanePhases * kStageChannels + channel) * 4 + phase / kLanePhases;
@@ -342,7 +349,7 @@ struct Units {
     count = place.columns / kVector + (kShifted ? 1 : 0);
     begin = column < 0 ? 1 : 0;
     end = max(min(count, floor_div(C::out_width - column, kVector)), begin);
-    if (!C::grad_bulk || !exists) end = begin;
+    if (!exists) end = begin;
   }
 
   __device__ int bytes() const { return (end - begin) * 16; }
@@ -377,9 +384,11 @@ struct RowCopier {
           channels +
           (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
       unsigned char* const target = stage + stage_row(first, phase) * kRowBytes;
-      if (C::grad_bulk && of.exists && is_elected()) copy_inside(target, row, barrier, place);
-      if (!C::grad_bulk || !of.exists || has_edges(place)) {
-        copy_rest(target, row, place, of.exists);
+      if constexpr (!C::grad_bulk) {
+        copy_all(target, row, place, of.exists);
+      } else {
+        if (of.exists && is_elected()) copy_inside(target, row, barrier, place);
+        if (!of.exists || has_edges(place)) copy_edges(target, row, place, of.exists);
       }
     }
   }
@@ -420,24 +429,38 @@ struct RowCopier {
     }
   }
 
-  // Copies what copy_inside leaves out; zeros beyond the row's ends.
-  __device__ __forceinline__ void copy_rest(unsigned char* target, const Scalar* row,
-                                            const StagePlace& place, bool exists) const {
+  // Copies what copy_inside leaves out, a row a lane; zeros beyond the row's ends.
+  __device__ __forceinline__ void copy_edges(unsigned char* target, const Scalar* row,
+                                             const StagePlace& place, bool exists) const {
+    for (int i = lane; i < count; i += 32) {
+      const Scalar* const source = row + i * kOutChannel;
+      unsigned char* const to = target + i * (4 * kRowBytes);
+      const Units units(source, place, exists);
+      if (units.begin > 0) copy_unit(to, source, units.column, exists);
+      for (int unit = units.end; unit < units.count; ++unit) {
+        copy_unit(to + unit * 16, source, units.column + unit * kVector, exists);
+      }
+    }
+  }
+
+  // Copies everything: neighbouring lanes have neighbouring units.
+  __device__ __forceinline__ void copy_all(unsigned char* target, const Scalar* row,
+                                           const StagePlace& place, bool exists) const {
 #pragma unroll 2
     for (int i = lane; i < count * kStageUnits; i += 32) {
       const int channel = i / kStageUnits;
       const int unit = i % kStageUnits;
       const Scalar* const source = row + channel * kOutChannel;
       const Units units(source, place, exists);
-      if (unit < units.begin || (unit >= units.end && unit < units.count)) {
+      if (unit < units.count) {
         copy_unit(target + channel * (4 * kRowBytes) + unit * 16, source,
                   units.column + unit * kVector, exists);
       }
     }
   }
 
-  // Copies 16 bytes of a row, from a column on; zeros beyond its ends, or if it does not exist (then
-  // `row` is just an aligned address).
+  // Copies 16 bytes of a row, from a column on; zeros beyond its ends, or if it does not exist
+  // (then `row` is just an aligned address).
   __device__ static __forceinline__ void copy_unit(unsigned char* target, const Scalar* row,
                                                    int column, bool exists) {
     Scalar* const unit = reinterpret_cast<Scalar*>(target);
@@ -815,9 +838,10 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
   return columns;
 }
 
-// Of float32, a thread has one phase of two channels, 8 apart.
-__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
-                                               const FragmentRows& rows, int column, float) {
+// Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
+__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
+                                               const unsigned char* stage, const FragmentRows& rows,
+                                               int column, float) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto columns = load_columns<float>(stage + rows.offsets[half][0], column);
@@ -830,18 +854,22 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, const unsig
         target = __float_as_uint(round_operand_to_tf32(columns.element[i]));
       }
     }
+    if constexpr (C::bias) {
+      bias[half] +=
+          columns.element[0] + columns.element[1] + (columns.element[2] + columns.element[3]);
+    }
   }
 }
 
 // Of 16-bit types, two neighbouring phases of two channels.
 template <class Half>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
-                                               const FragmentRows& rows, int column, Half) {
+__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
+                                               const unsigned char* stage, const FragmentRows& rows,
+                                               int column, Half) {
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int k = 0; k < kGroupProducts; ++k) {
-      load_transposed(fragments[0][k],
-                      stage + rows.offsets[0][0] + (column + 2 * k) * kPixelBytes);
+      load_transposed(fragments[0][k], stage + rows.offsets[0][0] + (column + 2 * k) * kPixelBytes);
     }
   } else {
 #pragma unroll
@@ -853,6 +881,19 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, const unsig
         fragments[0][i / 2][half + i % 2 * 2] =
             even.element[i].bits | static_cast<unsigned>(odd.element[i].bits) << 16;
       }
+    }
+  }
+  if constexpr (C::bias) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float columns[kGroupColumns];
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        const unsigned word = fragments[0][i / 2][half + i % 2 * 2];
+        columns[i] = widen(Half{static_cast<unsigned short>(word)}) +
+                     widen(Half{static_cast<unsigned short>(word >> 16)});
+      }
+      bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
     }
   }
 }
@@ -885,6 +926,9 @@ struct Consumer {
   int segment;      // first, from the first of the block's first plane
   unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
   bool accumulate = false;
+  // Sums of what was loaded: since the last flush, and until then.
+  float bias[2] = {0.0f, 0.0f};
+  float bias_total[2] = {0.0f, 0.0f};
   Ring<C::input_stages> row{0};  // the first row of a step
   Ring<C::grad_stages> grad{0};
 
@@ -896,8 +940,16 @@ struct Consumer {
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
-    origin = misalignment(grad_output) + first * kOutChannel +
-             phase_distance(thread % 4 * kLanePhases);
+    origin =
+        misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+  }
+
+  __device__ __forceinline__ void flush_bias() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bias_total[half] += bias[half];
+      bias[half] = 0.0f;
+    }
   }
 
   // Elements of grad_output from phase 0 to another one.
@@ -998,7 +1050,8 @@ struct Consumer {
     for (int column = 0; column < columns; column += kBodyColumns) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        load_fragments(fragments[group], stage, rows, column + group * kGroupColumns, Scalar{});
+        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
+                       Scalar{});
         wgmma_fence();
         multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
                        group > 0 || accumulate);
@@ -1022,7 +1075,8 @@ struct Consumer {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         constexpr int kLow = C::parts - 1;
-        load_fragments(fragments[group], stage, rows, column + group * kGroupColumns, Scalar{});
+        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
+                       Scalar{});
         wgmma_fence();
         multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
         multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
@@ -1074,6 +1128,27 @@ struct Consumer {
     wgmma_wait<0>();
   }
 };
+
+// Where the sums for the bias are in the workspace, behind all slots: [block][warpgroup][channel].
+__device__ __forceinline__ long long bias_slots(int blocks, int block, int warpgroup) {
+  return static_cast<long long>(blocks) * (kConsumers * kSlots * 128 * 4) +
+         (block * kConsumers + warpgroup) * kOutputs;
+}
+
+// Writes a consumer's sums for the bias; four lanes have the phases of a channel.
+__device__ __forceinline__ void store_bias(const Consumer& consumer, float4* workspace,
+                                           const Work& work) {
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  float* const target = reinterpret_cast<float*>(workspace) +
+                        bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float total = consumer.bias_total[half] + consumer.bias[half];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
+  }
+}
 
 // Adds a thread's sums to its slots of the workspace, or sets those.
 template <bool kSet>
@@ -1136,12 +1211,14 @@ __device__ __forceinline__ void consume(const Scalar* grad_output, float4* works
         flushed = true;
         steps = 0;
         consumer.accumulate = false;
+        consumer.flush_bias();
         if constexpr (C::parts == 2) clear(totals);
       }
     }
     consumer.release_rows(kOldRows);
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
+  if constexpr (C::bias) store_bias(consumer, workspace, work);
 }
 
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
@@ -1232,6 +1309,26 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   }
 }
 
+// Adds up the sums for the bias of every channel, workers in order.
+__device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
+                                            int first_tile, int tiles, int workers) {
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kStageChannels; i += step) {
+    const int block = i / kStageChannels;
+    const int channel = i % kStageChannels;
+    const Tile tile(first_tile + block);
+    if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
+    float total = 0.0f;
+#pragma unroll 8
+    for (int worker = 0; worker < workers; ++worker) {
+      const long long slots =
+          bias_slots(tiles * workers, worker * tiles + block, channel / kOutputs);
+      total += reinterpret_cast<const float*>(workspace)[slots + channel % kOutputs];
+    }
+    bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
+  }
+}
+
 }  // namespace hopper
 }  // namespace fastconv
 
@@ -1242,6 +1339,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    reduce(const float4* workspace, Config::Scalar* grad, int first_tile, int tiles, int workers) {
+    reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
+           int tiles, int workers) {
   fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+  if constexpr (Config::bias) {
+    fastconv::hopper::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
+  }
 }

@@ -40,7 +40,7 @@ FLUSH_PRODUCTS = 512
 FLUSH_ADDITIONS = 64
 BODY_COLUMNS = 8
 # Of rows, each of which is a copy; and of pixels, which need no more to be long ones.
-ROW_STAGE_COLUMNS = (16, 32, 48, 64)
+ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
 PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
@@ -66,6 +66,7 @@ FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
 
+    With ``operands.bias_grad``, tensor ``bias_grad`` is filled in the same pass.
     ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
     output's gradient, ``weight_strides`` the result's.
 
@@ -93,14 +94,14 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
                 ("grad_output", "input", "scratch", first, tiles, workers, problem.batch),
             )
         )
-        slots = tiles * tile.block_bytes // 16
+        slots = tiles * tile.slot_bytes // 16
         launches.append(
             Launch(
                 Kernel("hopper/weight_grad.cuh", "reduce", kernel),
                 (min(ceil_div(slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
                 REDUCE_THREADS,
                 0,
-                ("scratch", "output", first, tiles, workers),
+                ("scratch", "output", "bias_grad", first, tiles, workers),
             )
         )
     scratch = tiles_at_once * workers * tile.block_bytes
@@ -180,9 +181,14 @@ class Tile:
         )
 
     @property
-    def block_bytes(self) -> int:
-        """Of the workspace."""
+    def slot_bytes(self) -> int:
+        """Of a block's sums of weights."""
         return CONSUMERS * OUTPUTS * self.segments * self.columns * 4
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the workspace: with those of the bias."""
+        return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.operands.bias_grad
 
     # --- Pixels ----------------------------------------------------------------------------------
 
@@ -431,7 +437,9 @@ def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     best: Tile | None = None
     least = math.inf
     # Best products first: most of the others need not be looked at.
-    bounds = [(tile.least_cycles(gpu), i, tile) for i, tile in enumerate(_products(problem, operands))]
+    bounds = [
+        (tile.least_cycles(gpu), i, tile) for i, tile in enumerate(_products(problem, operands))
+    ]
     for bound, _, products in sorted(bounds):
         if bound >= least:
             break
@@ -508,6 +516,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
     return {
         "Scalar": operands.scalar,
         "parts": tile.parts,
+        "bias": operands.bias_grad,
         "groups": problem.groups,
         "group_in": tile.group_in,
         "group_out": tile.group_out,
