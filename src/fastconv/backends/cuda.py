@@ -82,24 +82,19 @@ def weight_grad(
     bias_out: Tensor | None,
     precision: str | None = None,
 ) -> None:
-    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias.
-
-    Kernels that have a sum for the bias take it along; otherwise PyTorch adds up.
-    """
-    gives_bias = False
+    """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
     if problem.batch == 0 or out.numel() == 0:
         out.zero_()
+        if bias_out is not None:
+            torch.sum(grad_output, (0, 2, 3), out=bias_out)
     elif out.is_complex():
-        _complex_weight_grad(problem, grad_output, input, out, precision)
+        _complex_weight_grad(problem, grad_output, input, out, bias_out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
         ready = _ready_for(
             planner.weight_grad, problem, input, grad_output, out, precision, bias_out is not None
         )
         ready.run(grad_output, input, out, bias_out)
-        gives_bias = ready.gives_bias
-    if bias_out is not None and not gives_bias:
-        torch.sum(grad_output, (0, 2, 3), out=bias_out)
 
 
 # The names that launches know a pass's tensors by, in the order of _Ready.run.
@@ -116,7 +111,6 @@ class _Ready(NamedTuple):
 
     launches: launch.Prepared
     scratch_bytes: int
-    gives_bias: bool  # a weight gradient, that of the bias as well
 
     def run(self, *tensors: Tensor | None) -> None:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -181,9 +175,7 @@ def _ready(
     )
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
-    prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
-    gives_bias = any("bias_grad" in launch.arguments for launch in planned.launches)
-    return _Ready(prepared, planned.scratch_bytes, bias_grad and gives_bias)
+    return _Ready(launch.prepare(planned.launches, device, _TENSORS[plan]), planned.scratch_bytes)
 
 
 def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:
@@ -249,11 +241,17 @@ def _real_weight(weight: Tensor) -> Tensor:
 
 
 def _complex_weight_grad(
-    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, precision: str | None
+    problem: Problem,
+    grad_output: Tensor,
+    input: Tensor,
+    out: Tensor,
+    bias_out: Tensor | None,
+    precision: str | None,
 ) -> None:
     real = _real(problem)
     blocks = torch.empty(real.weight_shape, dtype=out.real.dtype, device=out.device)
-    weight_grad(real, _planes(grad_output), _planes(input), blocks, None, precision)
+    biases = None if bias_out is None else torch.view_as_real(bias_out).view(-1)
+    weight_grad(real, _planes(grad_output), _planes(input), blocks, biases, precision)
     blocks = blocks.unflatten(1, (-1, 2)).unflatten(0, (-1, 2))
     (real_real, real_imaginary), (imaginary_real, imaginary_imaginary) = (
         row.unbind(2) for row in blocks.unbind(1)

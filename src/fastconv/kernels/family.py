@@ -99,8 +99,7 @@ class Operands:
     The two activations (what the pass reads, or the input and the output's gradient; and what it
     writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
     of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
-    weight gradient for that of the bias as well; a family that does not give it has no launch
-    with such an argument.
+    weight gradient to fill a tensor of that name too, with that of the bias.
     """
 
     scalar: str  # name of the element type in device code

@@ -407,12 +407,13 @@ struct RowCopier {
       const Units units(row, place, true);  // of any row
       if (units.bytes() == 0) return;
       barrier_expect(barrier, count * units.bytes());
-      const Scalar* const source = row + (units.column + units.begin * kVector);
-      unsigned char* const to = target + units.begin * 16;
+      const Scalar* source = row + (units.column + units.begin * kVector);
+      unsigned char* to = target + units.begin * 16;
 #pragma unroll 8
       for (int i = 0; i < count; ++i) {
-        bulk_load(to + i * (4 * kRowBytes), source + static_cast<long long>(i) * kOutChannel,
-                  units.bytes(), barrier);
+        bulk_load(to, source, units.bytes(), barrier);
+        to += 4 * kRowBytes;
+        source += kOutChannel;
       }
     } else {
       int bytes = 0;
@@ -432,11 +433,13 @@ struct RowCopier {
   // Copies what copy_inside leaves out, a row a lane; zeros beyond the row's ends.
   __device__ __forceinline__ void copy_edges(unsigned char* target, const Scalar* row,
                                              const StagePlace& place, bool exists) const {
+#pragma unroll 1
     for (int i = lane; i < count; i += 32) {
       const Scalar* const source = row + i * kOutChannel;
       unsigned char* const to = target + i * (4 * kRowBytes);
       const Units units(source, place, exists);
       if (units.begin > 0) copy_unit(to, source, units.column, exists);
+#pragma unroll 1
       for (int unit = units.end; unit < units.count; ++unit) {
         copy_unit(to + unit * 16, source, units.column + unit * kVector, exists);
       }
