@@ -359,6 +359,11 @@ UNAWAITED_SUMS = change(
   wgmma_wait<0>();
 """,
 )
+COPIES_NOT_AWAITED = change(
+    change(BOTH_COPIES, "barrier_wait(full, 0);", ""),
+    "bulk_load(tile, in, 256, full); barrier_expect(full, 256);",
+    "",
+)
 UNAWAITED_ROUND = change(RING, "if (i == 0) barrier_wait(empty, (step + 1) % 2);", "")
 
 
@@ -402,7 +407,7 @@ SM90 = {
         ),
         sm90_launch("ring", RING),
         sm90_launch("both_copies", BOTH_COPIES),
-        sm90_launch("copies_not_awaited", change(BOTH_COPIES, "barrier_wait(full, 0);", "")),
+        sm90_launch("copies_not_awaited", COPIES_NOT_AWAITED),
         sm90_launch("unawaited_load", UNAWAITED_LOAD),
         sm90_launch("unawaited_sums", UNAWAITED_SUMS),
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
