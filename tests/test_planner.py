@@ -156,6 +156,17 @@ def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, G
     assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
 
 
+@pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "direct")])
+def test_weight_gradient_with_that_of_the_bias(gpu: Gpu, family: str) -> None:
+    """In the same pass, within the same workspace."""
+    operands = replace(_operands(DENSE), bias_grad=True)
+    plan = planner.weight_grad(DENSE, operands, gpu)
+    weights_alone = planner.weight_grad(DENSE, _operands(DENSE), gpu)
+    assert plan.family == family
+    assert any("bias_grad" in launch.arguments for launch in plan.launches)
+    assert weights_alone.scratch_bytes < plan.scratch_bytes <= 64 << 20
+
+
 def test_weight_gradients() -> None:
     assert planner.weight_grad(DENSE, _operands(DENSE), H200).family == "hopper"
     portable = planner.weight_grad(DENSE, _operands(DENSE), A100)

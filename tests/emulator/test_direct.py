@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.works import SCALARS, TURING, Case, Planner, Tensors, Work, check, float64, run
+from emulator.works import (
+    ROUNDINGS,
+    SCALARS,
+    TURING,
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    check,
+    float64,
+    run,
+)
 from fastconv.kernels import direct
 from fastconv.kernels.family import Gpu
 
@@ -41,10 +52,12 @@ def _works() -> list[Work]:
     for i, case in enumerate(CASES):
         for planner in PASSES:
             dtype = list(SCALARS)[i % len(SCALARS)]
-            works.append(Work(case, planner, dtype, channels_last=True))
+            bias = planner is direct.weight_grad
+            works.append(Work(case, planner, dtype, channels_last=True, bias_grad=bias))
             works.append(Work(case, planner, list(SCALARS)[(i + 1) % len(SCALARS)], gpu=TINY))
     for planner in PASSES:
-        works += [Work(CASES[0], planner, dtype) for dtype in SCALARS]
+        bias = planner is direct.weight_grad
+        works += [Work(CASES[0], planner, dtype, bias_grad=bias) for dtype in SCALARS]
         works.append(Work(CASES[0], planner, aligned=False))
         works.append(Work(CASES[1], planner, torch.float16, aligned=False))
         works.append(Work(CASES[10], planner, gpu=TURING))
@@ -62,6 +75,19 @@ def _compiled() -> None:
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_against_float64(work: Work) -> None:
     check(work)
+
+
+@pytest.mark.parametrize("work", [work for work in WORKS if work.bias_grad], ids=str)
+def test_bias_in_the_same_pass(work: Work) -> None:
+    tensors = Tensors.random(work)
+    bias = torch.full((work.case.weight[0],), torch.nan, dtype=work.dtype)
+    run(work, tensors, bias)
+    grad_output = tensors.grad_output.double()
+    expected, size = grad_output.sum((0, 2, 3)), grad_output.abs().sum((0, 2, 3))
+    wide = torch.float64 if work.dtype == torch.float64 else torch.float32
+    bound = ROUNDINGS * torch.finfo(wide).eps * size
+    bound += torch.finfo(work.dtype).eps * expected.abs()
+    assert ((bias.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("planner", [direct.forward, direct.weight_grad])

@@ -211,6 +211,21 @@ RING = """
   }
 """
 
+# Half of the tile by a bulk copy of the elected lane, half by copies of all lanes.
+BOTH_COPIES = """
+  Barrier* const full = reinterpret_cast<Barrier*>(tile + 2048);
+  if (i == 0) barrier_init(full, 32);
+  __syncthreads();
+  if (i < 32) {
+    if (is_elected()) { bulk_load(tile, in, 256, full); barrier_expect(full, 256); }
+    copy_async<8>(tile + 64 + 2 * i, in + 64 + 2 * i, true);
+    __syncwarp();
+    barrier_arrive_after_copies(full);
+  }
+  barrier_wait(full, 0);
+  out[i] = tile[i];
+"""
+
 # What is done to PRODUCT, and what the message has to say.
 FAULTY_PRODUCTS = {
     "barrier_uninitialised": (("barrier_init(loaded, 1)", "0"), "byte 8192.* is not initialised"),
@@ -344,6 +359,11 @@ UNAWAITED_SUMS = change(
   wgmma_wait<0>();
 """,
 )
+COPIES_NOT_AWAITED = change(
+    change(BOTH_COPIES, "barrier_wait(full, 0);", ""),
+    "bulk_load(tile, in, 256, full); barrier_expect(full, 256);",
+    "",
+)
 UNAWAITED_ROUND = change(RING, "if (i == 0) barrier_wait(empty, (step + 1) % 2);", "")
 
 
@@ -386,6 +406,8 @@ SM90 = {
             for name, (fault, _) in FAULTY_PRODUCTS.items()
         ),
         sm90_launch("ring", RING),
+        sm90_launch("both_copies", BOTH_COPIES),
+        sm90_launch("copies_not_awaited", COPIES_NOT_AWAITED),
         sm90_launch("unawaited_load", UNAWAITED_LOAD),
         sm90_launch("unawaited_sums", UNAWAITED_SUMS),
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
@@ -462,6 +484,14 @@ def test_loads_through_a_ring() -> None:
     assert_close(memory["out"].flatten()[:128], memory["in"][:128], rtol=0, atol=0)
     with pytest.raises(EmulatorError, match="out depends on the order"):
         run_both_orders([SM90["unawaited_round"]], memory)
+
+
+def test_barrier_for_both_kinds_of_copies() -> None:
+    memory, _ = product_tensors()
+    run_both_orders([SM90["both_copies"]], memory)
+    assert_close(memory["out"].flatten()[:128], memory["in"][:128], rtol=0, atol=0)
+    with pytest.raises(EmulatorError, match=r"before the copies of barrier_arrive_after_copies, "):
+        run([SM90["copies_not_awaited"]], memory)
 
 
 def test_load_that_is_not_awaited() -> None:

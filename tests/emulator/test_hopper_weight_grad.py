@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from emulator import precompile
 from emulator.works import Case, Tensors, Work, float64, run
@@ -40,24 +41,32 @@ CASES = (
     Case("high kernel", (1, 9, 30, 16), (16, 9, 17, 1), padding=(3, 2, 0, 0)),
     Case("wide kernel", (1, 8, 4, 56), (16, 8, 1, 33), padding=(0, 0, 16, 16)),
     Case("wide image", (1, 8, 5, 300), (8, 8, 3, 3), padding=(1, 1, 1, 1)),
+    Case("rows shifted by pairs", (1, 9, 6, 68), (20, 9, 2, 3)),
+    Case("rows shifted", (1, 9, 4, 133), (20, 9, 2, 3)),
 )  # fmt: skip
+SHIFTED = CASES[-1]
 
 
-def _work(case: Case, mode: str, channels_last: bool = False, aligned: bool = True) -> Work:
+def _work(
+    case: Case, mode: str, channels_last: bool = False, aligned: bool = True, bias: bool = False
+) -> Work:
     dtype, precision, _ = MODES[mode]
-    return Work(case, hopper.weight_grad, dtype, channels_last, aligned, GPU, precision)
+    return Work(
+        case, hopper.weight_grad, dtype, channels_last, aligned, GPU, precision, bias_grad=bias
+    )
 
 
 def _works() -> list[Work]:
-    """Every case in every layout, with the modes taking turns."""
+    """Every case in every layout, with the modes taking turns, with the bias and without."""
     modes = list(MODES)
     works = []
     for i, case in enumerate(CASES):
-        works.append(_work(case, modes[i % 4]))
-        works.append(_work(case, modes[(i + 1) % 4], channels_last=True))
-    for mode in modes:
-        works += [_work(CASES[0], mode, aligned=False), _work(CASES[2], mode)]
-        works += [_work(CASES[2], mode, channels_last=True)]
+        works.append(_work(case, modes[i % 4], bias=i % 2 == 0))
+        works.append(_work(case, modes[(i + 1) % 4], channels_last=True, bias=i % 2 == 1))
+    for i, mode in enumerate(modes):
+        works += [_work(CASES[0], mode, aligned=False, bias=i % 2 == 0)]
+        works += [_work(CASES[2], mode, bias=True), _work(SHIFTED, mode, bias=i % 2 == 1)]
+        works += [_work(CASES[2], mode, channels_last=True, bias=True)]
     return list(dict.fromkeys(works))
 
 
@@ -76,9 +85,34 @@ def _compiled() -> object:
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_against_float64(work: Work) -> None:
     tensors = Tensors.random(work)
-    output, expected = run(work, tensors), float64(work, tensors)
-    error = (output.double() - expected).norm() / expected.norm()
+    bias = torch.full((work.case.weight[0],), torch.nan, dtype=work.dtype)
+    output = run(work, tensors, bias if work.bias_grad else None)
+    error = _error(output, float64(work, tensors))
     assert error <= TOLERANCES[work.dtype, work.precision], f"relative error {error:.1e}"
+    if work.bias_grad:
+        # Of numbers as they are, not as TF32's products take them.
+        error = _error(bias, tensors.grad_output.double().sum((0, 2, 3)))
+        assert error <= TOLERANCES[work.dtype, "ieee"], f"relative error of the bias {error:.1e}"
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("mode", ["ieee", "bfloat16"])
+def test_channels_keep_to_themselves(mode: str) -> None:
+    """What copies bring along of a row's neighbours does not count, not even NaN."""
+    work = _work(SHIFTED, mode, bias=MODES[mode][0] is torch.float32)
+    assert work in WORKS
+    tensors = Tensors.random(work)
+    bias = torch.zeros(work.case.weight[0], dtype=work.dtype)
+    expected = run(work, tensors, bias if work.bias_grad else None)
+    poisoned = [5, 11]
+    tensors.grad_output[:, poisoned] = torch.nan
+    actual = run(work, tensors, bias if work.bias_grad else None)
+    assert actual[poisoned].isnan().all()
+    others = [i for i in range(work.case.weight[0]) if i not in poisoned]
+    assert torch.equal(actual[others], expected[others])
 
 
 @pytest.mark.parametrize(

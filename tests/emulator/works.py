@@ -64,6 +64,7 @@ class Work:
     precision: str = "ieee"
     other_format: bool = False
     bias: bool = True
+    bias_grad: bool = False
 
     @property
     def direction(self) -> str:
@@ -83,6 +84,7 @@ class Work:
             weight.stride(),
             self.aligned,
             self.precision,
+            self.bias_grad,
         )
         return self.planner(self.case.problem, operands, self.gpu)
 
@@ -103,6 +105,8 @@ class Work:
             words.append("to-channels-last" if self.output_channels_last else "to-contiguous")
         if not self.aligned:
             words.append("unaligned")
+        if self.bias_grad:
+            words.append("bias")
         return "-".join([*words, self.gpu.architecture])
 
 
@@ -142,8 +146,11 @@ def new_output(work: Work) -> Tensor:
     return placed(nan, work.output_format, work.aligned)
 
 
-def run(work: Work, tensors: Tensors) -> Tensor:
-    """The pass in the emulator; outputs and workspace hold NaN before."""
+def run(work: Work, tensors: Tensors, bias_grad: Tensor | None = None) -> Tensor:
+    """The pass in the emulator; outputs and workspace hold NaN before.
+
+    ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
+    """
     read = {
         "forward": {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias},
         "input_grad": {"input": tensors.grad_output, "weight": tensors.weight},
@@ -151,6 +158,8 @@ def run(work: Work, tensors: Tensors) -> Tensor:
     }[work.direction]
     if not work.bias:
         read.pop("bias", None)
+    if bias_grad is not None:
+        read["bias_grad"] = bias_grad
     plan, output = work.plan, new_output(work)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
@@ -181,7 +190,8 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
 def check(work: Work) -> None:
     """Runs the pass on random tensors and compares every element with float64."""
     tensors = Tensors.random(work)
-    assert_correct(work, tensors, run(work, tensors))
+    bias_grad = torch.empty(work.case.weight[0], dtype=work.dtype) if work.bias_grad else None
+    assert_correct(work, tensors, run(work, tensors, bias_grad))
 
 
 def assert_correct(

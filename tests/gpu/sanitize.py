@@ -72,13 +72,13 @@ MODES = (
 def results(
     problem: Problem, tensors: list[torch.Tensor], precision: str
 ) -> tuple[torch.Tensor, ...]:
-    """All three passes, on the device of the tensors."""
+    """All three passes, and the bias's gradient, on the device of the tensors."""
     input, weight, grad_output = tensors
     last = (problem.stride, problem.padding, problem.dilation, problem.groups, precision)
     return (
         ops.forward(input, weight, None, *last),
         ops.input_grad(grad_output, weight, problem.input_size, *last),
-        ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)[0],
+        *ops.weight_grad(grad_output, input, problem.kernel_size, *last, True),
     )
 
 
@@ -92,7 +92,8 @@ def reference(problem: Problem, tensors: list[torch.Tensor]) -> tuple[torch.Tens
         "dilation": problem.dilation,
         "groups": problem.groups,
     }
-    return oracle.with_gradients(oracle.conv2d, leaves, grad_output, **geometry)
+    passes = oracle.with_gradients(oracle.conv2d, leaves, grad_output, **geometry)
+    return (*passes, grad_output.sum((0, 2, 3)))
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +119,7 @@ def check(
     sizes = reference(problem, [tensor.abs() for tensor in on_cpu])
     try:
         for name, *values in zip(
-            ("output", "input", "weight"), actual, expected, sizes, strict=True
+            ("output", "input", "weight", "bias"), actual, expected, sizes, strict=True
         ):
             oracle.assert_within_rounding(name, *values)
     except AssertionError as error:

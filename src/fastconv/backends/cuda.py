@@ -83,16 +83,18 @@ def weight_grad(
     precision: str | None = None,
 ) -> None:
     """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
-    if bias_out is not None:
-        torch.sum(grad_output, (0, 2, 3), out=bias_out)
     if problem.batch == 0 or out.numel() == 0:
         out.zero_()
+        if bias_out is not None:
+            torch.sum(grad_output, (0, 2, 3), out=bias_out)
     elif out.is_complex():
-        _complex_weight_grad(problem, grad_output, input, out, precision)
+        _complex_weight_grad(problem, grad_output, input, out, bias_out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
-        ready = _ready_for(planner.weight_grad, problem, input, grad_output, out, precision)
-        ready.run(grad_output, input, out)
+        ready = _ready_for(
+            planner.weight_grad, problem, input, grad_output, out, precision, bias_out is not None
+        )
+        ready.run(grad_output, input, out, bias_out)
 
 
 # The names that launches know a pass's tensors by, in the order of _Ready.run.
@@ -100,7 +102,7 @@ CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
 _TENSORS: dict[Planner, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
     planner.input_grad: CORRELATION_TENSORS,
-    planner.weight_grad: ("grad_output", "input", "output", "scratch"),
+    planner.weight_grad: ("grad_output", "input", "output", "bias_grad", "scratch"),
 }
 
 
@@ -127,6 +129,7 @@ def _ready_for(
     output: Tensor,
     weight: Tensor,
     precision: str | None,
+    bias_grad: bool = False,
 ) -> _Ready:
     """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
     dtype = input.dtype
@@ -143,6 +146,7 @@ def _ready_for(
         weight.stride(),
         (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
         precision,
+        bias_grad,
         output.device.index,
     )
 
@@ -157,10 +161,17 @@ def _ready(
     weight_strides: tuple[int, int, int, int],
     aligned: bool,
     precision: str,
+    bias_grad: bool,
     index: int,
 ) -> _Ready:
     operands = operands_of(
-        dtype, input_channels_last, output_channels_last, weight_strides, aligned, precision
+        dtype,
+        input_channels_last,
+        output_channels_last,
+        weight_strides,
+        aligned,
+        precision,
+        bias_grad,
     )
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
@@ -230,11 +241,17 @@ def _real_weight(weight: Tensor) -> Tensor:
 
 
 def _complex_weight_grad(
-    problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor, precision: str | None
+    problem: Problem,
+    grad_output: Tensor,
+    input: Tensor,
+    out: Tensor,
+    bias_out: Tensor | None,
+    precision: str | None,
 ) -> None:
     real = _real(problem)
     blocks = torch.empty(real.weight_shape, dtype=out.real.dtype, device=out.device)
-    weight_grad(real, _planes(grad_output), _planes(input), blocks, None, precision)
+    biases = None if bias_out is None else torch.view_as_real(bias_out).view(-1)
+    weight_grad(real, _planes(grad_output), _planes(input), blocks, biases, precision)
     blocks = blocks.unflatten(1, (-1, 2)).unflatten(0, (-1, 2))
     (real_real, real_imaginary), (imaginary_real, imaginary_imaginary) = (
         row.unbind(2) for row in blocks.unbind(1)

@@ -98,7 +98,8 @@ class Operands:
 
     The two activations (what the pass reads, or the input and the output's gradient; and what it
     writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
-    of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32".
+    of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
+    weight gradient to fill a tensor of that name too, with that of the bias.
     """
 
     scalar: str  # name of the element type in device code
@@ -108,6 +109,7 @@ class Operands:
     weight_strides: tuple[int, int, int, int]
     aligned: bool
     precision: str = "ieee"
+    bias_grad: bool = False
 
     @property
     def sum_bytes(self) -> int:

@@ -407,6 +407,12 @@ void copy_async_wait(int pending) {
   copies.erase(copies.begin(), copy);
 }
 
+void take_copies(void (*take)(void* context, void* shared, const void* data, int bytes),
+                 void* context) {
+  for (const Copy& copy : running->copies) take(context, copy.target, copy.data, copy.bytes);
+  running->copies.clear();
+}
+
 }  // namespace emulator
 
 extern "C" {

@@ -72,6 +72,10 @@ void copy_async(void* shared, const void* global, int bytes, bool valid);
 void copy_async_commit();
 void copy_async_wait(int pending);
 
+// Hands over the thread's copies that have not landed, one by one, to somebody who will land them.
+void take_copies(void (*take)(void* context, void* shared, const void* data, int bytes),
+                 void* context);
+
 // An argument of a launch, converted to the type of the entry's parameter: a pointer or an int.
 class Argument {
  public:

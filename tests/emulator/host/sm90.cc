@@ -27,6 +27,12 @@ struct Load {
   std::vector<unsigned char> data;
 };
 
+// An arrival that waits for a thread's asynchronous copies.
+struct Arrival {
+  Site site;
+  std::vector<Load> copies;
+};
+
 struct Barrier {
   int arrivals;  // in each phase
   int missing;   // arrivals, in this phase
@@ -34,6 +40,7 @@ struct Barrier {
   unsigned phase = 0;
   int waiting = 0;
   std::vector<Load> loads = {};
+  std::vector<Arrival> late = {};
 };
 
 struct WarpgroupBarrier {
@@ -291,6 +298,33 @@ void barrier_arrive(void* address, int expected_bytes) {
   settle(barrier);
 }
 
+void barrier_expect(void* address, int bytes) {
+  Barrier& barrier = find_barrier(address);
+  if (barrier.missing == 0) fail("the barrier has all arrivals: it cannot expect %d bytes", bytes);
+  if (bytes < 0 || bytes > kMaxCount - barrier.expected_bytes) {
+    fail("a barrier cannot expect %d bytes more", bytes);
+  }
+  barrier.expected_bytes += bytes;
+}
+
+void barrier_arrive_after_copies(Site site, void* address) {
+  Barrier& barrier = find_barrier(address);
+  Arrival arrival = {site, {}};
+  take_copies(
+      [](void* context, void* shared, const void* data, int bytes) {
+        auto& taken = *static_cast<Arrival*>(context);
+        const auto* const begin = static_cast<const unsigned char*>(data);
+        auto* const target = static_cast<unsigned char*>(shared);
+        taken.copies.push_back({taken.site, target, nullptr, {begin, begin + bytes}});
+      },
+      &arrival);
+  if (arrival.copies.empty()) {
+    barrier_arrive(address, 0);
+  } else {
+    barrier.late.push_back(arrival);
+  }
+}
+
 void barrier_wait(Site site, const void* address, unsigned parity) {
   Barrier& barrier = find_barrier(address);
   if (parity > 1) fail("%u is no parity", parity);
@@ -401,10 +435,29 @@ void sm90_begin_block() {
   threads.resize(blockDim.x);
 }
 
+// Lands the copies that arrivals wait for, and has them arrive.
+static void arrive_late(unsigned address, Barrier& barrier) {
+  std::vector<Arrival> arrivals;
+  arrivals.swap(barrier.late);
+  for (const Arrival& arrival : arrivals) {
+    for (const Load& copy : arrival.copies) {
+      if (!is_poison(copy.target, copy.data.size())) {
+        fail("shared memory was written under a copy_async, %s:%d", copy.site.file, copy.site.line);
+      }
+      memcpy(copy.target, copy.data.data(), copy.data.size());
+    }
+    barrier_arrive(shared.begin + address, 0);
+  }
+}
+
 bool sm90_advance() {
   bool any = false;
   for (auto& entry : barriers) {
     Barrier& barrier = entry.second;
+    if (barrier.waiting && !barrier.late.empty()) {
+      arrive_late(entry.first, barrier);
+      any = true;
+    }
     if (!barrier.waiting || barrier.missing || barrier.loads.empty()) continue;
     for (const Load& load : barrier.loads) land(barrier, load);
     barrier.loads.clear();
@@ -426,6 +479,10 @@ void sm90_end_block() {
   for (const auto& entry : barriers) {
     for (const Load& load : entry.second.loads) {
       fail("the block ends without waiting for bulk_load, %s:%d", load.site.file, load.site.line);
+    }
+    for (const Arrival& arrival : entry.second.late) {
+      fail("the block ends before the copies of %s, %s:%d", arrival.site.function,
+           arrival.site.file, arrival.site.line);
     }
   }
   for (const Thread& thread : threads) {

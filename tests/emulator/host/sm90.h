@@ -11,6 +11,11 @@ namespace emulator {
 void barrier_init(void* barrier, int arrivals);
 void barrier_arrive(void* barrier, int expected_bytes);
 void barrier_wait(Site site, const void* barrier, unsigned parity);
+void barrier_expect(void* barrier, int bytes);
+
+// Takes over the thread's asynchronous copies. They land, and the thread arrives, when a thread
+// waits for the barrier and no thread can go on without.
+void barrier_arrive_after_copies(Site site, void* barrier);
 
 // Lands when a thread waits for the barrier and no thread can go on without; until then the target
 // is poisoned.

@@ -20,6 +20,10 @@
 // slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
 // no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
 // workspace has room for.
+//
+// With `bias`, a thread also adds up the output's gradient that it loads, in sums of their own
+// behind the others: the gradient of the bias. The second kernel takes those of one of the threads
+// that saw the same channels and pixels.
 #pragma once
 #include "include/tile.cuh"
 
@@ -45,6 +49,7 @@ constexpr int kParts = ceil_div(C::kernel_width, kTaps);
 constexpr int kTapChunks = ceil_div(C::kernel_height, C::block_taps);
 constexpr int kBlockTaps = C::block_taps * kTaps;
 constexpr int kSums = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
+constexpr int kSlots = kSums + (C::bias ? C::channels_per_thread : 0);  // of a thread
 
 // A single kernel column needs just the columns that it reads; several share a contiguous range.
 constexpr int kColumnStep = kTaps == 1 ? C::stride_width : 1;
@@ -92,6 +97,9 @@ struct Tile {
     m = index % kTilesM;
     group = index / kTilesM;
   }
+
+  // Whether no tile of the same output channels comes before this one.
+  __device__ bool has_bias() const { return part == 0 && tap_row == 0 && i == 0; }
 };
 
 struct Position {  // of a thread within its block
@@ -114,7 +122,16 @@ __device__ __forceinline__ int thread_at(int m, int n, int k) {
 
 // Where a thread keeps its sum number `index` between stages.
 __device__ __forceinline__ long long slot(int block, int index, int thread) {
-  return (1ll * block * kSums + index) * kThreads + thread;
+  return (1ll * block * kSlots + index) * kThreads + thread;
+}
+
+// The sum of a weight or a bias over a split's pixels, from the slots of the threads that share it.
+__device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index, int m, int n) {
+  Sum total = 0;
+  for (int k = 0; k < kThreadsK; ++k) {
+    total += workspace[slot(block, index, thread_at(m, n, k))];
+  }
+  return total;
 }
 
 // Copies [channels][stage_rows][kTapRows][columns] of an image, the rows row_step and tap_step
@@ -146,12 +163,13 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
 }
 
 using Sums = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Biases = Sum[C::channels_per_thread];
 
 // Adds the products of four pixels, or of the first `left` of them if not kWhole: beyond the image
 // there is nothing to multiply, not even zero with infinity.
 template <bool kWhole>
 __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
-                                              Sums& sum) {
+                                              Sums& sum, Biases& bias) {
   Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
 #pragma unroll
   for (int i = 0; i < C::inputs_per_thread; ++i) {
@@ -171,6 +189,7 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
       if (!kWhole && p >= left) break;
+      if (C::bias) bias[m] += four[p];
 #pragma unroll
       for (int i = 0; i < C::inputs_per_thread; ++i) {
 #pragma unroll
@@ -188,7 +207,8 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 
 // Adds the products of a stage, of which rows x columns lie in the image.
 __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
-                                         const Position& at, int rows, int columns, Sums& sum) {
+                                         const Position& at, int rows, int columns, Sums& sum,
+                                         Biases& bias) {
   const int quads = ceil_div(columns, kPixels);
 #pragma unroll 1
   for (int q = at.k; q < rows * quads; q += kThreadsK) {
@@ -198,9 +218,9 @@ __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input
     const Scalar* inputs =
         input + (at.n * kInputRows + row * C::block_taps) * kInputPitch + column * kColumnStride;
     if (C::out_width % kPixels == 0 || column + kPixels <= columns) {
-      multiply_quad<true>(grads, inputs, kPixels, sum);
+      multiply_quad<true>(grads, inputs, kPixels, sum, bias);
     } else {
-      multiply_quad<false>(grads, inputs, columns - column, sum);
+      multiply_quad<false>(grads, inputs, columns - column, sum, bias);
     }
   }
 }
@@ -253,7 +273,14 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
   };
 
   Sums sum = {};
+  Biases bias = {};
   bool flushed = false;
+  // Adds a sum to its slot, and starts it anew.
+  const auto flush = [&](Sum& value, int index) {
+    Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
+    *kept = flushed ? *kept + value : value;
+    value = 0;
+  };
   if (first < end) load_unit(first);
 #pragma unroll 1
   for (int unit = first; unit < end; ++unit) {
@@ -268,17 +295,17 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
     const int rows_left = C::out_height - row_of(unit),
               columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
-             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum);
+             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum, bias);
     if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
 #pragma unroll
       for (int index = 0; index < kSums; ++index) {
-        Sum& value = sum[index / (C::inputs_per_thread * kBlockTaps)]
-                        [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
-                        [index % kTaps];
-        Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
-        *kept = flushed ? *kept + value : value;
-        value = 0;
+        flush(sum[index / (C::inputs_per_thread * kBlockTaps)]
+                 [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
+                 [index % kTaps],
+              index);
       }
+#pragma unroll
+      for (int index = kSums; index < kSlots; ++index) flush(bias[index - kSums], index);
       flushed = true;
     }
     __syncthreads();  // before the stage after next overwrites this one
@@ -288,7 +315,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
 // Adds up the slots of every weight, splits in order, and writes it where its strides say.
 extern "C" __global__ void reduce(
     const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
-    Config::Scalar* __restrict__ grad, int first_tile, int tiles, int splits) {
+    Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
+    int tiles, int splits) {
   using namespace fastconv::weight_grad;
   constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
   const int step = gridDim.x * blockDim.x;
@@ -307,14 +335,23 @@ extern "C" __global__ void reduce(
     }
     Sum total = 0;
     for (int split = 0; split < splits; ++split) {
-      Sum partial = 0;
-      for (int k = 0; k < kThreadsK; ++k) {
-        partial += workspace[slot(split * tiles + block, index, thread_at(m, n, k))];
-      }
-      total += partial;
+      total += sum_of(workspace, split * tiles + block, index, m, n);
     }
     grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
          1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
          1ll * tap * C::weight_stride_width] = fastconv::narrow<Scalar>(total);
+  }
+  if constexpr (C::bias) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kTileM; i += step) {
+      const int block = i / kTileM, index = i % kTileM / kThreadsM, m = i % kThreadsM;
+      const Tile tile(first_tile + block);
+      const int channel = tile.m * kTileM + i % kTileM;
+      if (!tile.has_bias() || channel >= C::group_out) continue;
+      Sum total = 0;
+      for (int split = 0; split < splits; ++split) {
+        total += sum_of(workspace, split * tiles + block, kSums + index, m, 0);
+      }
+      bias_grad[tile.group * C::group_out + channel] = fastconv::narrow<Scalar>(total);
+    }
   }
 }

@@ -75,6 +75,11 @@ class Tile:
         return self.channels_per_thread * self.inputs_per_thread * self.part_taps * self.block_taps
 
     @property
+    def slots(self) -> int:
+        """Sums that a thread keeps in the workspace: with those of the bias."""
+        return self.sums + self.channels_per_thread * self.operands.bias_grad
+
+    @property
     def window(self) -> int:
         shift = -self.problem.padding.left % self.vector_input
         return _window(self.problem, self.part_taps, shift)
@@ -129,11 +134,13 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
 
     ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
-    output's gradient, ``weight_strides`` the result's.
+    output's gradient, ``weight_strides`` the result's. With ``operands.bias_grad``, tensor
+    ``bias_grad`` is filled in the same pass.
     """
     tile = _choose_tile(problem, operands, gpu)
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
+        "bias": operands.bias_grad,
         "group_in": problem.in_channels // problem.groups,
         "group_out": problem.out_channels // problem.groups,
         "groups": problem.groups,
@@ -168,7 +175,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         "shared_bytes": tile.shared_bytes,
         "blocks_per_sm": tile.blocks_per_sm,
     }
-    block_bytes = tile.sums * tile.threads * operands.sum_bytes
+    block_bytes = tile.slots * tile.threads * operands.sum_bytes
     most_blocks = WORKSPACE_BYTES // block_bytes
     tiles_at_once = min(tile.count, most_blocks)
     splits = min(
@@ -195,7 +202,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
                 (min(ceil_div(owned, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
                 REDUCE_THREADS,
                 0,
-                ("scratch", "output", first, tiles, splits),
+                ("scratch", "output", "bias_grad", first, tiles, splits),
             )
         )
     return Plan(tuple(launches), tiles_at_once * splits * block_bytes, FAMILY, WHY)

@@ -39,10 +39,13 @@ FLUSH_PRODUCTS = 512
 # Additions to totals that are flushed together: each level rounds.
 FLUSH_ADDITIONS = 64
 BODY_COLUMNS = 8
-STAGE_COLUMNS = 16
-MOST_STRIP_STAGES = 8
+# Of rows, each of which is a copy; and of pixels, which need no more to be long ones.
+ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
+PIXEL_STAGE_COLUMNS = (16,)
+MOST_STRIP_COLUMNS = 128
+LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
 MOST_GRAD_STAGES = 4
-FEWEST_GRAD_STAGES = 3
+FEWEST_GRAD_STAGES = 2
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256
 MOST_REDUCE_BLOCKS = 4096
@@ -50,7 +53,10 @@ MOST_REDUCE_BLOCKS = 4096
 # Estimated cycles of one processor.
 NARROW_CYCLES = 8.0  # of a product of few columns, beyond its multiplications
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
-GRAD_CYCLES = 1.2  # to copy 16 bytes of the output's gradient, in one piece
+COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
+PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
+BYTES_PER_CYCLE = 15.0  # that arrive from memory if all processors load
+LATENCY_CYCLES = 1500.0  # of memory
 OVERLAP_LOSS = 0.25
 STEP_CYCLES = 300.0
 BLOCK_CYCLES = 6000.0  # to start and to end
@@ -60,6 +66,7 @@ FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
 
+    With ``operands.bias_grad``, tensor ``bias_grad`` is filled in the same pass.
     ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
     output's gradient, ``weight_strides`` the result's.
 
@@ -87,14 +94,14 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
                 ("grad_output", "input", "scratch", first, tiles, workers, problem.batch),
             )
         )
-        slots = tiles * tile.block_bytes // 16
+        slots = tiles * tile.slot_bytes // 16
         launches.append(
             Launch(
                 Kernel("hopper/weight_grad.cuh", "reduce", kernel),
                 (min(ceil_div(slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
                 REDUCE_THREADS,
                 0,
-                ("scratch", "output", first, tiles, workers),
+                ("scratch", "output", "bias_grad", first, tiles, workers),
             )
         )
     scratch = tiles_at_once * workers * tile.block_bytes
@@ -113,6 +120,7 @@ class Tile:
     product_octets: int
     segments: int
     phase_images: int
+    stage_columns: int = BODY_COLUMNS
     strip_stages: int = 0
     input_stages: int = 0
     grad_stages: int = 0
@@ -173,9 +181,14 @@ class Tile:
         )
 
     @property
-    def block_bytes(self) -> int:
-        """Of the workspace."""
+    def slot_bytes(self) -> int:
+        """Of a block's sums of weights."""
         return CONSUMERS * OUTPUTS * self.segments * self.columns * 4
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the workspace: with those of the bias."""
+        return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.operands.bias_grad
 
     # --- Pixels ----------------------------------------------------------------------------------
 
@@ -222,28 +235,39 @@ class Tile:
         return self.vector - math.gcd(self.vector, self.problem.output_size[1])
 
     @cached_property
-    def stages(self) -> int:
-        """Of an output row."""
-        return ceil_div(self.problem.output_size[1] + self.lead, self.stage_columns)
+    def shifted(self) -> bool:
+        """Whether rows of one stage begin at different distances from multiples of 16 bytes."""
+        return not self.operands.output_channels_last and self.grad_vector < self.vector
+
+    @property
+    def grad_bulk(self) -> bool:
+        """Whether the output's gradient is copied in bulk, and not by lanes."""
+        if self.operands.output_channels_last:
+            return self.grad_vector == self.vector
+        return self.stage_columns * self.operands.scalar_bytes >= LEAST_BULK_BYTES
 
     @cached_property
-    def stage_columns(self) -> int:
-        width = self.problem.output_size[1]
-        narrow = width < 64 and 0 < width % STAGE_COLUMNS <= BODY_COLUMNS
-        return BODY_COLUMNS if narrow else STAGE_COLUMNS
+    def row_columns(self) -> int:
+        """Of an output row, that are multiplied."""
+        return round_up(self.problem.output_size[1] + self.lead, BODY_COLUMNS)
 
     @property
     def strip_columns(self) -> int:
         return self.strip_stages * self.stage_columns
+
+    @cached_property
+    def strips(self) -> int:
+        """Of an output row."""
+        return ceil_div(self.row_columns, self.strip_columns)
 
     @property
     def image_groups(self) -> int:
         return ceil_div(self.problem.batch, self.phase_images)
 
     @property
-    def all_stages(self) -> int:
+    def all_steps(self) -> int:
         """What workers share."""
-        return self.image_groups * self.row_step * self.steps * self.stages
+        return self.image_groups * self.row_step * self.steps * self.strips
 
     # --- Shared memory ---------------------------------------------------------------------------
 
@@ -282,9 +306,8 @@ class Tile:
         if self.operands.output_channels_last:
             pixel = self.channel_groups * OUTPUTS * self.operands.scalar_bytes
             return self.vector * (self.stage_columns * pixel + 8 * self.operands.scalar_bytes)
-        units = self.stage_columns // self.vector
-        padding = 8 // units if 1 < units < 8 else 1
-        return units * (self.channel_groups * OUTPUTS * self.vector + padding) * 16
+        units = self.stage_columns // self.vector + self.shifted
+        return self.channel_groups * OUTPUTS * self.vector * (units | 1) * 16
 
     @property
     def shared_bytes(self) -> int:
@@ -311,25 +334,54 @@ class Tile:
         narrow = NARROW_CYCLES if self.columns < 48 else 0.0
         return self.columns / 2 + narrow * (48 - self.columns) / 40
 
-    def step_cycles(self, stages: int) -> float:
-        """What a step of a strip of so many stages takes a processor."""
-        strip = stages * self.stage_columns
-        multiply = CONSUMERS * self.segments * self.products * strip / 2 * self.product_cycles
-        columns = self.tile_columns - (self.strip_columns - strip) * self.problem.stride[1]
-        channels = self.block_planes * self.product_octets * OCTET
-        input_ = channels * columns * self.new_rows * INPUT_CYCLES * (1 + self.parts) / 2
-        pieces = 1 if self.grad_vector == self.vector else 2 * self.vector // self.grad_vector
-        grad = self.channel_groups * OUTPUTS * strip * pieces * GRAD_CYCLES
-        parts = (multiply, input_ * (1 if self.vector_input else 1.5), grad)
-        # They go on at the same time, but not quite without getting into each other's way.
-        return STEP_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+    def multiply_cycles(self, columns: int) -> float:
+        """What a processor's products take, for so many columns of a step."""
+        products = CONSUMERS * self.segments * self.products * columns / 2
+        return products * self.product_cycles
 
-    @property
+    def grad_cycles(self, columns: int) -> float:
+        """What it takes to get so many columns of a step's gradient of the output."""
+        problem, operands = self.problem, self.operands
+        channels = min(self.channel_groups * OUTPUTS, self.group_out)
+        stages = ceil_div(columns, self.stage_columns)
+        copies, pieces = 0, 0.0
+        if not self.grad_bulk:
+            pieces = channels * self.vector * columns / self.grad_vector
+        elif operands.output_channels_last:
+            whole = problem.out_channels == self.channel_groups * OUTPUTS
+            copies = self.vector * (stages if whole else columns)
+        else:
+            copies = channels * self.vector * stages * (2 if self.shifted else 1)
+            # The ends of a row are left to lanes.
+            ends = 2 if self.shifted else 1 if problem.output_size[1] % self.vector else 0
+            per_unit = self.vector // math.gcd(self.grad_vector, problem.output_size[1])
+            pieces = channels * self.vector * ends * per_unit / self.strips
+        bytes_ = channels * columns * 16
+        under_way = (self.grad_stages - 1) * self.stage_bytes / LATENCY_CYCLES
+        issue = copies * COPY_CYCLES + pieces * PIECE_CYCLES
+        return max(issue, bytes_ / min(BYTES_PER_CYCLE, under_way))
+
+    def input_cycles(self, columns: int) -> float:
+        """What it takes to load a step's new rows of so many columns of the input."""
+        channels = self.block_planes * self.product_octets * OCTET
+        vectors = channels * columns * self.new_rows * (1 + self.parts) / 2
+        return vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
+
+    def step_cycles(self, columns: int) -> float:
+        """What a step of a strip of so many columns takes a processor."""
+        in_columns = self.tile_columns - (self.strip_columns - columns) * self.problem.stride[1]
+        return STEP_CYCLES + _together(
+            self.multiply_cycles(columns),
+            self.input_cycles(in_columns),
+            self.grad_cycles(columns),
+        )
+
+    @cached_property
     def weights(self) -> tuple[int, int]:
         """By which workers share steps: that of a strip, and of the last one, in 16 cycles."""
-        last = (self.stages - 1) % self.strip_stages + 1
+        last = self.row_columns - (self.strips - 1) * self.strip_columns
         return (
-            math.ceil(self.step_cycles(self.strip_stages) / 16),
+            math.ceil(self.step_cycles(self.strip_columns) / 16),
             math.ceil(self.step_cycles(last) / 16),
         )
 
@@ -337,19 +389,31 @@ class Tile:
         """What all of it takes, about."""
         workers = self.workers(gpu)
         waves = ceil_div(self.count * workers, gpu.processors)
-        strips = ceil_div(self.stages, self.strip_stages)
         rows = self.image_groups * self.row_step * self.steps / workers
         # Where a walk begins, rows that steps share are loaded all at once.
         rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
-        again = (1 + rows * strips / self.steps) * rows_again / 2
+        again = (1 + rows * self.strips / self.steps) * rows_again / 2
         whole, last = self.weights
-        return waves * (BLOCK_CYCLES + 16 * (rows * ((strips - 1) * whole + last) + again * whole))
+        return waves * (
+            BLOCK_CYCLES + 16 * (rows * ((self.strips - 1) * whole + last) + again * whole)
+        )
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """What it takes at least, with any strips and stages."""
+        rows = self.image_groups * self.row_step * self.steps
+        channels = min(self.channel_groups * OUTPUTS, self.group_out)
+        row = _together(
+            self.multiply_cycles(self.row_columns),
+            self.input_cycles(self.row_columns * self.problem.stride[1]),
+            channels * self.row_columns * 16 / BYTES_PER_CYCLE,
+        )
+        return self.count * rows * row / gpu.processors
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
         count, processors = self.count, gpu.processors
         most_blocks = WORKSPACE_BYTES // self.block_bytes
-        steps = max(self.all_stages // self.strip_stages, 1)
+        steps = self.all_steps
         most = max(min(most_blocks // min(count, most_blocks), steps), 1)
 
         def cost(workers: int) -> float:
@@ -360,6 +424,11 @@ class Tile:
         return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
 
 
+def _together(*cycles: float) -> float:
+    """Of what goes on at the same time, but not quite without getting into each other's way."""
+    return max(cycles) + OVERLAP_LOSS * (sum(cycles) - max(cycles))
+
+
 def _parts(operands: Operands) -> int:
     return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
 
@@ -367,17 +436,24 @@ def _parts(operands: Operands) -> int:
 def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     best: Tile | None = None
     least = math.inf
-    for candidate in _candidates(problem, operands):
-        tile = candidate.fitted(gpu.shared_bytes_per_block)
-        if tile is None or tile.block_bytes > WORKSPACE_BYTES:
-            continue
-        cycles = tile.cycles(gpu)
-        if cycles < least:
-            best, least = tile, cycles
+    # Best products first: most of the others need not be looked at.
+    bounds = [
+        (tile.least_cycles(gpu), i, tile) for i, tile in enumerate(_products(problem, operands))
+    ]
+    for bound, _, products in sorted(bounds):
+        if bound >= least:
+            break
+        for candidate in _with_strips(products):
+            tile = candidate.fitted(gpu.shared_bytes_per_block)
+            if tile is None or tile.block_bytes > WORKSPACE_BYTES:
+                continue
+            cycles = tile.cycles(gpu)
+            if cycles < least:
+                best, least = tile, cycles
     if best is None:
         raise Declined("input rows that do not fit shared memory")
-    if best.all_stages >= 2**31:
-        raise Declined("more than 2^31 stages of pixels")
+    if best.all_steps * max(best.weights) >= 2**62:
+        raise Declined("more than 2^62 cycles of work")
     return best
 
 
@@ -387,7 +463,8 @@ def _check_worth(tile: Tile, gpu: Gpu) -> None:
         raise Declined("so few channels or pixels that most of the products would not count")
 
 
-def _candidates(problem: Problem, operands: Operands) -> Iterator[Tile]:
+def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
+    """All ways to cut the weights into products, without strips and stages."""
     height, width = problem.kernel_size
     octets = ceil_div(problem.in_channels // problem.groups, OCTET)
     many_outputs = problem.out_channels // problem.groups > OUTPUTS
@@ -405,11 +482,10 @@ def _candidates(problem: Problem, operands: Operands) -> Iterator[Tile]:
                 needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
                 most = min(most_columns // columns, MOST_SEGMENTS, needed)
                 for segments in range(1, most + 1):
-                    tile = Tile(
+                    yield Tile(
                         problem, operands, channel_groups, rows, taps, product_octets, segments,
                         images,
                     )  # fmt: skip
-                    yield from _with_strips(tile)
 
 
 def _shares(size: int) -> list[int]:
@@ -418,22 +494,29 @@ def _shares(size: int) -> list[int]:
 
 
 def _with_strips(tile: Tile) -> Iterator[Tile]:
-    """With strips of about equal widths."""
-    wanted = range(1, MOST_STRIP_STAGES + 1)
-    for stages in sorted({ceil_div(tile.stages, ceil_div(tile.stages, n)) for n in wanted}):
-        yield replace(tile, strip_stages=stages)
+    """With stages of any width, and strips of them of about equal widths."""
+    last = tile.operands.output_channels_last
+    for columns in PIXEL_STAGE_COLUMNS if last else ROW_STAGE_COLUMNS:
+        columns = min(columns, tile.row_columns)
+        stages = ceil_div(tile.row_columns, columns)
+        wanted = range(1, MOST_STRIP_COLUMNS // columns + 1)
+        for strip in sorted({ceil_div(stages, ceil_div(stages, n)) for n in wanted}):
+            yield replace(tile, stage_columns=columns, strip_stages=strip)
+        if columns == tile.row_columns:
+            break
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:
     problem, operands = tile.problem, tile.operands
     split = tile.parts == 2
     sums = tile.segments * tile.columns // 2
-    producer = 72 if split else 40 if sums > 148 else 88
+    producer = 72 if split else 56 if sums > 148 else 88
     bodies = tile.strip_columns // BODY_COLUMNS
     products = tile.strip_columns // 2
     return {
         "Scalar": operands.scalar,
         "parts": tile.parts,
+        "bias": operands.bias_grad,
         "groups": problem.groups,
         "group_in": tile.group_in,
         "group_out": tile.group_out,
@@ -446,6 +529,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "grad_channels_last": operands.output_channels_last,
         "vector_input": tile.vector_input,
         "grad_vector": tile.grad_vector,
+        "grad_bulk": tile.grad_bulk,
         "lead": tile.lead,
         "channel_groups": tile.channel_groups,
         "kernel_rows": tile.kernel_rows,

@@ -35,6 +35,21 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
       : "memory");
 }
 
+// Has the phase wait for so many bytes, some of which may have been copied already. The phase lacks
+// an arrival that comes after this.
+__device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 // Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
 // phase or the one after it.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
@@ -50,6 +65,20 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   } while (!complete);
+}
+
+// True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes
+// a bulk copy's operands from it; of any other single lane's it would make a loop.
+__device__ __forceinline__ bool is_elected() {
+  unsigned elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 // --- Bulk copies: one thread moves many bytes ----------------------------------------------------

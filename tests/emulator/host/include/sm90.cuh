@@ -19,6 +19,20 @@ inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
   emulator::barrier_arrive(barrier, bytes);
 }
 
+inline void barrier_expect(Barrier* barrier, int bytes) {
+  emulator::barrier_expect(barrier, bytes);
+}
+
+inline void barrier_arrive_after_copies(
+    Barrier* barrier, emulator::Site site = emulator::here("barrier_arrive_after_copies")) {
+  emulator::barrier_arrive_after_copies(site, barrier);
+}
+
+inline bool is_elected(emulator::Site site = emulator::here("is_elected")) {
+  emulator::exchange(site, ~0u, 0, 0);
+  return emulator::lane() == 0;
+}
+
 inline void barrier_wait(Barrier* barrier, unsigned parity,
                          emulator::Site site = emulator::here("barrier_wait")) {
   emulator::barrier_wait(site, barrier, parity);
