@@ -1502,7 +1502,7 @@ SOURCES["hopper/weight_grad.cuh"] = r"""
 // phases.
 //
 //   input       [kernel row][plane][column][octet][8 channels][phases]       in shared memory
-//   grad_output [columns of 16 bytes][64 channels][phases][16 bytes]         there as it is, or
+//   grad_output [64 channels][phases][columns]                               there as it is, or
 //               [phases][column][64 channels]                                if it is channels-last
 //
 // One tap of 8 channels in one column is 128 bytes, a core matrix, and a tap is nothing but another
@@ -1519,9 +1519,9 @@ SOURCES["hopper/weight_grad.cuh"] = r"""
 // channel_groups = 2, the same of different output channels.
 //
 // One block per processor and three warpgroups, that work at the same time:
-//   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns; warps 2 and 3
-//              load input rows to registers, transpose and round or split them, and write them to
-//              theirs. Padding is part of the copy.
+//   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
+//              of a row's columns; warps 2 and 3 load input rows to registers, transpose and round
+//              or split them, and write them to theirs. Padding is part of the copy.
 //   consumers  two warpgroups multiply.
 //
 // The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
@@ -1529,6 +1529,10 @@ SOURCES["hopper/weight_grad.cuh"] = r"""
 // with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
 // to totals in registers first, after every few columns. A second kernel adds the slots of all
 // blocks in a fixed order: the same bits every time.
+//
+// With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
+// the gradient of the bias. All of them do, since they have no time for conditions; the second
+// kernel takes the sums of one of those that see the same channels.
 #include "hopper/operand.cuh"
 #include "include/tile.cuh"
 
@@ -1591,6 +1595,8 @@ struct Tile {
   }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
+  // Whether no tile of the same output channels comes before this one.
+  __device__ bool has_bias() const { return segment == 0 && piece == 0 && kernel_row == 0; }
 };
 
 // --- The pixels: how blocks walk through images --------------------------------------------------
@@ -1607,16 +1613,21 @@ constexpr int kOldRows = C::kernel_rows - kNewRows;
 constexpr int kSteps = C::steps;  // of a strip of rows
 static_assert(kSteps * kRowStep * C::phase_strips >= C::out_height, "strips cover the image");
 
+constexpr int kBodyColumns = 8;  // that a consumer takes at a time
+static_assert(C::stage_columns % kBodyColumns == 0, "");
+
 // Rows of grad_output that are not multiples of 16 bytes: a step's columns begin up to `lead`
 // early, where memory has a multiple of 16 bytes.
 static_assert(C::lead < kVector, "");
-constexpr int kStages = ceil_div(C::out_width + C::lead, C::stage_columns);  // of an output row
-constexpr int kStrips = ceil_div(kStages, C::strip_stages);
+constexpr int kRowColumns = round_up(C::out_width + C::lead, kBodyColumns);
 constexpr int kStripColumns = C::strip_stages * C::stage_columns;
+constexpr int kStrips = ceil_div(kRowColumns, kStripColumns);
 constexpr int kWalksPerImage = kRowStep * kStrips;
 
-__device__ __forceinline__ int stages_of(int strip) {
-  return min(C::strip_stages, kStages - strip * C::strip_stages);
+// The last strip of a row is narrower, and so is its last stage.
+__device__ __forceinline__ int columns_of(int strip) {
+  return kRowColumns % kStripColumns == 0 ? kStripColumns
+                                          : min(kStripColumns, kRowColumns - strip * kStripColumns);
 }
 
 // What a step takes, in any unit: of one strip, and of all strips of one row.
@@ -1713,20 +1724,26 @@ constexpr int kPlaneVectors = kTileColumns * kColumnVectors;
 constexpr int kPartVectors = kBlockPlanes * kPlaneVectors;
 constexpr int kRowVectors = C::parts * kPartVectors;
 
-// A stage of grad_output. Its units of 16 bytes' columns are padded, so that neighbouring columns
-// of one row, that are copied together, lie in different banks.
+// A stage of grad_output: a row of columns for every channel and phase. Where all channels and
+// phases of an output row begin equally far from a multiple of 16 bytes, rows in shared memory
+// begin at one. Otherwise (`kShifted`) they begin as far beyond it as they do in global memory. In
+// either case units of 16 bytes are copied as they are. Consumers read a column of 8 rows that
+// follow each other at a time: an odd number of units apart, they lie in different banks.
+constexpr bool kShifted = !C::grad_channels_last && C::grad_vector < kVector;
 constexpr int kStageChannels = C::channel_groups * kOutputs;
-constexpr int kStageUnits = C::stage_columns / kVector;
+constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
+constexpr int kRowBytes = (kStageUnits | 1) * 16;
 constexpr int kStageRows = kStageChannels * kPhases;
-constexpr int kUnitBytes =
-    (kStageRows + (kStageUnits > 1 && kStageUnits < 8 ? 8 / kStageUnits : 1)) * 16;
+// A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by
+// side.
+constexpr int kLanePhases = kPhases / 4;
+__device__ __forceinline__ constexpr int stage_row(int channel, int phase) {
+  return (phase % kLanePhases * kStageChannels + channel) * 4 + phase / kLanePhases;
+}
 // Of channels-last tensors, phases are padded: a warp reads one pixel of all of them.
 constexpr int kPixelBytes = kStageChannels * kScalarBytes;
 constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
-constexpr int kStageBytes =
-    C::grad_channels_last ? kPhases * kPhaseBytes : kStageUnits * kUnitBytes;
-constexpr int kBodyColumns = 8;  // that a consumer takes at a time
-static_assert(C::stage_columns % kBodyColumns == 0, "");
+constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
 
 constexpr int kInputRing = 0;
 constexpr int kGradRing = kInputRing + C::input_stages * kRowVectors * 16;
@@ -1769,6 +1786,7 @@ struct Ring {
 // --- Producers: the output's gradient ------------------------------------------------------------
 
 constexpr int kProducers = 64;  // threads, for each of the two tensors
+constexpr int kGradWarps = kProducers / 32;
 constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -1779,25 +1797,6 @@ constexpr int kOutChannel = C::out_height * C::out_width;
 // By how many columns a step begins early: all phases and channels of a row are aligned alike.
 __device__ __forceinline__ int early(int output_row) {
   return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
-}
-
-// Copies 16 bytes of an output row, from a column on; zeros beyond its ends, or if not `valid`
-// (then `row` is just an aligned address).
-__device__ __forceinline__ void copy_unit(unsigned char* target, const Scalar* row, int column,
-                                          bool valid) {
-  Scalar* const unit = reinterpret_cast<Scalar*>(target);
-  const bool inside = column >= 0 && column + kVector <= C::out_width;
-  if (C::grad_vector == kVector && (inside || !valid)) {
-    copy_elements<kVector>(unit, row + (valid ? column : 0), valid);
-  } else {
-    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
-#pragma unroll
-    for (int i = 0; i < kVector; i += kCopied) {
-      const int at = column + i;
-      const bool exists = valid && at >= 0 && at < C::out_width;
-      copy_elements<kCopied>(unit + i, row + (exists ? at : 0), exists);
-    }
-  }
 }
 
 // Where a phase of a step lies in grad_output.
@@ -1814,91 +1813,225 @@ struct PhasePlace {
   }
 };
 
-// What a thread copies: one unit of columns of some rows of a stage, a row for every channel and
-// phase.
-struct RowCopier {
-  static constexpr int kPassRows = kProducers / kStageUnits;
-  static constexpr int kPassChannels = kPassRows / kPhases;
-  static constexpr int kPasses = kStageRows / kPassRows;
-  static_assert(kPassRows % kPhases == 0 && kStageRows % kPassRows == 0, "a thread has one phase");
+// Part of a step that fills a stage.
+struct StagePlace {
+  int image;  // of phase 0
+  int row;
+  int column;   // first
+  int columns;  // that consumers read
+};
 
-  const Scalar* channels;  // of the first pass
-  int channels_left;       // in the group
-  int phase;
-  int column;  // of the stage
-  int target;  // in the stage
+// Elements from the last multiple of 16 bytes to an address.
+__device__ __forceinline__ int misalignment(const Scalar* address) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(address) / kScalarBytes % kVector);
+}
 
-  __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
-    const int unit = thread % kStageUnits;
-    const int row = thread / kStageUnits;
-    const int channel = tile.output + row / kPhases;
-    channels =
-        grad_output + static_cast<long long>(tile.group * C::group_out + channel) * kOutChannel;
-    channels_left = C::group_out - channel;
-    phase = row % kPhases;
-    column = unit * kVector;
-    target = unit * kUnitBytes + row * 16;
+// Units of 16 bytes of a row's stage, from `column` of the row on; [begin, end) is what a bulk copy
+// takes, all that lie in the row as a whole.
+struct Units {
+  int column;
+  int begin;
+  int end;
+  int count;
+
+  // `row` is any address that is aligned as the row's first column.
+  __device__ Units(const Scalar* row, const StagePlace& place, bool exists) {
+    column = place.column - (kShifted ? misalignment(row) : early(place.row));
+    count = place.columns / kVector + (kShifted ? 1 : 0);
+    begin = column < 0 ? 1 : 0;
+    end = max(min(count, floor_div(C::out_width - column, kVector)), begin);
+    if (!exists) end = begin;
   }
 
-  // Copies a stage that begins at column `first` of an output row.
-  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
-                                       int row_of_first, int first) const {
-    const PhasePlace place(image_of_first, row_of_first, phase, batch);
-    const Scalar* source =
-        channels + (place.exists
-                        ? static_cast<long long>(place.image) * kOutImage + place.row * C::out_width
-                        : 0);
-    const int at = first - early(row_of_first) + column;
+  __device__ int bytes() const { return (end - begin) * 16; }
+};
+
+// A warp's part of the copies of a stage: some channels' rows in all phases. Whole units inside of
+// a row go by one bulk copy; the others, and what lies beyond a row's ends, by lanes.
+struct RowCopier {
+  static constexpr int kChannels = kStageChannels / kGradWarps;
+
+  const Scalar* channels;  // the first, of image 0
+  int count;               // of channels that exist
+  int first;               // of the stage's channels
+  int lane;
+
+  __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    first = thread / 32 * kChannels;
+    lane = thread % 32;
+    const int channel = tile.output + first;
+    channels =
+        grad_output + static_cast<long long>(tile.group * C::group_out + channel) * kOutChannel;
+    count = C::group_out % kStageChannels == 0 ? kChannels
+                                               : max(min(kChannels, C::group_out - channel), 0);
+  }
+
+  __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
+                                       const StagePlace& place) const {
+#pragma unroll 1
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const PhasePlace of(place.image, place.row, phase, batch);
+      const Scalar* const row =
+          channels +
+          (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
+      unsigned char* const target = stage + stage_row(first, phase) * kRowBytes;
+      if constexpr (!C::grad_bulk) {
+        copy_all(target, row, place, of.exists);
+      } else {
+        if (of.exists && is_elected()) copy_inside(target, row, barrier, place);
+        if (!of.exists || has_edges(place)) copy_edges(target, row, place, of.exists);
+      }
+    }
+  }
+
+  // Whether some row of the stage has other than whole units, or may have.
+  __device__ static __forceinline__ bool has_edges(const StagePlace& place) {
+    const int first = place.column - (kShifted ? kVector - 1 : early(place.row));
+    const int end = place.column - early(place.row) + place.columns + (kShifted ? kVector : 0);
+    return first < 0 || end > C::out_width;
+  }
+
+  // Called by the elected lane. All operands are the same for the whole warp.
+  __device__ __forceinline__ void copy_inside(unsigned char* target, const Scalar* row,
+                                              Barrier* barrier, const StagePlace& place) const {
+    if constexpr (!kShifted) {
+      const Units units(row, place, true);  // of any row
+      if (units.bytes() == 0) return;
+      barrier_expect(barrier, count * units.bytes());
+      const Scalar* source = row + (units.column + units.begin * kVector);
+      unsigned char* to = target + units.begin * 16;
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) {
+        bulk_load(to, source, units.bytes(), barrier);
+        to += 4 * kRowBytes;
+        source += kOutChannel;
+      }
+    } else {
+      int bytes = 0;
 #pragma unroll 2
-    for (int i = 0; i < kPasses; ++i) {
-      const bool exists = C::group_out % kStageChannels == 0 || i * kPassChannels < channels_left;
-      copy_unit(stage + target + i * (kPassRows * 16), exists ? source : channels, at,
-                place.exists && exists);
-      source += kPassChannels * kOutChannel;
+      for (int i = 0; i < count; ++i) {
+        const Scalar* const of = row + i * kOutChannel;
+        const Units units(of, place, true);
+        bytes += units.bytes();
+        if (units.bytes() == 0) continue;
+        bulk_load(target + i * (4 * kRowBytes) + units.begin * 16,
+                  of + (units.column + units.begin * kVector), units.bytes(), barrier);
+      }
+      barrier_expect(barrier, bytes);
+    }
+  }
+
+  // Copies what copy_inside leaves out, a row a lane; zeros beyond the row's ends.
+  __device__ __forceinline__ void copy_edges(unsigned char* target, const Scalar* row,
+                                             const StagePlace& place, bool exists) const {
+#pragma unroll 1
+    for (int i = lane; i < count; i += 32) {
+      const Scalar* const source = row + i * kOutChannel;
+      unsigned char* const to = target + i * (4 * kRowBytes);
+      const Units units(source, place, exists);
+      if (units.begin > 0) copy_unit(to, source, units.column, exists);
+#pragma unroll 1
+      for (int unit = units.end; unit < units.count; ++unit) {
+        copy_unit(to + unit * 16, source, units.column + unit * kVector, exists);
+      }
+    }
+  }
+
+  // Copies everything: neighbouring lanes have neighbouring units.
+  __device__ __forceinline__ void copy_all(unsigned char* target, const Scalar* row,
+                                           const StagePlace& place, bool exists) const {
+#pragma unroll 2
+    for (int i = lane; i < count * kStageUnits; i += 32) {
+      const int channel = i / kStageUnits;
+      const int unit = i % kStageUnits;
+      const Scalar* const source = row + channel * kOutChannel;
+      const Units units(source, place, exists);
+      if (unit < units.count) {
+        copy_unit(target + channel * (4 * kRowBytes) + unit * 16, source,
+                  units.column + unit * kVector, exists);
+      }
+    }
+  }
+
+  // Copies 16 bytes of a row, from a column on; zeros beyond its ends, or if it does not exist
+  // (then `row` is just an aligned address).
+  __device__ static __forceinline__ void copy_unit(unsigned char* target, const Scalar* row,
+                                                   int column, bool exists) {
+    Scalar* const unit = reinterpret_cast<Scalar*>(target);
+    const bool inside = column >= 0 && column + kVector <= C::out_width;
+    if (!kShifted && (inside || !exists)) {
+      copy_elements<kVector>(unit, row + (exists ? column : 0), exists);
+      return;
+    }
+    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
+#pragma unroll
+    for (int i = 0; i < kVector; i += kCopied) {
+      const int at = column + i;
+      const bool valid = exists && at >= 0 && at < C::out_width;
+      copy_elements<kCopied>(unit + i, row + (valid ? at : 0), valid);
     }
   }
 };
 
-// The same for channels-last tensors: 16 bytes of some columns' channels, in all phases.
+// The same for channels-last tensors: a warp has every other phase. If all channels of a pixel are
+// the block's, a phase's columns are one copy, otherwise each column.
 struct PixelCopier {
-  static constexpr int kPixelVectors = kStageChannels / kVector;
-  static constexpr int kPassColumns = kProducers / kPixelVectors;
   static constexpr int kOutChannels = C::groups * C::group_out;
-  static_assert(C::stage_columns % kPassColumns == 0, "whole passes");
+  static constexpr bool kWholePixels = kOutChannels == kStageChannels;
+  static constexpr int kPixelVectors = kStageChannels / kVector;
 
   const Scalar* channels;
-  int channels_left;  // in the group
-  int column;         // of the stage, in the first pass
-  int target;         // in a phase of the stage
+  int count;  // of channels that exist
+  int warp;
+  int lane;
 
   __device__ PixelCopier(const Scalar* grad_output, const Tile& tile, int thread) {
-    const int channel = thread % kPixelVectors * kVector;
-    channels = grad_output + (tile.group * C::group_out + tile.output + channel);
-    channels_left = C::group_out - tile.output - channel;
-    column = thread / kPixelVectors;
-    target = column * kPixelBytes + channel * kScalarBytes;
+    channels = grad_output + (tile.group * C::group_out + tile.output);
+    count = min(kStageChannels, C::group_out - tile.output);
+    warp = thread / 32;
+    lane = thread % 32;
   }
 
-  // Copies a stage that begins at column `first` of an output row.
-  __device__ __forceinline__ void copy(unsigned char* stage, int batch, int image_of_first,
-                                       int row_of_first, int first) const {
+  __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
+                                       const StagePlace& place) const {
 #pragma unroll 1
-    for (int phase = 0; phase < kPhases; ++phase) {
-      const PhasePlace place(image_of_first, row_of_first, phase, batch);
-      const Scalar* const row = channels + static_cast<long long>(place.image) * kOutImage +
-                                place.row * (C::out_width * kOutChannels);
+    for (int phase = warp; phase < kPhases; phase += kGradWarps) {
+      const PhasePlace of(place.image, place.row, phase, batch);
+      const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
+      const Scalar* const pixel = channels + static_cast<long long>(of.image) * kOutImage +
+                                  (of.row * C::out_width + place.column) * kOutChannels;
+      unsigned char* const target = stage + phase * kPhaseBytes;
+      if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
+      copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
+    }
+  }
+
+  __device__ __forceinline__ void copy_inside(unsigned char* target, const Scalar* pixel,
+                                              int columns, Barrier* barrier) const {
+    const int bytes = count * kScalarBytes;
+    barrier_expect(barrier, columns * bytes);
+    if constexpr (kWholePixels) {
+      bulk_load(target, pixel, columns * bytes, barrier);
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < columns; ++i) {
+        bulk_load(target + i * kPixelBytes, pixel + i * kOutChannels, bytes, barrier);
+      }
+    }
+  }
+
+  // Columns from `first` to `end`; zeros from `columns` on.
+  __device__ __forceinline__ void copy_rest(unsigned char* target, const Scalar* pixel, int first,
+                                            int columns, int end) const {
+    for (int i = first * kPixelVectors + lane; i < end * kPixelVectors; i += 32) {
+      const int column = i / kPixelVectors;
+      const int channel = i % kPixelVectors * kVector;
+      Scalar* const unit = reinterpret_cast<Scalar*>(target + i * 16);
 #pragma unroll
-      for (int i = 0; i < C::stage_columns; i += kPassColumns) {
-        const int at = first + column + i;
-        Scalar* const pixel =
-            reinterpret_cast<Scalar*>(stage + phase * kPhaseBytes + target + i * kPixelBytes);
-#pragma unroll
-        for (int j = 0; j < kVector; j += C::grad_vector) {
-          const bool exists = place.exists && at < C::out_width &&
-                              (C::group_out % kStageChannels == 0 || j < channels_left);
-          copy_elements<C::grad_vector>(pixel + j, exists ? row + at * kOutChannels + j : channels,
-                                        exists);
-        }
+      for (int j = 0; j < kVector; j += C::grad_vector) {
+        const bool exists = column < columns && channel + j < count;
+        copy_elements<C::grad_vector>(
+            unit + j, exists ? pixel + column * kOutChannels + channel + j : channels, exists);
       }
     }
   }
@@ -1914,43 +2047,43 @@ struct CopierFor<true> {
 };
 using GradCopier = CopierFor<C::grad_channels_last>::type;
 
+// Arrives when all that this thread has written or copied to shared memory is there. What is copied
+// element by element, 2 bytes each, is written at once.
+__device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
+  constexpr int kCopied =
+      C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
+  if constexpr (kCopied * kScalarBytes >= 4) {
+    barrier_arrive_after_copies(barrier);
+  } else {
+    barrier_arrive(barrier);
+  }
+}
+
 // Two warps: copy grad_output, as many stages ahead as there are.
 __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
   Share share = work.share();
-  const int thread = static_cast<int>(threadIdx.x);
-  const bool first_lane = thread % 32 == 0;
-  const GradCopier copier(grad_output, work.tile(), thread);
-  constexpr int kAhead = C::grad_stages - 1;
-  Ring<C::grad_stages> at(1), landed(0);
-  int under_way = 0;
+  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
+  Ring<C::grad_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
-    const int stages = stages_of(run.strip);
+    const int columns = columns_of(run.strip);
 #pragma unroll 1
     for (int step = 0; step < run.steps; ++step) {
 #pragma unroll 1
-      for (int i = 0; i < stages; ++i) {
+      for (int column = 0; column < columns; column += C::stage_columns) {
+        Barrier* const full = &barriers().grad_full[at.stage()];
         barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
-        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, work.batch, run.image,
-                    run.output_row(step), run.strip * kStripColumns + i * C::stage_columns);
-        copy_async_commit();
-        at.advance();
-        if (under_way < kAhead) {
-          ++under_way;
-          continue;
-        }
-        copy_async_wait<kAhead>();
+        // Lanes may have written to the stage, where bulk copies will.
+        fence_async_shared();
         __syncwarp();
-        if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
-        landed.advance();
+        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, full, work.batch,
+                    {run.image, run.output_row(step), run.strip * kStripColumns + column,
+                     min(C::stage_columns, columns - column)});
+        __syncwarp();
+        arrive_after_copies(full);
+        at.advance();
       }
     }
-  }
-  copy_async_wait<0>();
-  __syncwarp();
-  for (; under_way > 0; --under_way) {
-    if (first_lane) barrier_arrive(&barriers().grad_full[landed.stage()]);
-    landed.advance();
   }
 }
 
@@ -2133,7 +2266,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Work& work
     const Run run = share.next();
     const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
     const int first_column = run.strip * (kStripColumns * C::stride_width);
-    const int units = units_of(stages_of(run.strip) * C::stage_columns);
+    const int units = units_of(columns_of(run.strip));
     const int rows = run.steps * kNewRows + kOldRows;
     int y = run.output_row(0) * C::stride_height + tap_row;
     int until_skip = kNewRows;
@@ -2171,58 +2304,90 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   low = __float_as_uint(round_operand_to_tf32(value - rounded));
 }
 
-// 4 columns of one channel and phase; `stage` is where the first of all columns is.
-__device__ __forceinline__ float4 load_columns(const unsigned char* stage, int column) {
+// Where a thread's rows begin: of two channels, 8 apart, in its phases.
+struct FragmentRows {
+  int offsets[2][kLanePhases];  // bytes, in a stage
+};
+
+// 4 columns of a channel and phase, in pieces as wide as its start allows.
+template <class T>
+__device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
+                                                                 int column) {
+  Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
-    const auto at = [&](int i) {
-      return *reinterpret_cast<const float*>(stage + (column + i) * kPixelBytes);
-    };
-    return make_float4(at(0), at(1), at(2), at(3));
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      columns.element[i] = *reinterpret_cast<const T*>(row + (column + i) * kPixelBytes);
+    }
   } else {
-    return *reinterpret_cast<const float4*>(stage + column / kVector * kUnitBytes);
+    constexpr int kPiece = gcd(C::grad_vector, kGroupColumns);
+    using Piece = Vector<T, kPiece>;
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; i += kPiece) {
+      const Piece piece = *reinterpret_cast<const Piece*>(row + (column + i) * kScalarBytes);
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
+    }
   }
+  return columns;
 }
 
-// Of float32, a thread has one phase of two channels, 8 apart.
-__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
+// Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
+__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
+                                               const unsigned char* stage, const FragmentRows& rows,
                                                int column, float) {
-  constexpr int kNext = C::grad_channels_last ? 8 * kScalarBytes : 8 * kPhases * 16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float4 four = load_columns(stage + half * kNext, column);
-    const float values[kGroupColumns] = {four.x, four.y, four.z, four.w};
+    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column);
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
       if constexpr (C::parts == 2) {
-        split(values[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
+        split(columns.element[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
       } else {
-        target = __float_as_uint(round_operand_to_tf32(values[i]));
+        target = __float_as_uint(round_operand_to_tf32(columns.element[i]));
       }
+    }
+    if constexpr (C::bias) {
+      bias[half] +=
+          columns.element[0] + columns.element[1] + (columns.element[2] + columns.element[3]);
     }
   }
 }
 
 // Of 16-bit types, two neighbouring phases of two channels.
 template <class Half>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, const unsigned char* stage,
+__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
+                                               const unsigned char* stage, const FragmentRows& rows,
                                                int column, Half) {
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int k = 0; k < kGroupProducts; ++k) {
-      load_transposed(fragments[0][k], stage + (column + 2 * k) * kPixelBytes);
+      load_transposed(fragments[0][k], stage + rows.offsets[0][0] + (column + 2 * k) * kPixelBytes);
     }
   } else {
-    const unsigned char* const source =
-        stage + column / kVector * kUnitBytes + column % kVector * kScalarBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint2 even = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16));
-      const uint2 odd = *reinterpret_cast<const uint2*>(source + half * (8 * kPhases * 16) + 16);
-      fragments[0][0][half] = (even.x & 0xffffu) | odd.x << 16;
-      fragments[0][0][half + 2] = even.x >> 16 | (odd.x & 0xffff0000u);
-      fragments[0][1][half] = (even.y & 0xffffu) | odd.y << 16;
-      fragments[0][1][half + 2] = even.y >> 16 | (odd.y & 0xffff0000u);
+      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column);
+      const auto odd = load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column);
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        fragments[0][i / 2][half + i % 2 * 2] =
+            even.element[i].bits | static_cast<unsigned>(odd.element[i].bits) << 16;
+      }
+    }
+  }
+  if constexpr (C::bias) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float columns[kGroupColumns];
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        const unsigned word = fragments[0][i / 2][half + i % 2 * 2];
+        columns[i] = widen(Half{static_cast<unsigned short>(word)}) +
+                     widen(Half{static_cast<unsigned short>(word >> 16)});
+      }
+      bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
     }
   }
 }
@@ -2230,7 +2395,7 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, const unsig
 // Where in a stage a thread's fragments begin; `channel` is the warp's first.
 __device__ __forceinline__ int first_fragment(int channel, int lane) {
   if constexpr (!C::grad_channels_last) {
-    return ((channel + lane / 4) * kPhases + lane % 4 * (kPhases / 4)) * 16;
+    return stage_row(channel + lane / 4, lane % 4 * kLanePhases) * kRowBytes;
   } else if constexpr (kScalarBytes == 4) {
     return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
   } else {
@@ -2251,19 +2416,61 @@ __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; 
 // A warpgroup that multiplies. Sums take nearly all registers: what is easily found again is not
 // kept.
 struct Consumer {
-  int fragment;  // where in a stage the thread's first fragment begins, in bytes
-  int segment;   // first, from the first of the block's first plane
+  int fragment;     // where in a stage the thread's first fragment begins, in bytes
+  int segment;      // first, from the first of the block's first plane
+  unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
   bool accumulate = false;
+  // Sums of what was loaded: since the last flush, and until then.
+  float bias[2] = {0.0f, 0.0f};
+  float bias_total[2] = {0.0f, 0.0f};
   Ring<C::input_stages> row{0};  // the first row of a step
   Ring<C::grad_stages> grad{0};
 
-  __device__ explicit Consumer(const Tile& tile) {
+  __device__ Consumer(const Scalar* grad_output, const Tile& tile) {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int warpgroup = thread / 128;
     const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
     fragment = first_fragment(channel, thread % 32);
     segment = tile.segment - tile.plane() * C::kernel_rows +
               (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+    const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
+    origin =
+        misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+  }
+
+  __device__ __forceinline__ void flush_bias() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bias_total[half] += bias[half];
+      bias[half] = 0.0f;
+    }
+  }
+
+  // Elements of grad_output from phase 0 to another one.
+  __device__ static unsigned phase_distance(int phase) {
+    return static_cast<unsigned>(phase % C::phase_images) * kOutImage +
+           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep * C::out_width);
+  }
+
+  // The thread's rows in the stages of a step.
+  __device__ FragmentRows fragment_rows(int image, int output_row) const {
+    constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
+    const unsigned moved =
+        static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
+    FragmentRows rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kLanePhases; ++i) {
+        rows.offsets[half][i] = fragment + half * kNextHalf + i * (kStageChannels * 4 * kRowBytes);
+        if constexpr (kShifted) {
+          const unsigned element =
+              origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
+          rows.offsets[half][i] += static_cast<int>(element % kVector) * kScalarBytes;
+        }
+      }
+    }
+    return rows;
   }
 
   // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
@@ -2331,12 +2538,13 @@ struct Consumer {
   // loaded to other registers.
   __device__ __forceinline__ void multiply_stage(Sums& sums, Fragments (&fragments)[2],
                                                  unsigned (&starts)[C::segments],
-                                                 const unsigned char* stage) {
+                                                 const unsigned char* stage,
+                                                 const FragmentRows& rows, int columns) {
 #pragma unroll 1
-    for (int column = 0; column < C::stage_columns; column += kBodyColumns) {
+    for (int column = 0; column < columns; column += kBodyColumns) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        load_fragments(fragments[group], stage + fragment, column + group * kGroupColumns,
+        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
                        Scalar{});
         wgmma_fence();
         multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
@@ -2354,13 +2562,14 @@ struct Consumer {
   __device__ __forceinline__ void multiply_stage_split(Sums& sums, Sums& totals,
                                                        Fragments (&fragments)[2],
                                                        unsigned (&starts)[C::segments],
-                                                       const unsigned char* stage) {
+                                                       const unsigned char* stage,
+                                                       const FragmentRows& rows, int columns) {
 #pragma unroll 1
-    for (int column = 0; column < C::stage_columns; column += kBodyColumns) {
+    for (int column = 0; column < columns; column += kBodyColumns) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         constexpr int kLow = C::parts - 1;
-        load_fragments(fragments[group], stage + fragment, column + group * kGroupColumns,
+        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
                        Scalar{});
         wgmma_fence();
         multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
@@ -2387,18 +2596,24 @@ struct Consumer {
   }
 
   // The products of a step.
-  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int stages, int early_columns) {
+  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int image, int output_row,
+                                          int columns) {
     unsigned starts[C::segments];
     Fragments fragments[2];
-    find_segments(starts, early_columns);
+    find_segments(starts, early(output_row));
+    const FragmentRows rows = fragment_rows(image, output_row);
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
+    for (int column = 0; column < columns; column += C::stage_columns) {
+      // Known at compile time where all stages are whole.
+      const int stage_columns = kRowColumns % C::stage_columns == 0
+                                    ? C::stage_columns
+                                    : min(C::stage_columns, columns - column);
       barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
       const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
       if constexpr (C::parts == 2) {
-        multiply_stage_split(sums, totals, fragments, starts, stage);
+        multiply_stage_split(sums, totals, fragments, starts, stage, rows, stage_columns);
       } else {
-        multiply_stage(sums, fragments, starts, stage);
+        multiply_stage(sums, fragments, starts, stage, rows, stage_columns);
       }
       __syncwarp();
       if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
@@ -2407,6 +2622,27 @@ struct Consumer {
     wgmma_wait<0>();
   }
 };
+
+// Where the sums for the bias are in the workspace, behind all slots: [block][warpgroup][channel].
+__device__ __forceinline__ long long bias_slots(int blocks, int block, int warpgroup) {
+  return static_cast<long long>(blocks) * (kConsumers * kSlots * 128 * 4) +
+         (block * kConsumers + warpgroup) * kOutputs;
+}
+
+// Writes a consumer's sums for the bias; four lanes have the phases of a channel.
+__device__ __forceinline__ void store_bias(const Consumer& consumer, float4* workspace,
+                                           const Work& work) {
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  float* const target = reinterpret_cast<float*>(workspace) +
+                        bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float total = consumer.bias_total[half] + consumer.bias[half];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
+  }
+}
 
 // Adds a thread's sums to its slots of the workspace, or sets those.
 template <bool kSet>
@@ -2444,9 +2680,10 @@ __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
-__device__ __forceinline__ void consume(float4* workspace, const Work& work) {
+__device__ __forceinline__ void consume(const Scalar* grad_output, float4* workspace,
+                                        const Work& work) {
   Share share = work.share();
-  Consumer consumer(work.tile());
+  Consumer consumer(grad_output, work.tile());
   const int thread = static_cast<int>(threadIdx.x) - 128;
   float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
   Sums sums, more;
@@ -2461,19 +2698,21 @@ __device__ __forceinline__ void consume(float4* workspace, const Work& work) {
 #pragma unroll 1
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
-      consumer.compute(sums, totals, stages_of(run.strip), early(run.output_row(step)));
+      consumer.compute(sums, totals, run.image, run.output_row(step), columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {
         flush(totals, slots, !flushed);
         flushed = true;
         steps = 0;
         consumer.accumulate = false;
+        consumer.flush_bias();
         if constexpr (C::parts == 2) clear(totals);
       }
     }
     consumer.release_rows(kOldRows);
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
+  if constexpr (C::bias) store_bias(consumer, workspace, work);
 }
 
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
@@ -2485,7 +2724,7 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       barrier_init(&barriers().input_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < C::grad_stages; ++i) {
-      barrier_init(&barriers().grad_full[i], kProducers / 32);
+      barrier_init(&barriers().grad_full[i], kProducers);
       barrier_init(&barriers().grad_empty[i], kConsumerWarps);
     }
     barrier_init_fence();
@@ -2500,7 +2739,7 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(workspace, work);
+    consume(grad_output, workspace, work);
   }
 }
 
@@ -2564,6 +2803,26 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   }
 }
 
+// Adds up the sums for the bias of every channel, workers in order.
+__device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
+                                            int first_tile, int tiles, int workers) {
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kStageChannels; i += step) {
+    const int block = i / kStageChannels;
+    const int channel = i % kStageChannels;
+    const Tile tile(first_tile + block);
+    if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
+    float total = 0.0f;
+#pragma unroll 8
+    for (int worker = 0; worker < workers; ++worker) {
+      const long long slots =
+          bias_slots(tiles * workers, worker * tiles + block, channel / kOutputs);
+      total += reinterpret_cast<const float*>(workspace)[slots + channel % kOutputs];
+    }
+    bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
+  }
+}
+
 }  // namespace hopper
 }  // namespace fastconv
 
@@ -2574,8 +2833,12 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 __global__ void __launch_bounds__(256)
-    reduce(const float4* workspace, Config::Scalar* grad, int first_tile, int tiles, int workers) {
+    reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
+           int tiles, int workers) {
   fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+  if constexpr (Config::bias) {
+    fastconv::hopper::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
+  }
 }
 """
 
@@ -3072,6 +3335,10 @@ SOURCES["direct/weight_grad.cuh"] = r"""
 // slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
 // no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
 // workspace has room for.
+//
+// With `bias`, a thread also adds up the output's gradient that it loads, in sums of their own
+// behind the others: the gradient of the bias. The second kernel takes those of one of the threads
+// that saw the same channels and pixels.
 #include "include/tile.cuh"
 
 namespace fastconv {
@@ -3096,6 +3363,7 @@ constexpr int kParts = ceil_div(C::kernel_width, kTaps);
 constexpr int kTapChunks = ceil_div(C::kernel_height, C::block_taps);
 constexpr int kBlockTaps = C::block_taps * kTaps;
 constexpr int kSums = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
+constexpr int kSlots = kSums + (C::bias ? C::channels_per_thread : 0);  // of a thread
 
 // A single kernel column needs just the columns that it reads; several share a contiguous range.
 constexpr int kColumnStep = kTaps == 1 ? C::stride_width : 1;
@@ -3143,6 +3411,9 @@ struct Tile {
     m = index % kTilesM;
     group = index / kTilesM;
   }
+
+  // Whether no tile of the same output channels comes before this one.
+  __device__ bool has_bias() const { return part == 0 && tap_row == 0 && i == 0; }
 };
 
 struct Position {  // of a thread within its block
@@ -3165,7 +3436,16 @@ __device__ __forceinline__ int thread_at(int m, int n, int k) {
 
 // Where a thread keeps its sum number `index` between stages.
 __device__ __forceinline__ long long slot(int block, int index, int thread) {
-  return (1ll * block * kSums + index) * kThreads + thread;
+  return (1ll * block * kSlots + index) * kThreads + thread;
+}
+
+// The sum of a weight or a bias over a split's pixels, from the slots of the threads that share it.
+__device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index, int m, int n) {
+  Sum total = 0;
+  for (int k = 0; k < kThreadsK; ++k) {
+    total += workspace[slot(block, index, thread_at(m, n, k))];
+  }
+  return total;
 }
 
 // Copies [channels][stage_rows][kTapRows][columns] of an image, the rows row_step and tap_step
@@ -3197,12 +3477,13 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
 }
 
 using Sums = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Biases = Sum[C::channels_per_thread];
 
 // Adds the products of four pixels, or of the first `left` of them if not kWhole: beyond the image
 // there is nothing to multiply, not even zero with infinity.
 template <bool kWhole>
 __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
-                                              Sums& sum) {
+                                              Sums& sum, Biases& bias) {
   Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
 #pragma unroll
   for (int i = 0; i < C::inputs_per_thread; ++i) {
@@ -3222,6 +3503,7 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
       if (!kWhole && p >= left) break;
+      if (C::bias) bias[m] += four[p];
 #pragma unroll
       for (int i = 0; i < C::inputs_per_thread; ++i) {
 #pragma unroll
@@ -3239,7 +3521,8 @@ __device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* 
 
 // Adds the products of a stage, of which rows x columns lie in the image.
 __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
-                                         const Position& at, int rows, int columns, Sums& sum) {
+                                         const Position& at, int rows, int columns, Sums& sum,
+                                         Biases& bias) {
   const int quads = ceil_div(columns, kPixels);
 #pragma unroll 1
   for (int q = at.k; q < rows * quads; q += kThreadsK) {
@@ -3249,9 +3532,9 @@ __device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input
     const Scalar* inputs =
         input + (at.n * kInputRows + row * C::block_taps) * kInputPitch + column * kColumnStride;
     if (C::out_width % kPixels == 0 || column + kPixels <= columns) {
-      multiply_quad<true>(grads, inputs, kPixels, sum);
+      multiply_quad<true>(grads, inputs, kPixels, sum, bias);
     } else {
-      multiply_quad<false>(grads, inputs, columns - column, sum);
+      multiply_quad<false>(grads, inputs, columns - column, sum, bias);
     }
   }
 }
@@ -3304,7 +3587,14 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
   };
 
   Sums sum = {};
+  Biases bias = {};
   bool flushed = false;
+  // Adds a sum to its slot, and starts it anew.
+  const auto flush = [&](Sum& value, int index) {
+    Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
+    *kept = flushed ? *kept + value : value;
+    value = 0;
+  };
   if (first < end) load_unit(first);
 #pragma unroll 1
   for (int unit = first; unit < end; ++unit) {
@@ -3319,17 +3609,17 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
     const int rows_left = C::out_height - row_of(unit),
               columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
-             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum);
+             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum, bias);
     if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
 #pragma unroll
       for (int index = 0; index < kSums; ++index) {
-        Sum& value = sum[index / (C::inputs_per_thread * kBlockTaps)]
-                        [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
-                        [index % kTaps];
-        Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
-        *kept = flushed ? *kept + value : value;
-        value = 0;
+        flush(sum[index / (C::inputs_per_thread * kBlockTaps)]
+                 [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
+                 [index % kTaps],
+              index);
       }
+#pragma unroll
+      for (int index = kSums; index < kSlots; ++index) flush(bias[index - kSums], index);
       flushed = true;
     }
     __syncthreads();  // before the stage after next overwrites this one
@@ -3339,7 +3629,8 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
 // Adds up the slots of every weight, splits in order, and writes it where its strides say.
 __global__ void reduce(
     const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
-    Config::Scalar* __restrict__ grad, int first_tile, int tiles, int splits) {
+    Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
+    int tiles, int splits) {
   using namespace fastconv::weight_grad;
   constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
   const int step = gridDim.x * blockDim.x;
@@ -3358,15 +3649,24 @@ __global__ void reduce(
     }
     Sum total = 0;
     for (int split = 0; split < splits; ++split) {
-      Sum partial = 0;
-      for (int k = 0; k < kThreadsK; ++k) {
-        partial += workspace[slot(split * tiles + block, index, thread_at(m, n, k))];
-      }
-      total += partial;
+      total += sum_of(workspace, split * tiles + block, index, m, n);
     }
     grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
          1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
          1ll * tap * C::weight_stride_width] = fastconv::narrow<Scalar>(total);
+  }
+  if constexpr (C::bias) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kTileM; i += step) {
+      const int block = i / kTileM, index = i % kTileM / kThreadsM, m = i % kThreadsM;
+      const Tile tile(first_tile + block);
+      const int channel = tile.m * kTileM + i % kTileM;
+      if (!tile.has_bias() || channel >= C::group_out) continue;
+      Sum total = 0;
+      for (int split = 0; split < splits; ++split) {
+        total += sum_of(workspace, split * tiles + block, kSums + index, m, 0);
+      }
+      bias_grad[tile.group * C::group_out + channel] = fastconv::narrow<Scalar>(total);
+    }
   }
 }
 """
@@ -3728,6 +4028,21 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
       : "memory");
 }
 
+// Has the phase wait for so many bytes, some of which may have been copied already. The phase lacks
+// an arrival that comes after this.
+__device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 // Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
 // phase or the one after it.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
@@ -3743,6 +4058,20 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   } while (!complete);
+}
+
+// True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes
+// a bulk copy's operands from it; of any other single lane's it would make a loop.
+__device__ __forceinline__ bool is_elected() {
+  unsigned elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 // --- Bulk copies: one thread moves many bytes ----------------------------------------------------
@@ -4669,29 +4998,29 @@ TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
 
 WEIGHT_GRAD_FLOAT_TF32 = tuple(
     dict(
-        Scalar="float", parts=1, groups=1, group_in=32, group_out=64, in_height=512,
+        Scalar="float", parts=1, bias=False, groups=1, group_in=32, group_out=64, in_height=512,
         in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
         stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
         padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
         weight_stride_width=1, in_channels_last=False, grad_channels_last=False,
-        vector_input=True, grad_vector=4, lead=0, channel_groups=1, kernel_rows=5,
-        product_taps=9, product_octets=1, segments=5, phase_images=4, phase_strips=1, steps=508,
-        stage_columns=16, strip_stages=4, strip_weight=888, last_strip_weight=888,
-        input_stages=8, grad_stages=4, flush_steps=16, batch=1, producer_registers=40,
-        consumer_registers=232, shared_bytes=213696,
+        vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1,
+        kernel_rows=5, product_taps=9, product_octets=1, segments=5, phase_images=4,
+        phase_strips=1, steps=508, stage_columns=32, strip_stages=2, strip_weight=880,
+        last_strip_weight=777, input_stages=6, grad_stages=3, flush_steps=16, batch=1,
+        producer_registers=56, consumer_registers=224, shared_bytes=221328,
     ).items()
 )
 TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
     launches=(
         Launch(
             "hopper/weight_grad.cuh", "weight_grad", WEIGHT_GRAD_FLOAT_TF32,
-            grid=132, block=384, shared_bytes=213696,
+            grid=132, block=384, shared_bytes=221328,
             arguments=("grad_output", "input", "scratch", 0, 2, 66, 8),
         ),
         Launch(
             "hopper/weight_grad.cuh", "reduce", WEIGHT_GRAD_FLOAT_TF32,
             grid=90, block=256, shared_bytes=0,
-            arguments=("scratch", "output", 0, 2, 66),
+            arguments=("scratch", "output", "bias_grad", 0, 2, 66),
         ),
     ),
     scratch_bytes=24330240,
@@ -4769,29 +5098,29 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
 
 WEIGHT_GRAD_FLOAT_IEEE = tuple(
     dict(
-        Scalar="float", parts=2, groups=1, group_in=32, group_out=64, in_height=512,
+        Scalar="float", parts=2, bias=False, groups=1, group_in=32, group_out=64, in_height=512,
         in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
         stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
         padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
         weight_stride_width=1, in_channels_last=False, grad_channels_last=False,
-        vector_input=True, grad_vector=4, lead=0, channel_groups=1, kernel_rows=5,
-        product_taps=9, product_octets=1, segments=2, phase_images=4, phase_strips=1, steps=508,
-        stage_columns=16, strip_stages=3, strip_weight=809, last_strip_weight=550,
-        input_stages=6, grad_stages=3, flush_steps=10, batch=1, producer_registers=72,
-        consumer_registers=216, shared_bytes=221712,
+        vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1,
+        kernel_rows=5, product_taps=9, product_octets=1, segments=2, phase_images=4,
+        phase_strips=1, steps=508, stage_columns=24, strip_stages=2, strip_weight=815,
+        last_strip_weight=423, input_stages=6, grad_stages=2, flush_steps=10, batch=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=229504,
     ).items()
 )
 TUNED["weight_grad", EXPORTED, "float", "ieee"] = Plan(
     launches=(
         Launch(
             "hopper/weight_grad.cuh", "weight_grad", WEIGHT_GRAD_FLOAT_IEEE,
-            grid=130, block=384, shared_bytes=221712,
+            grid=130, block=384, shared_bytes=229504,
             arguments=("grad_output", "input", "scratch", 0, 5, 26, 8),
         ),
         Launch(
             "hopper/weight_grad.cuh", "reduce", WEIGHT_GRAD_FLOAT_IEEE,
             grid=90, block=256, shared_bytes=0,
-            arguments=("scratch", "output", 0, 5, 26),
+            arguments=("scratch", "output", "bias_grad", 0, 5, 26),
         ),
     ),
     scratch_bytes=9584640,
