@@ -413,7 +413,10 @@ SM90 = {
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
     )
 }
-ROUND_TO_TF32 = launch("round_to_tf32", "out[i] = round_to_tf32(in[i]);", blocks=2)
+ROUND_TO_TF32 = {
+    name: launch(name, f"out[i] = {name}(in[i]);", blocks=2)
+    for name in ("round_to_tf32", "round_to_even_tf32")
+}
 
 HALF_TO_FLOAT = launch(
     "half_to_float_all",
@@ -432,7 +435,7 @@ def _compiled() -> None:
     bodies = {name: body for name, (body, _) in (SOUND | FAULTY).items()} | ORDERED
     del bodies["static_shared_memory"]
     launches = [launch(name, body) for name, body in bodies.items()]
-    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, ROUND_TO_TF32, *SM90.values()]
+    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, *ROUND_TO_TF32.values(), *SM90.values()]
     precompile(launch.kernel for launch in launches)
 
 
@@ -577,13 +580,14 @@ def test_float_to_half() -> None:
     assert_close(out, floats.half(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_round_to_tf32() -> None:
-    """To nearest, ties away from zero; what is infinite or NaN stays so."""
+@pytest.mark.parametrize("name", ROUND_TO_TF32)
+def test_round_to_tf32(name: str) -> None:
+    """To nearest, ties away from zero or to even; what is infinite or NaN stays so."""
     kept = [0.0, -0.0, 1.0, -1.5, 2.0**-126, torch.inf, -torch.inf, torch.nan]
     ulp = 2.0**-10
     rounded = {
-        1 + ulp / 2: 1 + ulp,
-        -1 - ulp / 2: -1 - ulp,
+        1 + ulp / 2: 1.0 if "even" in name else 1 + ulp,
+        -1 - ulp / 2: -1.0 if "even" in name else -1 - ulp,
         1 + ulp / 2 - 2.0**-23: 1.0,
         1 + 1.5 * ulp: 1 + 2 * ulp,
         2 - ulp / 4: 2.0,
@@ -591,7 +595,7 @@ def test_round_to_tf32() -> None:
     inputs, expected = ([*kept, *values] for values in (rounded, rounded.values()))
     memory = {"in": torch.zeros(2 * THREADS), "out": torch.empty(2 * THREADS)}
     memory["in"][: len(inputs)] = torch.tensor(inputs)
-    run([ROUND_TO_TF32], memory)
+    run([ROUND_TO_TF32[name]], memory)
     out = memory["out"][: len(inputs)]
     assert_close(out, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 

@@ -266,6 +266,13 @@ def _with_other_tiles(work: Work) -> list[Work]:
 OTHER_TILES = [_with_other_tiles(work) for work in TILES]
 
 
+# Pointwise layers round numbers in the middle between two to even, as cuDNN does.
+TIES = {
+    True: _forward(Case("ties", (1, 24, 6, 7), (64, 24, 1, 1)), "tf32"),
+    False: _forward(Case("ties", (1, 24, 6, 7), (64, 24, 3, 3)), "tf32"),
+}
+
+
 # One infinity in the input, and whether output rows share a product.
 INFINITE = {
     False: Case("infinite", (1, 8, 9, 11), (64, 8, 3, 3)),
@@ -293,6 +300,7 @@ def _compiled() -> None:
         *TILES,
         *(other for others in OTHER_TILES for other in others),
         *(_forward(case, mode) for case, mode in product(INFINITE.values(), MODES)),
+        *TIES.values(),
     ]
     precompile({launch.kernel for work in works for launch in work.plan.launches})
 
@@ -409,6 +417,16 @@ def test_all_tiles_give_the_same_bits(work: Work, others: list[Work]) -> None:
     assert_correct(work, tensors, expected)
     for other in others:
         assert run(other, tensors).equal(expected)
+
+
+@pytest.mark.parametrize("to_even", [False, True], ids=["away from zero", "to even"])
+def test_rounds_ties_as_cudnn(to_even: bool) -> None:
+    work = TIES[to_even]
+    assert work.ties_to_even == to_even
+    tensors = Tensors.random(work)
+    for tensor in (tensors.input, tensors.weight):  # one bit more than TF32 has
+        tensor.view(torch.int32).bitwise_and_(~0xFFF)
+    assert_correct(work, tensors, run(work, tensors))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -89,6 +89,11 @@ class Work:
         return self.planner(self.case.problem, operands, self.gpu)
 
     @property
+    def ties_to_even(self) -> bool:
+        """Whether TF32 rounds so: the kernel's choice, which it can be held to."""
+        return bool(dict(self.plan.launches[-1].kernel.constants).get("ties_to_even"))
+
+    @property
     def input_format(self) -> torch.memory_format:
         return _memory_format(self.channels_last)
 
@@ -172,7 +177,7 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
     if work.precision == "tf32":
-        operands = tuple(map(_rounded_to_tf32, operands))
+        operands = tuple(_rounded_to_tf32(one, work.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()
     padded = torch.nn.functional.pad(input, (left, right, top, bottom))
@@ -225,10 +230,11 @@ def _random(shape: tuple[int, ...], memory_format: torch.memory_format, work: Wo
     return placed(torch.randn(shape).to(work.dtype), memory_format, work.aligned)
 
 
-def _rounded_to_tf32(tensor: Tensor) -> Tensor:
-    """To 10 bits of mantissa, to nearest, ties away from zero."""
+def _rounded_to_tf32(tensor: Tensor, ties_to_even: bool) -> Tensor:
+    """To 10 bits of mantissa, to nearest, ties away from zero or to even."""
     bits = tensor.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    half = 0xFFF + (bits >> 13 & 1) if ties_to_even else 0x1000
+    return ((bits + half) & ~0x1FFF).view(torch.float32)
 
 
 def _memory_format(channels_last: bool) -> torch.memory_format:

@@ -153,7 +153,8 @@ def evaluate(
 def write(rows: list[dict[str, Any]], output: Path, kernelbench: Path) -> None:
     head = ("git", "-C", str(kernelbench), "rev-parse", "--short=12", "HEAD")
     done = subprocess.run(head, capture_output=True, text=True)
-    commit = done.stdout.strip() or os.environ.get("KERNELBENCH_COMMIT", "unknown")
+    # A copy without its history may lie in another repository, whose commit this is not.
+    commit = os.environ.get("KERNELBENCH_COMMIT") or done.stdout.strip() or "unknown"
     environment = {
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,

@@ -203,8 +203,12 @@ def test_output_has_the_input_s_format(mode: str, memory_format: Any) -> None:
 
 # --- As exact as PyTorch --------------------------------------------------------------------------
 
+NAMED = {workload.name: workload for workload in (*FOUNDING, *REAL, *ODD)}
 
-@pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
+
+@pytest.mark.parametrize(
+    "workload", [*FOUNDING, NAMED["pointwise"]], ids=lambda workload: workload.name
+)
 @layouts
 def test_agrees_with_pytorchs_tf32(workload: Workload, memory_format: Any) -> None:
     """Within what KernelBench allows, on its data: uniform inputs, weights as initialised."""
@@ -240,7 +244,6 @@ def _wide(shape: tuple[int, ...]) -> Tensor:
     return 10 ** (12 * torch.rand(shape, device=CUDA) - 6) * torch.randn(shape, device=CUDA).sign()
 
 
-NAMED = {workload.name: workload for workload in (*FOUNDING, *REAL, *ODD)}
 EXACT = (
     *("dilated5x9", "asym5x9", "square3x3", "resnet3x3", "resnet50_last", "resnet50_expand"),
     *("inception7x1", "aspp2048", "odd_sizes"),

@@ -343,14 +343,24 @@ class Layer:
         return channels * self.weight_kernel[0] * self.weight_kernel[1] / self.column_sums
 
     @property
+    def ties_to_even(self) -> bool:
+        """How TF32 rounds numbers in the middle between two: as cuDNN does.
+
+        Its kernels for pointwise layers round them to even, the others away from zero.
+        """
+        one = (1, 1)
+        whole = self.placing == (Placing(), Placing())
+        return self.weight_kernel == self.kernel == self.stride == one and whole
+
+    @property
     def low_products(self) -> bool:
         """Whether the products of low parts count: in short sums, which round little themselves."""
         return self.parts == 2 and self.terms <= SHORT_SUM
 
     @property
     def compensated(self) -> bool:
-        """Whether sums are so long that their totals keep what rounding loses."""
-        return self.parts == 2 and self.steps * self.taps > LONG_SUM
+        """Whether totals keep what rounding loses: of long sums, or of short and exact ones."""
+        return self.low_products or (self.parts == 2 and self.steps * self.taps > LONG_SUM)
 
     @property
     def products(self) -> int:
@@ -437,8 +447,8 @@ class Layer:
     def stage_taps(self) -> int:
         products = STAGE_PRODUCTS
         if self.parts == 2:
-            products = SHORT_SUM_PRODUCTS if self.low_products else products
             products = LONG_SUM_PRODUCTS if self.compensated else products
+            products = SHORT_SUM_PRODUCTS if self.low_products else products
         wanted = products / self.k_steps
         if self.parts == 2 and self.rolling:
             # One consumer should multiply while the other stores, and they can drift apart by no
@@ -993,6 +1003,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "Scalar": operands.scalar,
         "parts": layer.parts,
         "low_products": layer.low_products,
+        "ties_to_even": layer.ties_to_even,
         "compensated": layer.compensated,
         "transposed": layer.transposed,
         "groups": layer.groups,

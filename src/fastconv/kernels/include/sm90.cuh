@@ -239,6 +239,13 @@ __device__ __forceinline__ float round_to_tf32(float value) {
   return __uint_as_float(bits);
 }
 
+// The same, ties to even.
+__device__ __forceinline__ float round_to_even_tf32(float value) {
+  unsigned bits;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
+}
+
 // --- Warpgroups ----------------------------------------------------------------------------------
 
 // Sets the registers of each thread of the calling warpgroup. All of a block's together must not

@@ -94,6 +94,12 @@ inline float round_to_tf32(float value) {
   return __uint_as_float((bits + 0x1000u) & 0xffffe000u);
 }
 
+inline float round_to_even_tf32(float value) {
+  const unsigned bits = __float_as_uint(value);
+  if ((bits & 0x7f800000u) == 0x7f800000u) return value;  // infinite, or NaN
+  return __uint_as_float((bits + 0x0fffu + (bits >> 13 & 1u)) & 0xffffe000u);
+}
+
 template <int kRegisters>
 inline void give_back_registers() {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");

@@ -1,0 +1,330 @@
+// Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
+#pragma once
+#include "hopper/correlate_tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kLoaders = 32 * kLoaderWarps;  // threads
+
+// Distances in the input, in elements.
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
+constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+
+// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+}
+
+// A pixel of a group's first channel.
+struct Place {
+  const Scalar* group;
+  int y, x;  // maybe outside of the image
+  bool exists;
+
+  __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
+    return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
+           static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
+  }
+  __device__ __forceinline__ const Scalar* address(int channel) const {
+    return group + (channel * kInChannel + y * kInRow + x * kInColumn);
+  }
+};
+
+__device__ __forceinline__ float load_element(const float* source) { return load(source); }
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source) {
+  return {load(&source->bits)};
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class Half>
+__device__ __forceinline__ unsigned bits_of(Half value) {
+  return value.bits;
+}
+
+// A vector of channels.
+__device__ __forceinline__ Words words_of(const Scalar* elements) {
+  Words result;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Scalar* const first = elements + k * (kVector / 4);
+    if constexpr (sizeof(Scalar) == 4) {
+      result.word[k] = __float_as_uint(widen(*first));
+    } else {
+      result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+    }
+  }
+  return result;
+}
+
+constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
+
+// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
+// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+
+// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+struct VectorUnit {
+  static constexpr int kVectors = 1;
+  static constexpr int kCount = kPartPixels;
+  Words loaded;
+
+  __device__ static int plane(int index) { return index % kChunkPlanes; }
+  __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  __device__ static bool valid(const Place& place, int channel) {
+    return place.inside() && (kWholeChunks || channel < C::group_in);
+  }
+  __device__ void load(const Place& place, int channel) {
+    const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
+    loaded = Words::of(load_or_zero(source, valid(place, channel)));
+  }
+  __device__ Words vector(int) const { return loaded; }
+  __device__ static int offset(int) { return 0; }
+};
+
+// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
+// pixels.
+struct PixelUnit {
+  static constexpr int kVectors = 2;
+  static constexpr int kCount = kPartPixels / 2;
+  Scalar loaded[2 * kVector];
+
+  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int pixel(int index) { return index % kPlanePixels; }
+  __device__ void load(const Place& place, int channel) {
+    if constexpr (kFolded) {
+      load_folded(place, channel);
+      return;
+    }
+    const bool inside = place.inside();
+    const Scalar* const source = place.address(channel);
+    if (!__any_sync(~0u, inside)) {
+#pragma unroll
+      for (Scalar& element : loaded) element = Scalar{};
+    } else if (kWholeChunks && __all_sync(~0u, inside)) {
+#pragma unroll
+      for (int j = 0; j < 2 * kVector; ++j) loaded[j] = load_element(source + j * kInChannel);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2 * kVector; ++j) {
+        const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
+        loaded[j] = load_element(source + j * kInChannel, valid);
+      }
+    }
+  }
+  __device__ void load_folded(const Place& place, int channel) {
+#pragma unroll
+    for (int j = 0; j < 2 * kVector; ++j) {
+      const FoldedChannel folded(channel + j);
+      const bool valid =
+          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
+      loaded[j] = load_element(
+          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
+    }
+  }
+  __device__ Words vector(int i) const { return words_of(loaded + i * kVector); }
+  __device__ static int offset(int i) { return i * kPlanePixels; }
+};
+
+template <bool kFirst, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
+};
+using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
+constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
+
+__device__ __forceinline__ bool unit_exists(int index) {
+  return Unit::kCount % (kLoaders * C::batch) == 0 || index < Unit::kCount;
+}
+
+// Goes through all input stages of a block: of each chunk, of each item.
+struct StageCursor {
+  int index;
+  int items;
+  Item item;
+  int chunk = 0;
+  int stage = 0;
+
+  __device__ explicit StageCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
+  __device__ bool more() const { return index < items; }
+  __device__ void advance() {
+    if (++stage < item.stages()) return;
+    stage = 0;
+    if (++chunk < kChunks) return;
+    chunk = 0;
+    index += gridDim.x;
+    if (more()) item = Item(index);
+  }
+};
+
+// The same, and through the batches of each stage.
+struct LoadCursor : StageCursor {
+  int batch = 0;
+
+  __device__ explicit LoadCursor(int items) : StageCursor(items) {}
+  __device__ void advance() {
+    if (++batch < kBatches) return;
+    batch = 0;
+    StageCursor::advance();
+  }
+};
+
+// A chunk of a tile, or a row of it, as it lies in the input.
+struct Source {
+  const Scalar* group;  // the first channel at row 0, column 0
+  int row;              // of the tile's first pixel; folded, and before padding
+  int column;
+  int channel;  // the first, in its group
+
+  __device__ Source(const Scalar* input, const StageCursor& at) {
+    const Item& item = at.item;
+    channel = at.chunk * kChunkChannels;
+    group =
+        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
+    row = item.row_phase * C::stride_height +
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+    column = (item.column - C::lead) * C::stride_width;
+  }
+
+  // Where the first pixel of a unit lies.
+  __device__ __forceinline__ Place find(int index) const {
+    const int pixel = Unit::pixel(index);
+    const int slot = pixel / kSlotPixels;
+    const int line = pixel % kSlotPixels / C::pitch;
+    const int position = pixel % kSlotPixels % C::pitch;
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left,
+            unit_exists(index)};
+  }
+  __device__ __forceinline__ int channel_of(int index) const {
+    return channel + Unit::plane(index) * kVector;
+  }
+};
+
+// Starts loading a thread's units of a batch.
+__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
+                                           Unit (&units)[C::batch]) {
+  const Source source(input, at);
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int index = thread + kLoaders * (at.batch * C::batch + k);
+    units[k].load(source.find(index), source.channel_of(index));
+  }
+}
+
+// Writes them to a stage.
+__device__ __forceinline__ void store_batch(unsigned char* stage, int batch, int thread,
+                                            const Unit (&units)[C::batch]) {
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int index = thread + kLoaders * (batch * C::batch + k);
+    if (!unit_exists(index)) continue;
+    const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+#pragma unroll
+    for (int i = 0; i < Unit::kVectors; ++i) {
+      store_parts(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i));
+    }
+  }
+}
+
+// Three warps: load all input stages, a few batches ahead of what they write.
+__device__ __forceinline__ void load_input(const Scalar* input, int items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  const int lane = thread % 32;
+  Unit units[C::batches_ahead][C::batch];
+  LoadCursor next(items);
+  Ring<C::input_stages> at(1);
+  int under_way = 0;
+  int batch = 0;
+#pragma unroll
+  for (int i = 0; i < C::batches_ahead - 1; ++i) {
+    if (next.more()) {
+      load_batch(input, next, thread, units[i]);
+      next.advance();
+      ++under_way;
+    }
+  }
+  while (under_way > 0 || next.more()) {
+#pragma unroll
+    for (int i = 0; i < C::batches_ahead; ++i) {
+      if (next.more()) {
+        load_batch(input, next, thread, units[(i + C::batches_ahead - 1) % C::batches_ahead]);
+        next.advance();
+        ++under_way;
+      }
+      if (under_way == 0) break;
+      --under_way;
+      if (batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      store_batch(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, units[i]);
+      if (++batch == kBatches) {
+        batch = 0;
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+        at.advance();
+      }
+    }
+  }
+}
+
+// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
+// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+__device__ __forceinline__ void copy_input(const Scalar* input, int items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  Ring<C::input_stages> at(1);
+  Ring<C::input_stages> landed(0);
+  const auto arrive = [&] {
+    fence_async_shared();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
+    landed.advance();
+  };
+  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
+  int under_way = 0;
+  for (LoadCursor next(items); next.more(); next.advance()) {
+    const Source source(input, next);
+    if (next.batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (next.batch * C::batch + k);
+      const Place place = source.find(index);
+      const int channel = source.channel_of(index);
+      if (place.exists) {
+        copy_async<16>(stage + (Unit::plane(index) * kPlanePixels + Unit::pixel(index)) * 16,
+                       place.address(channel), VectorUnit::valid(place, channel));
+      }
+    }
+    if (next.batch == kBatches - 1) {
+      copy_async_commit();
+      at.advance();
+      if (++under_way > kAhead) {
+        copy_async_wait<kAhead>();
+        arrive();
+        --under_way;
+      }
+    }
+  }
+  copy_async_wait<0>();
+  if (under_way > 0) arrive();
+}
+
+}  // namespace hopper
+}  // namespace fastconv

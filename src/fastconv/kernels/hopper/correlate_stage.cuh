@@ -1,0 +1,181 @@
+// Contiguous input: fetched by bulk copies, and transposed out of shared memory.
+//
+// Lines come in pieces of 32 bytes' channels, by one bulk copy a channel, some pieces ahead of the
+// one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes before
+// its first pixel, so that rows may begin anywhere.
+#pragma once
+#include "hopper/correlate_load.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kLines = kRowSlots * kStageRows;  // of a stage's plane
+constexpr int kPieces = C::k_steps * kLines;
+static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
+
+// Goes through the pieces of one warp: every third, from stage to stage.
+struct PieceCursor : StageCursor {
+  int piece;
+
+  __device__ PieceCursor(int items, int warp) : StageCursor(items), piece(warp) { settle(); }
+  __device__ void settle() {
+    for (; piece >= kPieces && more(); piece -= kPieces) StageCursor::advance();
+  }
+  __device__ void advance() {
+    piece += kLoaderWarps;
+    settle();
+  }
+};
+
+// A piece, and the part of it that is inside of the image.
+struct Piece {
+  int channel;          // the first, in its group
+  int target;           // where its first pixel lies in its stage, in 16 bytes
+  int before;           // pixels outside, before the first inside
+  int columns;          // pixels inside
+  const Scalar* first;  // the first pixel inside, of its first channel
+
+  __device__ Piece(const Source& source, int index) {
+    const int k_step = index % C::k_steps;
+    const int line = index / C::k_steps;
+    const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
+    const int y = source.row +
+                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowPhases) -
+                  C::padding_top;
+    const int x = source.column - C::padding_left;
+    channel = source.channel + k_step * kPieceChannels;
+    target = 2 * k_step * kPlanePixels + line * C::pitch;
+    before = max(-x, 0);
+    const bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
+    columns = exists ? max(min(C::pitch, C::in_width - x) - before, 0) : 0;
+    first = source.group + (channel * kInChannel + y * kInRow + x + before);
+  }
+  __device__ __forceinline__ bool has(int of_piece) const {
+    return kWholeChunks || channel + of_piece < C::group_in;
+  }
+  // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ int shift(int of_piece) const {
+    const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
+    return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
+  }
+};
+
+// Starts to copy a piece: each of the first lanes its channel.
+__device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_end, Scalar* raw,
+                                      Barrier* full, int lane) {
+  if (lane >= kPieceChannels) return;
+  int bytes = 0;
+  if (piece.columns > 0 && piece.has(lane)) {
+    const int shift = piece.shift(lane);
+    const Scalar* const source = piece.first + lane * kInChannel - shift;
+    const int count = shift + piece.columns;
+    Scalar* const target = raw + lane * kRawChannel;
+    bytes = round_up(count, kVector) * kScalarBytes;
+    if (kInImage % kVector != 0 && source + round_up(count, kVector) > input_end) {
+      // The tensor ends within the last 16 bytes.
+      bytes -= 16;
+      for (int i = bytes / kScalarBytes; i < count; ++i) target[i] = source[i];
+    }
+    if (bytes > 0) bulk_load(target, source, bytes, full);
+  }
+  // The phase ends with the last lane's arrival, and all of the bytes.
+  barrier_arrive_expect(full, bytes);
+}
+
+// A vector of channels of each of some pixels, 32 apart, to their stage.
+template <bool kInside>
+__device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
+                                              const Scalar* const (&channels)[kVector],
+                                              unsigned char* target, int first) {
+  Words vectors[C::batch];
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    const bool inside = kInside ? pixel < C::pitch
+                                : static_cast<unsigned>(pixel - piece.before) <
+                                      static_cast<unsigned>(piece.columns);
+    Scalar elements[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const bool valid = inside && (kInside || piece.has(plane * kVector + j));
+      elements[j] = valid ? channels[j][pixel] : Scalar{};
+    }
+    vectors[k] = words_of(elements);
+  }
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    if (pixel < C::pitch) store_parts(target + pixel * 16, kPartPixels * 16, vectors[k]);
+  }
+}
+
+// Writes a piece that has arrived to its stage.
+__device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
+                                        int lane) {
+  const bool whole =
+      piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+#pragma unroll
+  for (int plane = 0; plane < 2; ++plane) {
+    const Scalar* channels[kVector];  // at the line's first pixel, which may be outside
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int i = plane * kVector + j;
+      channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
+    }
+    unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
+    if (whole) {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<true>(piece, plane, channels, target, first + lane);
+      }
+    } else {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<false>(piece, plane, channels, target, first + lane);
+      }
+    }
+  }
+}
+
+// Three warps: load all input stages.
+__device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
+                                            int items) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // From one lane, for the compiler to see that it is the same for all.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
+  Barrier* const full = barriers().raw_full + warp * C::raw_slots;
+  Scalar* const raw =
+      reinterpret_cast<Scalar*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
+  PieceCursor next(items, warp);
+  const auto fetch_next = [&](int slot) {
+    if (next.more()) {
+      fetch(Piece(Source(input, next), next.piece), input_end, raw + slot * kRawElements,
+            full + slot, lane);
+      next.advance();
+    }
+  };
+  for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
+  Ring<C::input_stages> at(1);
+  Ring<C::raw_slots> arrived(0);
+  int piece = warp;
+  for (StageCursor stage(items); stage.more(); stage.advance()) {
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    const Source source(input, stage);
+    for (; piece < kPieces; piece += kLoaderWarps) {
+      barrier_wait(full + arrived.stage, arrived.parity);
+      convert(Piece(source, piece), raw + arrived.stage * kRawElements,
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane);
+      __syncwarp();
+      fetch_next(arrived.stage);
+      arrived.advance();
+    }
+    piece -= kPieces;
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+    at.advance();
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

@@ -1,0 +1,329 @@
+// Outputs: from a consumer's registers through shared memory to global memory.
+#pragma once
+#include "hopper/correlate_multiply.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
+constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kOutPlane = C::image_height * C::image_width;
+constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
+constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
+
+// What is stored of a row: a column for each pixel, or `interleave` columns.
+constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
+constexpr int kStoredColumns = C::interleave * C::tile_columns;
+constexpr int kStoredPitch = C::interleave * C::pitch;
+constexpr int kStoredPass = C::interleave * C::pass_pixels;
+static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
+static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
+static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
+
+// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
+// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
+// is cleared by the one beside it.
+constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
+constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
+constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
+constexpr int kStoredAt = C::interleave == 1 ? C::column_at : 0;
+constexpr bool kRowsInside =
+    (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
+constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
+
+// Where a warpgroup's sums go.
+struct Target {
+  Scalar* image;
+  int outputs;  // first channel, in the group
+  int group;
+  int row;     // output row of the first pixel, for stacked row 0
+  int column;  // stored column of pixel `lead`
+
+  __device__ Target(Scalar* output, const Item& item, int tile, const Consumer& consumer) {
+    image = output + static_cast<long long>(item.image) * kOutImage;
+    outputs = item.outputs + consumer.channel_group * kStackChannels;
+    group = item.group;
+    row = item.row_phase +
+          kRowStep * ((item.tile + tile) * kTileRows + consumer.pixel_group * kGroupRows);
+    column = C::interleave * item.column;
+  }
+
+  // The channel of a row of the product, in its group.
+  __device__ int channel(int product_row) const {
+    return outputs + row_of_column(product_row) % kStackChannels;
+  }
+  // The output row of the same, for the tile's line-th row of pixels.
+  __device__ int output_row(int product_row, int line) const {
+    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
+  }
+  __device__ bool exists(int product_row, int line) const {
+    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
+  }
+  // The image's row for an output row; i is row_at, or that of a row to clear.
+  __device__ int image_row(int product_row, int line, int i) const {
+    return C::out_step_height * output_row(product_row, line) + i;
+  }
+  // The element in the image's column 0.
+  __device__ Scalar* row_start(int product_row, int y) const {
+    const int c = group * C::group_out + channel(product_row);
+    if constexpr (C::out_channels_last) {
+      return image + (y * C::image_width * kOutChannels + c);
+    } else {
+      return image + ((c * C::image_height + y) * C::image_width);
+    }
+  }
+
+  // Stores an element, or a vector of channels, and clears what is beside it.
+  template <class Stored>
+  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
+                                        const Stored& value) const {
+#pragma unroll
+    for (int i = C::row_begin; i < C::row_end; ++i) {
+      const int y = image_row(product_row, line, i);
+      if (!kRowsInside && y >= C::image_height) break;
+      Scalar* const row = row_start(product_row, y);
+#pragma unroll
+      for (int j = kStoredBegin; j < kStoredEnd; ++j) {
+        const int x = kStoredStep * stored_column + j;
+        if (!kStoredInside && x >= C::image_width) break;
+        *reinterpret_cast<Stored*>(row + x * kOutColumn) =
+            i == C::row_at && j == kStoredAt ? value : Stored{};
+      }
+    }
+  }
+};
+
+// Two sums to neighbours of the output's type, which the first argument stands for.
+__device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
+  return {{first, second}};
+}
+__device__ __forceinline__ unsigned narrow_pair(float16, float first, float second) {
+  return floats_to_halves(first, second);
+}
+__device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float second) {
+  return floats_to_bfloats(first, second);
+}
+
+using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
+
+__device__ __forceinline__ void stage_pair(Scalar* target, float first, float second) {
+  const auto pair = narrow_pair(Scalar{}, first, second);
+  if constexpr (!C::bulk_stores || kStoredWidth % 2 == 0) {
+    *reinterpret_cast<Pair*>(target) = pair;
+  } else {
+    const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
+    target[0] = elements.element[0];
+    target[1] = elements.element[1];
+  }
+}
+
+// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
+// row starts as far beyond a multiple of 16 bytes as it will in global memory.
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
+                                           int half, float bias, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; ++i) {
+    const int j = turn * (C::pass_pixels / 8) + i;
+    if (8 * j < C::pixels) {
+      Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
+      const float first = sums[4 * j + 2 * half] + bias;
+      const float second = sums[4 * j + 2 * half + 1] + bias;
+      if constexpr (C::interleave == 1) {
+        stage_pair(target, first, second);
+      } else if constexpr (C::column_sums == 2) {
+        stage_pair(target, first, sums[4 * j + 2] + bias);
+        stage_pair(target + 2, second, sums[4 * j + 3] + bias);
+      } else {
+        stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
+        stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
+      }
+    }
+  }
+}
+
+// Whether every row, and every piece of one, starts at a multiple of 16 bytes.
+constexpr bool kRowsAligned =
+    C::lead == 0 && kStoredWidth % kVector == 0 && (kStrips == 1 || kStoredColumns % kVector == 0);
+
+// Columns [begin, end) of a row: what is in whole 16 bytes by a bulk copy, the rest one by one.
+__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin,
+                                              int end) {
+  if (begin >= end) return;
+  const int shift = kRowsAligned ? 0 : misalignment(row, kVector);
+  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
+  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
+  if (aligned_begin < aligned_end) {
+    bulk_store(row + aligned_begin, staged + aligned_begin,
+               (aligned_end - aligned_begin) * kScalarBytes);
+  }
+  if constexpr (!kRowsAligned) {
+#pragma unroll 1
+    for (int x = begin; x < aligned_begin; ++x) row[x] = staged[x];
+#pragma unroll 1
+    for (int x = aligned_end; x < end; ++x) row[x] = staged[x];
+  }
+}
+
+// The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
+// begin where the row's memory has a multiple of 32 bytes.
+struct Window {
+  Scalar* row;     // the element in the image's column 0
+  int at;          // the stored column of the turn's first pixel, were it in this line
+  int begin, end;  // stored columns
+  int beyond;      // how far the row begins beyond a multiple of 32 bytes, in elements
+
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
+      : row(row) {
+    at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
+    beyond = kRowsAligned ? 0 : misalignment(row, kSector);
+    begin = target.column - (C::lead > 0 ? beyond : 0);
+    end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
+    begin = max(C::lead > 0 ? max(begin, 0) : begin, at);
+  }
+};
+
+constexpr int kStoringLanes = 8;  // of a warp, with bulk stores
+
+// Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
+// but what they need is computed for all at once.
+__device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
+                                             int turn, int lane) {
+  if (lane >= kStoringLanes) return;
+#pragma unroll
+  for (int line = 0; line < C::tile_rows; ++line) {
+    const int y = target.image_row(first, line, C::row_at);
+    if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
+    const Window window(target.row_start(first + lane, y), target, line, turn);
+    store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
+                  window.begin, window.end);
+  }
+  bulk_store_commit();
+}
+
+// Clears the rows beside those: of other phases, which no tap reaches.
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
+  constexpr int kCleared = kRowsAligned ? kVector : 1;
+#pragma unroll
+  for (int line = 0; line < C::tile_rows; ++line) {
+#pragma unroll
+    for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
+      const int y = target.image_row(first, line, image_row);
+      if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
+      for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
+        const Window window(target.row_start(first + i, y), target, line, turn);
+        for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
+          *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
+        }
+      }
+    }
+  }
+}
+
+// Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
+__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
+                                           Scalar* staging, const Target& target, int warp,
+                                           int lane) {
+  constexpr int kHalves = 2 / C::column_sums;
+  static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int first = 16 * warp + 8 * half;  // of the product's rows
+    const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
+    const int shift =
+        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
+                       : 0;
+#pragma unroll
+    for (int turn = 0; turn < kPasses; ++turn) {
+      if constexpr (C::bulk_stores) {
+        if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
+      }
+      __syncwarp();
+      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, bias[half], lane);
+      if constexpr (C::bulk_stores) {
+        fence_async_shared();
+        __syncwarp();
+        store_staged(buffer, target, first, turn, lane);
+        clear_beside(target, first, turn, lane);
+      } else {
+        __syncwarp();
+#pragma unroll 1
+        for (int channel = 0; channel < 8; ++channel) {
+#pragma unroll
+          for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
+            const int staged = 32 * i + lane;
+            const int line = (turn * kStoredPass + staged) / kStoredPitch;
+            const int at = (turn * kStoredPass + staged) % kStoredPitch;
+            if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
+                target.column + at < kStoredWidth && target.exists(first + channel, line)) {
+              target.store(first + channel, line, target.column + at,
+                           buffer[channel * kRowPitch + staged]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sums of 16 channels to pixels of 64 channels.
+template <class T>
+__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
+                                             const float (&bias)[2], int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; i += 2) {
+    const int j = turn * (C::pass_pixels / 8) + i;
+    if constexpr (sizeof(T) == 2) {
+      // Two times 8 pixels, two times 8 channels.
+      unsigned rows[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        rows[k] = narrow_pair(T{}, sums[first] + bias[k % 2], sums[first + 1] + bias[k % 2]);
+      }
+      const int pixel = 8 * (i + lane / 16) + lane % 8;
+      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
+        if (8 * (j + k / 4) < C::pixels) {
+          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
+              narrow<T>(sums[4 * j + k] + bias[k / 2 % 2]);
+        }
+      }
+    }
+  }
+}
+
+// Channels-last outputs: each pixel's 64 channels are neighbours.
+__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const float (&bias)[2],
+                                             Scalar* staging, const Target& target, int warpgroup,
+                                             int warp, int lane) {
+  constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
+  constexpr int kPieces = kOutputs / kStored;
+  const int columns = min(C::tile_columns, C::out_width - target.column);
+#pragma unroll
+  for (int turn = 0; turn < kPasses; ++turn) {
+    warpgroup_sync(warpgroup);
+    stage_pixels(sums, staging, turn, bias, warp, lane);
+    warpgroup_sync(warpgroup);
+    using Stored = Vector<Scalar, kStored>;
+#pragma unroll 4
+    for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
+      const int product_row = i % kPieces * kStored;
+      const int pixel = turn * C::pass_pixels + i / kPieces;
+      const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+      const int at = pixel - line * C::pitch;
+      if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
+        target.store(
+            product_row, line, target.column + at,
+            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row));
+      }
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

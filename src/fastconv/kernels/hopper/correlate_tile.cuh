@@ -1,0 +1,213 @@
+// The tile: what a block of correlate.cuh computes at once, where it lies in shared memory, and how
+// blocks walk over an image.
+#pragma once
+#include "hopper/operand.cuh"
+#include "include/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
+constexpr int kChunkPlanes = 2 * C::k_steps;
+constexpr int kChunkChannels = kChunkPlanes * kVector;
+constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
+
+// Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
+constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
+
+// Along columns, where output pixels are neighbours.
+constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
+constexpr int kColumnPhases = C::stride_width / kColumnUnit;
+constexpr int kColumnStep = C::dilation_width / kColumnUnit;
+constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
+
+constexpr int kTapRows = C::kernel_height + C::stack - 1;
+constexpr int kTaps = kTapRows * C::kernel_width;
+constexpr int kWeightStages = kTaps / C::stage_taps;  // of a chunk
+static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
+
+constexpr int kConsumers = 2;
+constexpr int kPixelGroups = kConsumers / C::channel_groups;
+constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consumer
+constexpr int kTileRows = kPixelGroups * kGroupRows;
+constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
+static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+                  C::pitch,
+              "a row holds its halo");
+
+constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
+static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
+constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
+constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_padding;
+constexpr int kPlaneBytes = kPlanePixels * 16;
+constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
+// Products come in eights of pixels: the last may reach a little beyond the tile's last row.
+constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
+constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
+static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
+constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
+
+constexpr int kOutputs = 64;  // channels of a product
+constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);
+constexpr int kProductBytes = kOutputs * 32;
+constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
+constexpr int kWeightBytes = C::stage_taps * kTapBytes;
+
+// A product's row, counted among those of the same column: two sums of a pixel's columns are eight
+// rows apart, in the same thread.
+__device__ __forceinline__ int row_of_column(int product_row) {
+  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+}
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
+static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
+
+// Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
+// of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
+// pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
+constexpr int kPixelPitch = kOutputs + kVector;
+constexpr int kStagingBytes =
+    kScalarBytes *
+    (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
+
+// Space for input on its way in (`staged`): pieces of a line, of 32 bytes' channels, as they lie in
+// memory. Every loading warp has raw_slots of its own.
+constexpr int kLoaderWarps = 3;
+constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
+constexpr int kPieceChannels = 2 * kVector;
+constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
+constexpr int kRawElements = kPieceChannels * kRawChannel;
+constexpr int kRawBytes = kRawElements * kScalarBytes;
+
+constexpr int kInputRing = 0;
+constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
+constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
+constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
+constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * kRawSlots <=
+                  C::shared_bytes,
+              "");
+static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
+static_assert(C::lead == 0 || (C::tile_rows == 1 && C::bulk_stores), "one row's alignment");
+
+struct Barriers {
+  Barrier input_full[C::input_stages];
+  Barrier input_empty[C::input_stages];
+  Barrier weights_full[C::weight_stages];
+  Barrier weights_empty[C::weight_stages];
+  Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
+};
+
+__device__ __forceinline__ Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// --- Work items ----------------------------------------------------------------------------------
+
+constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
+// With a lead, rows begin up to lead - 1 columns before the image.
+constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
+constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
+constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
+
+// What a block does between two looks at its list: segment_tiles tiles, one below the other.
+struct Item {
+  int outputs;  // first channel of the block's products, in the group
+  int column;   // first output column
+  int tile;     // first tile, from the top of the image
+  int tiles;
+  int row_phase;
+  int group;
+  int image;
+
+  __device__ explicit Item(int index) {
+    outputs = index % kOutputGroups * (C::channel_groups * kStackChannels);
+    index /= kOutputGroups;
+    column = index % kStrips * C::tile_columns;
+    index /= kStrips;
+    tile = index % kSegments * C::segment_tiles;
+    tiles = min(C::segment_tiles, kRowTiles - tile);
+    index /= kSegments;
+    row_phase = index % kRowStep;
+    index /= kRowStep;
+    group = index % C::groups;
+    image = index / C::groups;
+  }
+
+  // Input stages of one chunk.
+  __device__ int stages() const {
+    return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
+  }
+};
+
+// --- Vectors of channels -------------------------------------------------------------------------
+
+// 16 bytes in registers.
+struct alignas(16) Words {
+  unsigned word[4];
+
+  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
+};
+
+// Writes a vector of channels as the tensor core wants it: floats rounded to TF32, or in two such
+// parts, part_bytes apart; 16-bit types as they are.
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
+  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
+#pragma unroll
+    for (unsigned& word : vector.word) {
+      const float value = __uint_as_float(word);
+      word = __float_as_uint(C::ties_to_even ? round_to_even_tf32(value)
+                                             : round_operand_to_tf32(value));
+    }
+  } else if constexpr (sizeof(Scalar) == 4) {
+    Words low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = __uint_as_float(vector.word[i]);
+      const float high = round_to_tf32(value);
+      vector.word[i] = __float_as_uint(high);
+      low.word[i] = __float_as_uint(round_to_tf32(value - high));
+    }
+    *reinterpret_cast<Words*>(target + part_bytes) = low;
+  }
+  *reinterpret_cast<Words*>(target) = vector;
+}
+
+// A channel of the group as the products have it: one of the input's, at one of its phases.
+struct FoldedChannel {
+  int channel, row, column;
+
+  __device__ explicit FoldedChannel(int index)
+      : channel(index / (C::fold_height * C::fold_width)),
+        row(index / C::fold_width % C::fold_height),
+        column(index % C::fold_width) {}
+};
+
+}  // namespace hopper
+}  // namespace fastconv
