@@ -4868,6 +4868,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
     threads = 32 * warps_m * warps_n * warps_k
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
+        "bias": False,  # has a kernel of its own
         "group_in": group_in,
         "group_out": group_out,
         "groups": groups,
@@ -4922,7 +4923,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
                 code[0], "weight_grad", code[1], count * splits, threads, shared_bytes, arguments
             )
         )
-        add_up = ("scratch", "output", first, count, splits)
+        add_up = ("scratch", "output", "bias_grad", first, count, splits)
         launches.append(helper_launch(code, "reduce", count * block_sums, add_up))
     return Plan(tuple(launches), at_once * splits * block_sums * 4)
 
