@@ -5112,7 +5112,7 @@ FORWARD_FLOAT_IEEE = tuple(
         staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
         stack=1, pixels=168, tile_rows=1, tile_columns=168, pitch=176, lead=0, plane_padding=0,
         rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
-        weight_stages=2, resident=False, pass_pixels=64, buffers=1, batch=3, batches_ahead=1,
+        weight_stages=2, resident=False, pass_pixels=64, buffers=1, batch=2, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=229232,
     ).items()
 )
@@ -5147,7 +5147,7 @@ INPUT_GRAD_FLOAT_IEEE = tuple(
         staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
         stack=2, pixels=128, tile_rows=1, tile_columns=128, pitch=136, lead=0, plane_padding=0,
         rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
-        weight_stages=2, resident=False, pass_pixels=48, buffers=1, batch=3, batches_ahead=1,
+        weight_stages=2, resident=False, pass_pixels=48, buffers=1, batch=2, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=229744,
     ).items()
 )

@@ -5147,7 +5147,7 @@ INPUT_GRAD_FLOAT_IEEE = tuple(
         staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
         stack=4, pixels=120, tile_rows=1, tile_columns=116, pitch=118, lead=0, plane_padding=0,
         rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
-        weight_stages=2, resident=False, pass_pixels=16, buffers=1, batch=4, batches_ahead=1,
+        weight_stages=2, resident=False, pass_pixels=16, buffers=1, batch=2, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=230384,
     ).items()
 )

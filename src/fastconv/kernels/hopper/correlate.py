@@ -833,6 +833,8 @@ def _launches(tile: Tile, gpu: Gpu) -> tuple[tuple[Launch, Launch], int]:
     if max(items, tile.tiles) >= 2**31:
         raise Declined("more than 2^31 tiles")
     packed = layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
+    if packed // 16 >= 2**31:
+        raise Declined(f"{packed} bytes of packed weights")
     constants = tuple(_constants(tile, gpu).items())
     pack = Launch(
         Kernel("hopper/correlate.cuh", "pack", constants),
@@ -989,7 +991,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     split = layer.parts == 2
     if layer.vector_loads:
         most = 4 if split else 6
-    elif layer.folding != (1, 1):
+    elif layer.folding != (1, 1) or (split and tile.staged):
         most = 2
     else:
         most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
