@@ -19,7 +19,7 @@ from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
-from fastconv.kernels.hopper import correlate, tuned
+from fastconv.kernels.hopper import layers, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.problem import Problem
 
@@ -439,8 +439,8 @@ def test_phases_are_the_gradient(
         for out, tap in product(range(out_width), range(kernel))
         if 0 <= (at := out * stride + tap * dilation - padding[0]) < width
     )
-    phases = correlate._phases(problem, 1)
-    interleaved = correlate._interleaved(phases)
+    phases = layers.phases(problem, 1)
+    interleaved = layers.interleaved(phases)
     for way in [phases] if interleaved is None else [phases, [interleaved]]:
         terms, written = [], []
         for phase in way:

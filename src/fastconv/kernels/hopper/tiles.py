@@ -1,0 +1,371 @@
+"""What a block computes at once, what of it is in shared memory, and what that takes, estimated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Declined, Gpu
+from fastconv.kernels.hopper.layers import Layer
+from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS
+
+LOADER_WARPS = 3
+PRODUCT_BYTES = OUTPUTS * 32
+
+MOST_WEIGHT_STAGES = 10
+ENOUGH_WEIGHT_STAGES = 6
+MOST_RESIDENT_BYTES = 100 * 1024
+WEIGHTS_LATENCY = 1500.0  # cycles
+
+# Estimated cycles of one processor.
+STORE_BYTES = 15.0  # a cycle
+SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
+SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
+STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts of sectors
+# To load 16 bytes of channels, by bytes of an element: as vectors, in pieces, pixel by pixel.
+LOAD_CYCLES = {4: (2.8, 0.7, 3.2), 2: (2.5, 0.9, 5.0)}
+PIECE_CYCLES = {4: 450.0, 2: 600.0}  # for the bulk copies of a piece, be they short or long
+RAW_SLOTS = (0, 1, 2)  # pieces that a loading warp has under way, 0 for pixel by pixel
+ONE_SLOT_LOSS = 1.25  # a warp with one waits for it
+WEIGHT_BYTES = 24.0
+OVERLAP_LOSS = 0.25
+TILE_CYCLES = 1500.0  # to start and to end a tile
+SHARED_BYTES = 128.0  # a cycle that the tensor cores read
+SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
+MOST_SEGMENT = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes at once, and what of it is in shared memory at the same time."""
+
+    layer: Layer
+    channel_groups: int
+    rows: int
+    columns: int
+    lead: int = 0
+    raw_slots: int = 0
+    pass_pixels: int = 0
+    buffers: int = 1
+    input_stages: int = 0
+    weight_stages: int = 0
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other tiles of its layer."""
+        height, width = self.layer.out_size
+        loads = f"{self.raw_slots} staged" if self.staged else "pixels"
+        return (
+            f"{height}x{width} in {self.channel_groups}x{self.rows}x{self.columns}+{self.lead} "
+            f"{loads}"
+        )
+
+    @cached_property
+    def pixels(self) -> int:
+        return round_up((self.rows - 1) * self.pitch + self.lead + self.columns, 8)
+
+    @property
+    def tile_rows(self) -> int:
+        """Output rows of both consumers."""
+        return CONSUMERS // self.channel_groups * self.rows * self.layer.stack
+
+    @property
+    def halo_rows(self) -> int:
+        return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
+
+    @property
+    def stage_rows(self) -> int:
+        return 1 if self.layer.rolling else self.halo_rows
+
+    @property
+    def pitch(self) -> int:
+        """Pixels from one row to the next, in shared memory."""
+        vector, interleave = self.layer.vector, self.layer.interleave
+        pitch = self.lead + self.columns + self.layer.column_halo
+        whole = self.rows > 1 and interleave * self.columns % vector == 0
+        return round_up(pitch, vector // interleave) if whole else pitch
+
+    @property
+    def staged(self) -> bool:
+        """Whether input goes through shared memory as it is, on its way in."""
+        return self.raw_slots > 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of a piece: a line of 32 bytes' channels."""
+        layer = self.layer
+        pixels = min(self.pitch, layer.in_size[1])
+        return 32 * round_up(pixels + layer.vector - 1, layer.vector)
+
+    @property
+    def plane_padding(self) -> int:
+        """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
+        if not self.layer.vector_loads:
+            return 0
+        wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.layer.k_steps, 2)
+        return (wanted - self.layer.slots * self.stage_rows * self.pitch) % 8
+
+    @property
+    def input_bytes(self) -> int:
+        layer = self.layer
+        plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        reach = self.pixels + layer.column_halo
+        slack = max(reach - self.rows * self.pitch, 0)
+        return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
+
+    @property
+    def units(self) -> int:
+        """What the loading threads share of a stage, one part of it."""
+        layer = self.layer
+        vectors = (
+            2 * layer.k_steps * (layer.slots * self.stage_rows * self.pitch + self.plane_padding)
+        )
+        return vectors // (1 if layer.vector_loads else 2)
+
+    @property
+    def tap_bytes(self) -> int:
+        return self.layer.k_steps * self.layer.parts * self.channel_groups * PRODUCT_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.layer.stage_taps * self.tap_bytes
+
+    @property
+    def all_weight_stages(self) -> int:
+        """Of one group of output channels."""
+        return self.layer.chunks * self.layer.taps // self.layer.stage_taps
+
+    @property
+    def fewest_weight_stages(self) -> int:
+        """So many that a stage arrives while the others are multiplied."""
+        layer = self.layer
+        cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
+        stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
+        return min(stages, self.all_weight_stages)
+
+    @property
+    def most_weight_stages(self) -> int:
+        """All of them where they stay; else what is enough."""
+        if self.weight_bytes * self.all_weight_stages <= MOST_RESIDENT_BYTES:
+            return self.all_weight_stages
+        return min(MOST_WEIGHT_STAGES, self.all_weight_stages)
+
+    @property
+    def output_groups(self) -> int:
+        return ceil_div(self.layer.group_out, self.channel_groups * self.layer.product_channels)
+
+    @property
+    def resident(self) -> bool:
+        return (
+            self.output_groups * self.layer.groups == 1
+            and self.weight_stages == self.all_weight_stages
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of each consumer."""
+        operands, vector = self.layer.operands, self.layer.vector
+        if operands.output_channels_last:
+            elements = self.pass_pixels * (OUTPUTS + vector)
+        else:
+            row = self.layer.interleave * self.pass_pixels
+            elements = 4 * self.buffers * 8 * (round_up(row + vector - 8, 16) + 8)
+        return elements * operands.scalar_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return (
+            self.input_stages * self.input_bytes
+            + self.weight_stages * self.weight_bytes
+            + CONSUMERS * self.staging_bytes
+            + LOADER_WARPS * self.raw_slots * (self.raw_bytes + 8)
+            + 16 * (self.input_stages + self.weight_stages)
+        )
+
+    @property
+    def strips(self) -> int:
+        return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
+
+    @property
+    def row_tiles(self) -> int:
+        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
+
+    @property
+    def image_tiles(self) -> int:
+        layer = self.layer
+        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+
+    @property
+    def tiles(self) -> int:
+        return self.image_tiles * self.layer.batch
+
+    @property
+    def bulk_stores(self) -> bool:
+        """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
+        vector = self.layer.vector
+        pitch = self.layer.interleave * self.pitch
+        alike = self.layer.stored_width % vector == pitch % vector == 0
+        return self.layer.whole_rows and (self.rows == 1 or alike)
+
+    @property
+    def shares_sectors(self) -> bool:
+        """Whether neighbouring strips write to the same 32 bytes."""
+        operands = self.layer.operands
+        if self.strips == 1 or self.lead or operands.output_channels_last:
+            return False
+        sector = 32 // operands.scalar_bytes
+        columns = self.layer.interleave * self.columns
+        return columns % sector != 0 or self.layer.stored_width % sector != 0
+
+    @cached_property
+    def work(self) -> dict[str, float]:
+        """What a tile takes a processor, in cycles, if there were nothing else to do."""
+        layer = self.layer
+        product = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
+        steps = layer.chunks * layer.taps * layer.k_steps * layer.products
+        rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
+        vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
+        size = layer.operands.scalar_bytes
+        kind = 0 if layer.vector_loads else 1 if self.staged else 2
+        loads = vectors * (LOAD_CYCLES[size][kind] + 0.8 * (layer.parts - 1))
+        if self.staged:
+            loads += vectors / (2 * self.pitch) * PIECE_CYCLES[size]
+            loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
+        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns * layer.written
+        stored = STORE_BYTES
+        if layer.strided_stores:
+            stored = STRIDED_STORE_BYTES
+        elif not (self.bulk_stores or layer.operands.output_channels_last):
+            stored = SINGLE_STORE_BYTES
+        elif self.shares_sectors:
+            stored = SHARED_SECTOR_BYTES
+        weights = self.all_weight_stages * self.weight_bytes
+        return {
+            "products": CONSUMERS * steps * product,
+            "loads": loads,
+            "stores": outputs * layer.operands.scalar_bytes / stored,
+            "weights": 0.0 if self.resident else weights / WEIGHT_BYTES,
+        }
+
+    @property
+    def tile_cycles(self) -> float:
+        parts = self.work.values()
+        # They go on at the same time, but not quite without getting into each other's way.
+        return TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+
+    def cycles(self, processors: int) -> float:
+        """What the whole layer takes, estimated."""
+        return ceil_div(self.tiles, processors) * self.tile_cycles
+
+    def fitted(self, budget: int) -> Tile | None:
+        """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
+
+        First of all weights, so that they arrive in time; then sums on their way out, in as few
+        passes as possible; then more input. But asynchronous copies can be under way while others
+        are waited for only if there are three stages for them.
+        """
+        fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
+        more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
+        passes = ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))
+        choices = [(fewest_inputs, *choice) for choice in passes]
+        if self.layer.copied and not self.layer.rolling:
+            choices = [(3, *choice) for choice in passes[:4]] + choices
+        for inputs, count, buffers in choices:
+            if buffers == self.layer.column_sums == 2:
+                continue  # sums leave in one piece, and by the next tile it is gone
+            tile = replace(
+                self,
+                pass_pixels=round_up(ceil_div(self.pixels, count), 16),
+                buffers=buffers,
+                input_stages=inputs,
+            )
+            stages = (budget - tile.shared_bytes) // (self.weight_bytes + 16)
+            if stages < self.fewest_weight_stages:
+                continue
+            tile = replace(tile, weight_stages=min(stages, self.most_weight_stages))
+            more = (budget - tile.shared_bytes) // (self.input_bytes + 16)
+            most = fewest_inputs + more_inputs
+            return replace(tile, input_stages=min(inputs + more, max(most, inputs)))
+        return None
+
+
+def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
+    """All tiles that fit, the best first."""
+    candidates = (
+        replace(tile, raw_slots=raw_slots)
+        for view in views
+        for tile in _candidates(view)
+        for raw_slots in (RAW_SLOTS if view.lines else (0,))
+    )
+    fitted = (
+        tile.fitted(gpu.shared_bytes_per_block)
+        for tile in candidates
+        if tile.pixels <= tile.layer.most_pixels
+    )
+    tiles = sorted(
+        filter(None, dict.fromkeys(fitted)), key=lambda tile: tile.cycles(gpu.processors)
+    )
+    if not tiles:
+        raise Declined("a halo tile that does not fit shared memory")
+    return tiles
+
+
+def _candidates(layer: Layer) -> Iterator[Tile]:
+    operands, width = layer.operands, layer.out_size[1]
+    most = layer.most_pixels
+    sector = 32 // operands.scalar_bytes
+    rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
+    for channel_groups in (1, 2) if layer.group_out > layer.product_channels else (1,):
+        if width <= most:
+            yield Tile(layer, channel_groups, 1, width)
+        # Strips of rows that are not whole sectors share one with their neighbours, unless each row
+        # has its own strips.
+        own = layer.whole_rows and layer.interleave == 1 and width % sector
+        for columns in _strip_widths(width, most, layer.vector, sector):
+            yield Tile(layer, channel_groups, 1, columns)
+        for columns in _strip_widths(width + sector - 1, most - sector, sector) if own else ():
+            yield Tile(layer, channel_groups, 1, columns, sector)
+        if layer.rolling or layer.stack > 1:
+            continue
+        for rows in range(2, rows_of_phase + 1):
+            if Tile(layer, channel_groups, rows, width).pixels > most:
+                break
+            yield Tile(layer, channel_groups, rows, width)
+
+
+def _strip_widths(width: int, most: int, *units: int) -> list[int]:
+    """Widths that share out ``width`` about equally, in whole units, in two strips or more."""
+    return sorted(
+        {
+            columns
+            for unit in units
+            for columns in range(unit, min(most, width - 1) + 1, unit)
+            if columns == round_up(ceil_div(width, ceil_div(width, columns)), unit)
+        }
+    )
+
+
+def segment_tiles(tile: Tile, gpu: Gpu) -> int:
+    """Tiles that a block computes on its way down.
+
+    As many as leave all blocks equally much to do; at the top of each segment, rows are loaded that
+    another block has loaded too.
+    """
+    if not tile.layer.rolling:
+        return 1
+    columns = tile.tiles // tile.row_tiles
+    again = SEGMENT_COST * (tile.halo_rows - tile.tile_rows) / tile.tile_rows
+
+    def cost(count: int) -> float:
+        items = columns * ceil_div(tile.row_tiles, count)
+        return ceil_div(items, gpu.processors) * (count + again)
+
+    return min(range(1, min(tile.row_tiles, MOST_SEGMENT) + 1), key=cost)
+
+
+def item_count(tile: Tile, gpu: Gpu) -> int:
+    """What the blocks share among themselves: tiles, or segments of them."""
+    return tile.tiles // tile.row_tiles * ceil_div(tile.row_tiles, segment_tiles(tile, gpu))
