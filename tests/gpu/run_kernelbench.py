@@ -177,11 +177,14 @@ def write(rows: list[dict[str, Any]], output: Path, kernelbench: Path) -> None:
         "| ---: | --- | --- | --- | ---: | ---: | ---: |",
     ]
     for row in rows:
-        speedup = f"{row['speedup']:.2f}x" if row["speedup"] else "-"
+        # What is not correct has no time.
+        exported, speedup = "–", "–"
+        if row["speedup"]:
+            exported, speedup = f"{row['exported_ms']:.3f}", f"{row['speedup']:.2f}x"
         lines.append(
             f"| {row['problem']} | {row['name']} | {row['static_check']} | "
             f"{'yes' if row['correct'] else 'no'} {row['trials']} | {row['reference_ms']:.3f} | "
-            f"{row['exported_ms']:.3f} | {speedup} |"
+            f"{exported} | {speedup} |"
         )
     output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,0 +1,311 @@
+// The output's gradient: copied to shared memory as it is.
+#pragma once
+#include "hopper/weight_grad_tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kProducers = 64;  // threads, for each of the two tensors
+constexpr int kGradWarps = kProducers / 32;
+constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutChannel = C::out_height * C::out_width;
+
+// By how many columns a step begins early: all phases and channels of a row are aligned alike.
+__device__ __forceinline__ int early(int output_row) {
+  return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
+}
+
+// Where a phase of a step lies in grad_output.
+struct PhasePlace {
+  int image;
+  int row;
+  bool exists;
+
+  // From where phase 0 lies.
+  __device__ PhasePlace(int first_image, int first_row, int phase, int batch) {
+    image = first_image + phase % C::phase_images;
+    row = first_row + phase / C::phase_images * (kSteps * kRowStep);
+    exists = image < batch && row < C::out_height;
+  }
+};
+
+// Part of a step that fills a stage.
+struct StagePlace {
+  int image;  // of phase 0
+  int row;
+  int column;   // first
+  int columns;  // that consumers read
+};
+
+// Elements from the last multiple of 16 bytes to an address.
+__device__ __forceinline__ int misalignment(const Scalar* address) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(address) / kScalarBytes % kVector);
+}
+
+// Units of 16 bytes of a row's stage, from `column` of the row on; [begin, end) is what a bulk copy
+// takes, all that lie in the row as a whole.
+struct Units {
+  int column;
+  int begin;
+  int end;
+  int count;
+
+  // `row` is any address that is aligned as the row's first column.
+  __device__ Units(const Scalar* row, const StagePlace& place, bool exists) {
+    column = place.column - (kShifted ? misalignment(row) : early(place.row));
+    count = place.columns / kVector + (kShifted ? 1 : 0);
+    begin = column < 0 ? 1 : 0;
+    end = max(min(count, floor_div(C::out_width - column, kVector)), begin);
+    if (!exists) end = begin;
+  }
+
+  __device__ int bytes() const { return (end - begin) * 16; }
+};
+
+// A warp's part of the copies of a stage: some channels' rows in all phases. Whole units inside of
+// a row go by one bulk copy; the others, and what lies beyond a row's ends, by lanes.
+struct RowCopier {
+  static constexpr int kChannels = kStageChannels / kGradWarps;
+
+  const Scalar* channels;  // the first, of image 0
+  int count;               // of channels that exist
+  int first;               // of the stage's channels
+  int lane;
+
+  __device__ RowCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    first = thread / 32 * kChannels;
+    lane = thread % 32;
+    const int channel = tile.output + first;
+    channels =
+        grad_output + static_cast<long long>(tile.group * C::group_out + channel) * kOutChannel;
+    count = C::group_out % kStageChannels == 0 ? kChannels
+                                               : max(min(kChannels, C::group_out - channel), 0);
+  }
+
+  __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
+                                       const StagePlace& place) const {
+#pragma unroll 1
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const PhasePlace of(place.image, place.row, phase, batch);
+      const Scalar* const row =
+          channels +
+          (of.exists ? static_cast<long long>(of.image) * kOutImage + of.row * C::out_width : 0);
+      unsigned char* const target = stage + stage_row(first, phase) * kRowBytes;
+      if constexpr (!C::grad_bulk) {
+        copy_all(target, row, place, of.exists);
+      } else {
+        if (of.exists && is_elected()) copy_inside(target, row, barrier, place);
+        if (!of.exists || has_edges(place)) copy_edges(target, row, place, of.exists);
+      }
+    }
+  }
+
+  // Whether some row of the stage has other than whole units, or may have.
+  __device__ static __forceinline__ bool has_edges(const StagePlace& place) {
+    const int first = place.column - (kShifted ? kVector - 1 : early(place.row));
+    const int end = place.column - early(place.row) + place.columns + (kShifted ? kVector : 0);
+    return first < 0 || end > C::out_width;
+  }
+
+  // Called by the elected lane. All operands are the same for the whole warp.
+  __device__ __forceinline__ void copy_inside(unsigned char* target, const Scalar* row,
+                                              Barrier* barrier, const StagePlace& place) const {
+    if constexpr (!kShifted) {
+      const Units units(row, place, true);  // of any row
+      if (units.bytes() == 0) return;
+      barrier_expect(barrier, count * units.bytes());
+      const Scalar* source = row + (units.column + units.begin * kVector);
+      unsigned char* to = target + units.begin * 16;
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) {
+        bulk_load(to, source, units.bytes(), barrier);
+        to += 4 * kRowBytes;
+        source += kOutChannel;
+      }
+    } else {
+      int bytes = 0;
+#pragma unroll 2
+      for (int i = 0; i < count; ++i) {
+        const Scalar* const of = row + i * kOutChannel;
+        const Units units(of, place, true);
+        bytes += units.bytes();
+        if (units.bytes() == 0) continue;
+        bulk_load(target + i * (4 * kRowBytes) + units.begin * 16,
+                  of + (units.column + units.begin * kVector), units.bytes(), barrier);
+      }
+      barrier_expect(barrier, bytes);
+    }
+  }
+
+  // Copies what copy_inside leaves out, a row a lane; zeros beyond the row's ends.
+  __device__ __forceinline__ void copy_edges(unsigned char* target, const Scalar* row,
+                                             const StagePlace& place, bool exists) const {
+#pragma unroll 1
+    for (int i = lane; i < count; i += 32) {
+      const Scalar* const source = row + i * kOutChannel;
+      unsigned char* const to = target + i * (4 * kRowBytes);
+      const Units units(source, place, exists);
+      if (units.begin > 0) copy_unit(to, source, units.column, exists);
+#pragma unroll 1
+      for (int unit = units.end; unit < units.count; ++unit) {
+        copy_unit(to + unit * 16, source, units.column + unit * kVector, exists);
+      }
+    }
+  }
+
+  // Copies everything: neighbouring lanes have neighbouring units.
+  __device__ __forceinline__ void copy_all(unsigned char* target, const Scalar* row,
+                                           const StagePlace& place, bool exists) const {
+#pragma unroll 2
+    for (int i = lane; i < count * kStageUnits; i += 32) {
+      const int channel = i / kStageUnits;
+      const int unit = i % kStageUnits;
+      const Scalar* const source = row + channel * kOutChannel;
+      const Units units(source, place, exists);
+      if (unit < units.count) {
+        copy_unit(target + channel * (4 * kRowBytes) + unit * 16, source,
+                  units.column + unit * kVector, exists);
+      }
+    }
+  }
+
+  // Copies 16 bytes of a row, from a column on; zeros beyond its ends, or if it does not exist
+  // (then `row` is just an aligned address).
+  __device__ static __forceinline__ void copy_unit(unsigned char* target, const Scalar* row,
+                                                   int column, bool exists) {
+    Scalar* const unit = reinterpret_cast<Scalar*>(target);
+    const bool inside = column >= 0 && column + kVector <= C::out_width;
+    if (!kShifted && (inside || !exists)) {
+      copy_elements<kVector>(unit, row + (exists ? column : 0), exists);
+      return;
+    }
+    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
+#pragma unroll
+    for (int i = 0; i < kVector; i += kCopied) {
+      const int at = column + i;
+      const bool valid = exists && at >= 0 && at < C::out_width;
+      copy_elements<kCopied>(unit + i, row + (valid ? at : 0), valid);
+    }
+  }
+};
+
+// The same for channels-last tensors: a warp has every other phase. If all channels of a pixel are
+// the block's, a phase's columns are one copy, otherwise each column.
+struct PixelCopier {
+  static constexpr int kOutChannels = C::groups * C::group_out;
+  static constexpr bool kWholePixels = kOutChannels == kStageChannels;
+  static constexpr int kPixelVectors = kStageChannels / kVector;
+
+  const Scalar* channels;
+  int count;  // of channels that exist
+  int warp;
+  int lane;
+
+  __device__ PixelCopier(const Scalar* grad_output, const Tile& tile, int thread) {
+    channels = grad_output + (tile.group * C::group_out + tile.output);
+    count = min(kStageChannels, C::group_out - tile.output);
+    warp = thread / 32;
+    lane = thread % 32;
+  }
+
+  __device__ __forceinline__ void copy(unsigned char* stage, Barrier* barrier, int batch,
+                                       const StagePlace& place) const {
+#pragma unroll 1
+    for (int phase = warp; phase < kPhases; phase += kGradWarps) {
+      const PhasePlace of(place.image, place.row, phase, batch);
+      const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
+      const Scalar* const pixel = channels + static_cast<long long>(of.image) * kOutImage +
+                                  (of.row * C::out_width + place.column) * kOutChannels;
+      unsigned char* const target = stage + phase * kPhaseBytes;
+      if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
+      copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
+    }
+  }
+
+  __device__ __forceinline__ void copy_inside(unsigned char* target, const Scalar* pixel,
+                                              int columns, Barrier* barrier) const {
+    const int bytes = count * kScalarBytes;
+    barrier_expect(barrier, columns * bytes);
+    if constexpr (kWholePixels) {
+      bulk_load(target, pixel, columns * bytes, barrier);
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < columns; ++i) {
+        bulk_load(target + i * kPixelBytes, pixel + i * kOutChannels, bytes, barrier);
+      }
+    }
+  }
+
+  // Columns from `first` to `end`; zeros from `columns` on.
+  __device__ __forceinline__ void copy_rest(unsigned char* target, const Scalar* pixel, int first,
+                                            int columns, int end) const {
+    for (int i = first * kPixelVectors + lane; i < end * kPixelVectors; i += 32) {
+      const int column = i / kPixelVectors;
+      const int channel = i % kPixelVectors * kVector;
+      Scalar* const unit = reinterpret_cast<Scalar*>(target + i * 16);
+#pragma unroll
+      for (int j = 0; j < kVector; j += C::grad_vector) {
+        const bool exists = column < columns && channel + j < count;
+        copy_elements<C::grad_vector>(
+            unit + j, exists ? pixel + column * kOutChannels + channel + j : channels, exists);
+      }
+    }
+  }
+};
+
+template <bool kChannelsLast>
+struct CopierFor {
+  using type = RowCopier;
+};
+template <>
+struct CopierFor<true> {
+  using type = PixelCopier;
+};
+using GradCopier = CopierFor<C::grad_channels_last>::type;
+
+// Arrives when all that this thread has written or copied to shared memory is there. What is copied
+// element by element, 2 bytes each, is written at once.
+__device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
+  constexpr int kCopied =
+      C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
+  if constexpr (kCopied * kScalarBytes >= 4) {
+    barrier_arrive_after_copies(barrier);
+  } else {
+    barrier_arrive(barrier);
+  }
+}
+
+// Two warps: copy grad_output, as many stages ahead as there are.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+  Share share = work.share();
+  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
+  Ring<C::grad_stages> at(1);
+  while (share.more()) {
+    const Run run = share.next();
+    const int columns = columns_of(run.strip);
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+#pragma unroll 1
+      for (int column = 0; column < columns; column += C::stage_columns) {
+        Barrier* const full = &barriers().grad_full[at.stage()];
+        barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
+        // Lanes may have written to the stage, where bulk copies will.
+        fence_async_shared();
+        __syncwarp();
+        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, full, work.batch,
+                    {run.image, run.output_row(step), run.strip * kStripColumns + column,
+                     min(C::stage_columns, columns - column)});
+        __syncwarp();
+        arrive_after_copies(full);
+        at.advance();
+      }
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

@@ -1,0 +1,207 @@
+// The input: loaded to registers, transposed, rounded or split, and written to shared memory.
+#pragma once
+#include "hopper/weight_grad_tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using Quad = Vector<Scalar, kQuad>;
+
+// A warp's unit: 8 channels of 16 columns. A lane has 4 columns of a channel, in all phases; of
+// channels-last tensors 4 channels of a column.
+constexpr int kBlockOctets = kBlockPlanes * C::product_octets;
+constexpr int kUnitColumns = 16;
+
+// Of an input row, for so many columns of an output row.
+__host__ __device__ constexpr int units_of(int columns) {
+  return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
+}
+constexpr int kUnits = units_of(kStripColumns);
+constexpr int kInputWarps = kProducers / 32;
+
+// Input rows from a strip of rows to the next.
+constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
+
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+__device__ __forceinline__ bool is_below(int value, int bound) {
+  return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// Starts loading 4 neighbours, of which the first is number `first` of `count`; zeros where there
+// are none. A vector is there as a whole or not at all.
+__device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int count) {
+  Quad quad;
+  if constexpr (C::vector_input && kScalarBytes == 4) {
+    const uint4 bits = load_or_zero(reinterpret_cast<const uint4*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else if constexpr (C::vector_input) {
+    const uint2 bits = load_or_zero(reinterpret_cast<const uint2*>(source), is_below(first, count));
+    quad = reinterpret_cast<const Quad&>(bits);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      quad.element[i] = load_element(source + i, is_below(first + i, count));
+    }
+  }
+  return quad;
+}
+
+using Phases = Vector<Scalar, kPhases>;
+
+// Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
+  Vector<float, 4> low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float value = phases.element[i];
+    if constexpr (C::parts == 2) {
+      phases.element[i] = round_to_tf32(value);
+      low.element[i] = round_operand_to_tf32(value - phases.element[i]);
+    } else {
+      phases.element[i] = round_operand_to_tf32(value);
+    }
+  }
+  if constexpr (C::parts == 2) {
+    *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
+  }
+  *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+}
+// 16-bit types as they are.
+template <class Half>
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half, 8> phases) {
+  *reinterpret_cast<Vector<Half, 8>*>(target) = phases;
+}
+
+// What a lane loads: its place in the first of its warp's units. Units follow each other along
+// octets, then along columns.
+struct InputLoader {
+  const Scalar* row;  // row 0 of image 0, of the lane's channel
+  int channel;        // in an octet
+  int channels_left;  // in the group, from there on
+  int column;         // in a unit
+  int first_column;   // of the tile, if the strip is the first
+  int warp;
+  int lane;
+
+  __device__ InputLoader(const Scalar* input, const Tile& tile, int thread) {
+    warp = thread / 32;
+    lane = thread % 32;
+    channel = C::in_channels_last ? lane % 2 * kQuad : lane % kOctet;
+    column = C::in_channels_last ? lane / 2 : lane / kOctet * kQuad;
+    const int first_channel = tile.plane() * kPlaneChannels + channel;
+    channels_left = C::group_in - first_channel;
+    first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
+    row = input + static_cast<long long>(tile.group * C::group_in + first_channel) * kInChannel;
+  }
+
+  __device__ static int octet(int unit) { return unit % kBlockOctets; }
+  __device__ static int unit_column(int unit) { return unit / kBlockOctets * kUnitColumns; }
+  __device__ bool exists(int unit) const {
+    return (kUnits % (kInputWarps * C::batch) == 0 || unit < kUnits) &&
+           (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
+  }
+
+  // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
+  // are left, from the first on; `first` is the strip's column.
+  __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
+                                       Quad (&quads)[kPhases]) const {
+    const int x = first + first_column + unit_column(unit) + column;
+    const int left = channels_left - octet(unit) * kOctet;
+    const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
+    // The neighbours are channels, or columns.
+    const int number = C::in_channels_last ? 0 : x;
+    const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
+    const Scalar* const source =
+        image + (octet(unit) * kOctet * kInChannel + y * kInRow + x * kInColumn);
+#pragma unroll
+    for (int phase = 0; phase < kPhases; ++phase) {
+      constexpr long long kImage = kInImage;
+      const int of_image = phase % C::phase_images;
+      const int below = phase / C::phase_images * kStripRows;
+      const bool exists = of_image < images && is_below(y + below, C::in_height);
+      quads[phase] =
+          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow), number,
+                    exists ? count : 0);
+    }
+  }
+
+  // Writes it to a row of the ring.
+  __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
+                                        const Quad (&quads)[kPhases]) const {
+    if (!exists(unit)) return;
+    const int plane = octet(unit) / C::product_octets;
+    const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
+                       (unit_column(unit) + column) * kColumnVectors;
+    constexpr int kNeighbour = C::in_channels_last ? 1 : kColumnVectors;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      Phases phases;
+#pragma unroll
+      for (int phase = 0; phase < kPhases; ++phase) {
+        phases.element[phase] = quads[phase].element[i];
+      }
+      store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+    }
+  }
+
+  // Loads units of a row and writes them to the ring, as soon as there is room.
+  __device__ __forceinline__ void copy_row(const Scalar* image, int images, int y, int first,
+                                           int units, const Ring<C::input_stages>& at) const {
+    unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
+#pragma unroll 1
+    for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
+      Quad quads[C::batch][kPhases];
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) {
+        load(image, images, y, first, unit + kInputWarps * k, quads[k]);
+      }
+      if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, quads[k]);
+    }
+    // With one unit there is nothing to do for the second warp but to wait.
+    if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
+  }
+};
+
+// Two warps: load the rows of every run.
+__device__ __forceinline__ void load_input(const Scalar* input, const Work& work) {
+  const Tile tile = work.tile();
+  Share share = work.share();
+  const InputLoader loader(input, tile, static_cast<int>(threadIdx.x) - kProducers);
+  const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
+  Ring<C::input_stages> at(1);
+  while (share.more()) {
+    const Run run = share.next();
+    const Scalar* const image = loader.row + static_cast<long long>(run.image) * kInImage;
+    const int first_column = run.strip * (kStripColumns * C::stride_width);
+    const int units = units_of(columns_of(run.strip));
+    const int rows = run.steps * kNewRows + kOldRows;
+    int y = run.output_row(0) * C::stride_height + tap_row;
+    int until_skip = kNewRows;
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      loader.copy_row(image, work.batch - run.image, y, first_column, units, at);
+      fence_async_shared();
+      __syncwarp();
+      if (loader.lane == 0) barrier_arrive(&barriers().input_full[at.stage()]);
+      at.advance();
+      y += C::dilation_height;
+      // Rows that no tap reads are left out.
+      if (kRowAdvance > kNewRows && --until_skip == 0) {
+        y += (kRowAdvance - kNewRows) * C::dilation_height;
+        until_skip = kNewRows;
+      }
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

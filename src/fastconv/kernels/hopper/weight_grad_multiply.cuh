@@ -1,0 +1,435 @@
+// Consumers: warpgroups that multiply, and add their sums to a workspace.
+#pragma once
+#include "hopper/weight_grad_copy.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+using Sums = float[C::segments][kSums];
+// Of a thread, in groups of four that lie together in the workspace.
+constexpr int kSlots = C::segments * kSums / 4;
+
+// 4 columns of grad_output as left operands: two products, each in `parts` parts.
+constexpr int kGroupColumns = 4;
+constexpr int kGroupProducts = 2;
+using Fragments = unsigned[C::parts][kGroupProducts][4];
+
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  const float rounded = round_to_tf32(value);
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+}
+
+// Where a thread's rows begin: of two channels, 8 apart, in its phases.
+struct FragmentRows {
+  int offsets[2][kLanePhases];  // bytes, in a stage
+};
+
+// 4 columns of a channel and phase, in pieces as wide as its start allows.
+template <class T>
+__device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
+                                                                 int column) {
+  Vector<T, kGroupColumns> columns;
+  if constexpr (C::grad_channels_last) {
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      columns.element[i] = *reinterpret_cast<const T*>(row + (column + i) * kPixelBytes);
+    }
+  } else {
+    constexpr int kPiece = gcd(C::grad_vector, kGroupColumns);
+    using Piece = Vector<T, kPiece>;
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; i += kPiece) {
+      const Piece piece = *reinterpret_cast<const Piece*>(row + (column + i) * kScalarBytes);
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
+    }
+  }
+  return columns;
+}
+
+// Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
+__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
+                                               const unsigned char* stage, const FragmentRows& rows,
+                                               int column, float) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column);
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
+      if constexpr (C::parts == 2) {
+        split(columns.element[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
+      } else {
+        target = __float_as_uint(round_operand_to_tf32(columns.element[i]));
+      }
+    }
+    if constexpr (C::bias) {
+      bias[half] +=
+          columns.element[0] + columns.element[1] + (columns.element[2] + columns.element[3]);
+    }
+  }
+}
+
+// Of 16-bit types, two neighbouring phases of two channels.
+template <class Half>
+__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
+                                               const unsigned char* stage, const FragmentRows& rows,
+                                               int column, Half) {
+  if constexpr (C::grad_channels_last) {
+#pragma unroll
+    for (int k = 0; k < kGroupProducts; ++k) {
+      load_transposed(fragments[0][k], stage + rows.offsets[0][0] + (column + 2 * k) * kPixelBytes);
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column);
+      const auto odd = load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column);
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        fragments[0][i / 2][half + i % 2 * 2] =
+            even.element[i].bits | static_cast<unsigned>(odd.element[i].bits) << 16;
+      }
+    }
+  }
+  if constexpr (C::bias) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float columns[kGroupColumns];
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        const unsigned word = fragments[0][i / 2][half + i % 2 * 2];
+        columns[i] = widen(Half{static_cast<unsigned short>(word)}) +
+                     widen(Half{static_cast<unsigned short>(word >> 16)});
+      }
+      bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
+    }
+  }
+}
+
+// Where in a stage a thread's fragments begin; `channel` is the warp's first.
+__device__ __forceinline__ int first_fragment(int channel, int lane) {
+  if constexpr (!C::grad_channels_last) {
+    return stage_row(channel + lane / 4, lane % 4 * kLanePhases) * kRowBytes;
+  } else if constexpr (kScalarBytes == 4) {
+    return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
+  } else {
+    // load_transposed wants of a lane a row of one of four matrices, phases by channels: of 8
+    // channels and of the next 8, in a column and in the next.
+    return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
+           (channel + lane / 8 % 2 * 8) * kScalarBytes;
+  }
+}
+
+__device__ __forceinline__ void hold_sums(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < C::segments; ++i) hold_registers(sums[i]);
+}
+
+__device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
+
+// A warpgroup that multiplies. Sums take nearly all registers: what is easily found again is not
+// kept.
+struct Consumer {
+  int fragment;     // where in a stage the thread's first fragment begins, in bytes
+  int segment;      // first, from the first of the block's first plane
+  unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
+  bool accumulate = false;
+  // Sums of what was loaded: since the last flush, and until then.
+  float bias[2] = {0.0f, 0.0f};
+  float bias_total[2] = {0.0f, 0.0f};
+  Ring<C::input_stages> row{0};  // the first row of a step
+  Ring<C::grad_stages> grad{0};
+
+  __device__ Consumer(const Scalar* grad_output, const Tile& tile) {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    const int warpgroup = thread / 128;
+    const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
+    fragment = first_fragment(channel, thread % 32);
+    segment = tile.segment - tile.plane() * C::kernel_rows +
+              (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
+    const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
+    origin =
+        misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+  }
+
+  __device__ __forceinline__ void flush_bias() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bias_total[half] += bias[half];
+      bias[half] = 0.0f;
+    }
+  }
+
+  // Elements of grad_output from phase 0 to another one.
+  __device__ static unsigned phase_distance(int phase) {
+    return static_cast<unsigned>(phase % C::phase_images) * kOutImage +
+           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep * C::out_width);
+  }
+
+  // The thread's rows in the stages of a step.
+  __device__ FragmentRows fragment_rows(int image, int output_row) const {
+    constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
+    const unsigned moved =
+        static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
+    FragmentRows rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kLanePhases; ++i) {
+        rows.offsets[half][i] = fragment + half * kNextHalf + i * (kStageChannels * 4 * kRowBytes);
+        if constexpr (kShifted) {
+          const unsigned element =
+              origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
+          rows.offsets[half][i] += static_cast<int>(element % kVector) * kScalarBytes;
+        }
+      }
+    }
+    return rows;
+  }
+
+  // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
+  // or if there is but one, the next tap.
+  __device__ static Matrix ring() {
+    return matrix(shared_memory() + kInputRing, C::stride_width * kColumnVectors * 16,
+                  128 * (C::product_octets == 1 ? C::dilation_width : 1));
+  }
+
+  // Waits for rows of this step.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void wait_for_rows() const {
+#pragma unroll
+    for (int i = kFirst; i < kEnd; ++i) {
+      const Ring<C::input_stages> at = row + i;
+      barrier_wait(&barriers().input_full[at.stage()], at.parity());
+    }
+  }
+
+  // Gives back the step's first rows.
+  __device__ __forceinline__ void release_rows(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (is_first_lane()) barrier_arrive(&barriers().input_empty[row.stage()]);
+      row.advance();
+    }
+  }
+
+  // Where each segment's products begin in the rows of this step: the lower half of a matrix, the
+  // only one that differs.
+  __device__ __forceinline__ void find_segments(unsigned (&starts)[C::segments],
+                                                int early_columns) const {
+    // Known at compile time where a warpgroup's first segment is a plane's first.
+    constexpr bool kWholePlanes = C::segments % C::kernel_rows == 0;
+    const int column = kShift + (C::lead - early_columns) * C::stride_width;
+    const unsigned first = static_cast<unsigned>(ring()) + column * kColumnVectors +
+                           (kWholePlanes ? segment / C::kernel_rows * kPlaneVectors : 0);
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+      const int at = kWholePlanes ? i : segment + i;
+      starts[i] = first + (row + at % C::kernel_rows).stage() * kRowVectors +
+                  at / C::kernel_rows * kPlaneVectors;
+    }
+  }
+
+  // The products of 4 columns, `column` after where the segments start.
+  template <int kLeftPart, int kRightPart>
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
+                                           const unsigned (&starts)[C::segments], int column,
+                                           bool accumulate_first) const {
+#pragma unroll
+    for (int k = 0; k < kGroupProducts; ++k) {
+#pragma unroll
+      for (int i = 0; i < C::segments; ++i) {
+        const int offset =
+            (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
+        const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
+        wgmma<kColumns>(Operand{}, sums[i], fragments[kLeftPart][k], right,
+                        k > 0 || accumulate_first);
+      }
+    }
+  }
+
+  // The products of a stage. While one group of them is computed, the next one's left operands are
+  // loaded to other registers.
+  __device__ __forceinline__ void multiply_stage(Sums& sums, Fragments (&fragments)[2],
+                                                 unsigned (&starts)[C::segments],
+                                                 const unsigned char* stage,
+                                                 const FragmentRows& rows, int columns) {
+#pragma unroll 1
+    for (int column = 0; column < columns; column += kBodyColumns) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
+                       Scalar{});
+        wgmma_fence();
+        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
+                       group > 0 || accumulate);
+        wgmma_commit();
+        wgmma_wait<1>();
+      }
+      accumulate = true;
+      move_on(starts);
+    }
+  }
+
+  // The same in two levels, for numbers in two parts. Large products come last: what small ones add
+  // is not lost.
+  __device__ __forceinline__ void multiply_stage_split(Sums& sums, Sums& totals,
+                                                       Fragments (&fragments)[2],
+                                                       unsigned (&starts)[C::segments],
+                                                       const unsigned char* stage,
+                                                       const FragmentRows& rows, int columns) {
+#pragma unroll 1
+    for (int column = 0; column < columns; column += kBodyColumns) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        constexpr int kLow = C::parts - 1;
+        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
+                       Scalar{});
+        wgmma_fence();
+        multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+        multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
+        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+      hold_sums(sums);
+#pragma unroll
+      for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+        for (int j = 0; j < kSums; ++j) totals[i][j] += sums[i][j];
+      }
+      move_on(starts);
+    }
+  }
+
+  __device__ __forceinline__ void move_on(unsigned (&starts)[C::segments]) const {
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+      starts[i] += kBodyColumns * C::stride_width * kColumnVectors;
+    }
+  }
+
+  // The products of a step.
+  __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int image, int output_row,
+                                          int columns) {
+    unsigned starts[C::segments];
+    Fragments fragments[2];
+    find_segments(starts, early(output_row));
+    const FragmentRows rows = fragment_rows(image, output_row);
+#pragma unroll 1
+    for (int column = 0; column < columns; column += C::stage_columns) {
+      // Known at compile time where all stages are whole.
+      const int stage_columns = kRowColumns % C::stage_columns == 0
+                                    ? C::stage_columns
+                                    : min(C::stage_columns, columns - column);
+      barrier_wait(&barriers().grad_full[grad.stage()], grad.parity());
+      const unsigned char* const stage = shared_memory() + kGradRing + grad.stage() * kStageBytes;
+      if constexpr (C::parts == 2) {
+        multiply_stage_split(sums, totals, fragments, starts, stage, rows, stage_columns);
+      } else {
+        multiply_stage(sums, fragments, starts, stage, rows, stage_columns);
+      }
+      __syncwarp();
+      if (is_first_lane()) barrier_arrive(&barriers().grad_empty[grad.stage()]);
+      grad.advance();
+    }
+    wgmma_wait<0>();
+  }
+};
+
+// Where the sums for the bias are in the workspace, behind all slots: [block][warpgroup][channel].
+__device__ __forceinline__ long long bias_slots(int blocks, int block, int warpgroup) {
+  return static_cast<long long>(blocks) * (kConsumers * kSlots * 128 * 4) +
+         (block * kConsumers + warpgroup) * kOutputs;
+}
+
+// Writes a consumer's sums for the bias; four lanes have the phases of a channel.
+__device__ __forceinline__ void store_bias(const Consumer& consumer, float4* workspace,
+                                           const Work& work) {
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  float* const target = reinterpret_cast<float*>(workspace) +
+                        bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float total = consumer.bias_total[half] + consumer.bias[half];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
+  }
+}
+
+// Adds a thread's sums to its slots of the workspace, or sets those.
+template <bool kSet>
+__device__ __forceinline__ void flush(const Sums& sums, float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * 128] = values;
+    } else {
+      add_to_memory(slots + i * 128, values);
+    }
+  }
+}
+__device__ __forceinline__ void flush(Sums& sums, float4* slots, bool set) {
+  hold_sums(sums);
+  if (set) {
+    flush<true>(sums, slots);
+  } else {
+    flush<false>(sums, slots);
+  }
+}
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// A block's slots: [warpgroup][slot][thread].
+__device__ __forceinline__ long long slots_of(int block, int warpgroup) {
+  return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
+}
+
+__device__ __forceinline__ void consume(const Scalar* grad_output, float4* workspace,
+                                        const Work& work) {
+  Share share = work.share();
+  Consumer consumer(grad_output, work.tile());
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
+  Sums sums, more;
+  // Where numbers are in two parts, `more` collects the sums.
+  Sums& totals = C::parts == 2 ? more : sums;
+  clear(totals);
+  int steps = 0;  // since the last flush
+  bool flushed = false;
+  while (share.more()) {
+    const Run run = share.next();
+    consumer.wait_for_rows<0, kOldRows>();
+#pragma unroll 1
+    for (int step = 0; step < run.steps; ++step) {
+      consumer.wait_for_rows<kOldRows, C::kernel_rows>();
+      consumer.compute(sums, totals, run.image, run.output_row(step), columns_of(run.strip));
+      consumer.release_rows(kNewRows);
+      if (++steps == C::flush_steps) {
+        flush(totals, slots, !flushed);
+        flushed = true;
+        steps = 0;
+        consumer.accumulate = false;
+        consumer.flush_bias();
+        if constexpr (C::parts == 2) clear(totals);
+      }
+    }
+    consumer.release_rows(kOldRows);
+  }
+  if (steps > 0 || !flushed) flush(totals, slots, !flushed);
+  if constexpr (C::bias) store_bias(consumer, workspace, work);
+}
+
+}  // namespace hopper
+}  // namespace fastconv
