@@ -178,7 +178,7 @@ def write(rows: list[dict[str, Any]], output: Path, kernelbench: Path) -> None:
     ]
     for row in rows:
         # What is not correct has no time.
-        exported, speedup = "–", "–"
+        exported, speedup = "-", "-"
         if row["speedup"]:
             exported, speedup = f"{row['exported_ms']:.3f}", f"{row['speedup']:.2f}x"
         lines.append(
