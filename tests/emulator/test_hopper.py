@@ -110,7 +110,8 @@ WORKS = [
     # Lines that bulk copies fetch: aligned and not, to the tensor's very end, beyond its edges.
     *(_staged(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
     _staged(_forward(WIDE, "float16", other_format=True), slots=1),
-    *(_staged(_forward(Case("wide, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode)) for mode in MODES),
+    *(_staged(_forward(Case("wide, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
+      for mode in ("tf32", "float16")),
     _staged(_forward(Case("wide, rolling", (1, 12, 7, 144), (64, 12, 2, 2), padding=(0, 0, 2, 2)),
                      "tf32"), slots=1),
     _staged(_forward(Case("wide, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
@@ -175,11 +176,11 @@ WORKS = [
                 other_format=True),
     _input_grad(Case("pointwise", (2, 64, 5, 7), (24, 64, 1, 1)), "bfloat16", aligned=False),
     # Gradients of strides, by phases: each alone, or two phases of columns in one product.
-    *(_input_grad(STRIDED, mode, channels_last=last, other_format=other)
-      for mode, last, other in product(MODES, (False, True), (False, True))
-      if not other or mode == ("tf32" if last else "bfloat16")),
+    *(_input_grad(STRIDED, mode) for mode in MODES),
+    *(_input_grad(STRIDED, mode, channels_last=True) for mode in ("ieee", "bfloat16")),
+    *(_input_grad(STRIDED, "tf32", channels_last=last, other_format=True)
+      for last in (False, True)),
     _input_grad(STRIDED, "tf32", aligned=False, gpu=ONE),
-    _input_grad(STRIDED, "bfloat16", channels_last=True, aligned=False),
     _input_grad(Case("stride 2, deep", (1, 40, 7, 10), (150, 40, 3, 3), (2, 2), (1, 1, 1, 1)),
                 "tf32", gpu=SMALL),
     _input_grad(Case("stride 1, 2", (1, 70, 4, 331), (16, 70, 2, 5), (1, 2), (0, 0, 3, 1)),
@@ -190,11 +191,11 @@ WORKS = [
                 "tf32"),
     _input_grad(Case("stride 2, 1", (2, 64, 9, 16), (40, 64, 2, 3), (2, 1), (0, 0, 1, 1)),
                 "float16", gpu=ONE),
-    _input_grad(Case("stride 3, 4", (1, 48, 10, 17), (24, 48, 4, 5), (3, 4), (1, 2, 0, 3)),
-                "bfloat16", other_format=True),
+    _input_grad(Case("stride 2, 3", (1, 48, 10, 17), (24, 48, 3, 4), (2, 3), (1, 2, 0, 3)),
+                "bfloat16"),
     _input_grad(Case("stride 2, stacked", (1, 12, 21, 26), (40, 12, 7, 4), (2, 2), (2, 0, 1, 1)),
                 "tf32"),
-    _input_grad(Case("stride 2, stacked", (1, 8, 13, 22), (24, 8, 5, 3), (2, 3), (2, 2, 1, 1)),
+    _input_grad(Case("stride 2, stacked", (1, 8, 13, 22), (24, 8, 5, 3), (2, 1), (2, 2, 1, 1)),
                 "ieee", channels_last=True),
     _input_grad(Case("stride 2, groups", (2, 72, 9, 12), (48, 24, 3, 4), (2, 2), (1, 0, 2, 2),
                      groups=3), "tf32", gpu=ONE),
@@ -235,7 +236,7 @@ ALONE = [
     _forward(Case("alone", (1, 40, 12, 9), (64, 40, 3, 3)), "ieee", channels_last=True),
     _forward(Case("alone", (1, 72, 7, 9), (130, 72, 1, 1)), "float16"),
     _input_grad(Case("alone", (1, 72, 12, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
-    _input_grad(Case("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 3)), "ieee", channels_last=True),
+    _input_grad(Case("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 1)), "ieee", channels_last=True),
 ]
 BATCH = 5
 
@@ -250,7 +251,7 @@ TILES = [
     _forward(Case("tiles", (1, 16, 11, 139), (72, 16, 3, 2), padding=(1, 1, 1, 1)), "tf32"),
     _forward(Case("tiles", (1, 40, 12, 24), (64, 40, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     _forward(Case("tiles", (2, 24, 9, 30), (72, 24, 3, 5)), "bfloat16", channels_last=True),
-    _input_grad(Case("tiles", (2, 72, 12, 36), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
+    _input_grad(Case("tiles", (2, 72, 12, 36), (24, 72, 3, 3), (2, 1), (1, 1, 1, 1)), "tf32"),
 ]
 
 
