@@ -22,8 +22,11 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
+# The emulator's tests take half of the time: beside the others. What they say comes last.
 test-cpu: .venv/ready
-	$(BIN)/pytest -m "not gpu"
+	@log=$$(mktemp); $(BIN)/pytest -m "not gpu" tests/emulator > $$log 2>&1 & emulator=$$!; \
+	$(BIN)/pytest -m "not gpu" --ignore tests/emulator; others=$$?; \
+	wait $$emulator; status=$$?; cat $$log; rm $$log; exit $$((status || others))
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
