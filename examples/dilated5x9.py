@@ -1664,7 +1664,7 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kPieces = kOutputs / kStored;
+  constexpr int kStores = kOutputs / kStored;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
@@ -1673,15 +1673,15 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4
-    for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
-      const int product_row = i % kPieces * kStored;
-      const int pixel = turn * C::pass_pixels + i / kPieces;
+    for (int i = 32 * warp + lane; i < C::pass_pixels * kStores; i += 128) {
+      const int product_row = i % kStores * kStored;
+      const int pixel = turn * C::pass_pixels + i / kStores;
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
         target.store(
             product_row, line, target.column + at,
-            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row));
+            *reinterpret_cast<const Stored*>(staging + i / kStores * kPixelPitch + product_row));
       }
     }
   }
@@ -5120,11 +5120,11 @@ TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
 
 WEIGHT_GRAD_FLOAT_TF32 = tuple(
     dict(
-        Scalar="float", parts=1, bias=False, groups=1, group_in=32, group_out=64, in_height=512,
+        Scalar="float", bias=False, groups=1, group_in=32, group_out=64, in_height=512,
         in_width=512, out_height=508, out_width=496, kernel_height=5, kernel_width=9,
         stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
         padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
-        weight_stride_width=1, in_channels_last=False, grad_channels_last=False,
+        weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
         vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1,
         kernel_rows=5, product_taps=9, product_octets=1, segments=5, phase_images=4,
         phase_strips=1, steps=254, stage_columns=32, strip_stages=2, strip_weight=896,
@@ -5220,11 +5220,11 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
 
 WEIGHT_GRAD_FLOAT_IEEE = tuple(
     dict(
-        Scalar="float", parts=2, bias=False, groups=1, group_in=32, group_out=64, in_height=512,
+        Scalar="float", bias=False, groups=1, group_in=32, group_out=64, in_height=512,
         in_width=512, out_height=508, out_width=496, kernel_height=5, kernel_width=9,
         stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
         padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
-        weight_stride_width=1, in_channels_last=False, grad_channels_last=False,
+        weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=2,
         vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1,
         kernel_rows=5, product_taps=9, product_octets=1, segments=2, phase_images=4,
         phase_strips=1, steps=254, stage_columns=24, strip_stages=1, strip_weight=447,

@@ -1664,7 +1664,7 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kPieces = kOutputs / kStored;
+  constexpr int kStores = kOutputs / kStored;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
@@ -1673,15 +1673,15 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4
-    for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
-      const int product_row = i % kPieces * kStored;
-      const int pixel = turn * C::pass_pixels + i / kPieces;
+    for (int i = 32 * warp + lane; i < C::pass_pixels * kStores; i += 128) {
+      const int product_row = i % kStores * kStored;
+      const int pixel = turn * C::pass_pixels + i / kStores;
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
         target.store(
             product_row, line, target.column + at,
-            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row));
+            *reinterpret_cast<const Stored*>(staging + i / kStores * kPixelPitch + product_row));
       }
     }
   }
@@ -5120,16 +5120,16 @@ TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
 
 WEIGHT_GRAD_FLOAT_TF32 = tuple(
     dict(
-        Scalar="float", parts=1, bias=False, groups=1, group_in=16, group_out=128,
-        in_height=1024, in_width=1024, out_height=1022, out_width=1022, kernel_height=3,
-        kernel_width=3, stride_height=1, stride_width=1, dilation_height=1, dilation_width=1,
-        padding_top=0, padding_left=0, weight_stride_out=144, weight_stride_in=9,
-        weight_stride_height=3, weight_stride_width=1, in_channels_last=False,
-        grad_channels_last=False, vector_input=True, grad_vector=4, grad_bulk=True, lead=2,
-        channel_groups=2, kernel_rows=3, product_taps=3, product_octets=2, segments=3,
-        phase_images=4, phase_strips=1, steps=1022, stage_columns=32, strip_stages=2,
-        strip_weight=709, last_strip_weight=709, input_stages=4, grad_stages=2, flush_steps=16,
-        batch=2, producer_registers=88, consumer_registers=208, shared_bytes=221280,
+        Scalar="float", bias=False, groups=1, group_in=16, group_out=128, in_height=1024,
+        in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+        padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+        weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
+        vector_input=True, grad_vector=4, grad_bulk=True, lead=2, channel_groups=2,
+        kernel_rows=3, product_taps=3, product_octets=2, segments=3, phase_images=4,
+        phase_strips=1, steps=1022, stage_columns=32, strip_stages=2, strip_weight=709,
+        last_strip_weight=709, input_stages=4, grad_stages=2, flush_steps=16, batch=2,
+        producer_registers=88, consumer_registers=208, shared_bytes=221280,
     ).items()
 )
 TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
@@ -5220,16 +5220,16 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
 
 WEIGHT_GRAD_FLOAT_IEEE = tuple(
     dict(
-        Scalar="float", parts=2, bias=False, groups=1, group_in=16, group_out=128,
-        in_height=1024, in_width=1024, out_height=1022, out_width=1022, kernel_height=3,
-        kernel_width=3, stride_height=1, stride_width=1, dilation_height=1, dilation_width=1,
-        padding_top=0, padding_left=0, weight_stride_out=144, weight_stride_in=9,
-        weight_stride_height=3, weight_stride_width=1, in_channels_last=False,
-        grad_channels_last=False, vector_input=True, grad_vector=4, grad_bulk=True, lead=2,
-        channel_groups=2, kernel_rows=3, product_taps=3, product_octets=2, segments=3,
-        phase_images=4, phase_strips=1, steps=1022, stage_columns=32, strip_stages=1,
-        strip_weight=580, last_strip_weight=580, input_stages=4, grad_stages=2, flush_steps=16,
-        batch=1, producer_registers=72, consumer_registers=216, shared_bytes=229472,
+        Scalar="float", bias=False, groups=1, group_in=16, group_out=128, in_height=1024,
+        in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+        padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+        weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=2,
+        vector_input=True, grad_vector=4, grad_bulk=True, lead=2, channel_groups=2,
+        kernel_rows=3, product_taps=3, product_octets=2, segments=3, phase_images=4,
+        phase_strips=1, steps=1022, stage_columns=32, strip_stages=1, strip_weight=580,
+        last_strip_weight=580, input_stages=4, grad_stages=2, flush_steps=16, batch=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=229472,
     ).items()
 )
 TUNED["weight_grad", EXPORTED, "float", "ieee"] = Plan(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +23,16 @@ from strategies import Convolution
 
 CUDA = torch.device("cuda")
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+
+def free_memory(needed_bytes: int) -> Iterator[None]:
+    """For fixtures: so much of the GPU's memory is free, or the test skipped; freed afterwards."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < needed_bytes:
+        pytest.skip(f"needs {needed_bytes >> 30} GiB of GPU memory")
+    yield
+    torch.cuda.empty_cache()
+
 
 # --- Compiling many kernels at once ---------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from gpu.helpers import (
     FORMATS,
     PLACES,
     arguments_of,
+    free_memory,
     precompile,
     tensor_core_convolutions,
 )
@@ -389,11 +390,7 @@ NEEDED_BYTES = 40 << 30
 
 @pytest.fixture
 def _memory() -> Iterator[None]:
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < NEEDED_BYTES:
-        pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of GPU memory")
-    yield
-    torch.cuda.empty_cache()
+    yield from free_memory(NEEDED_BYTES)
 
 
 @pytest.mark.usefixtures("_memory")

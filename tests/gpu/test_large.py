@@ -13,7 +13,7 @@ from torch import Tensor
 import oracle
 from fastconv import ops
 from fastconv.problem import Problem
-from gpu.helpers import CUDA, FORMATS, arguments_of
+from gpu.helpers import CUDA, FORMATS, arguments_of, free_memory
 
 NEEDED_BYTES = 60 << 30
 layouts = pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
@@ -21,11 +21,7 @@ layouts = pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS
 
 @pytest.fixture(autouse=True)
 def _memory() -> Iterator[None]:
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < NEEDED_BYTES:
-        pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of GPU memory")
-    yield
-    torch.cuda.empty_cache()
+    yield from free_memory(NEEDED_BYTES)
 
 
 def _problem(batch: int, channels: int, height: int, width: int) -> Problem:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from fastconv.backends.cuda import operands_of
 from fastconv.bench.configurations import H200
 from fastconv.exporter import DTYPES, ExportError
 from fastconv.kernels import planner
 from fastconv.kernels.family import Constant, Launch, Operands, Plan
 from fastconv.problem import Problem
-
-SCALARS = dict(
-    zip(DTYPES, (("float", 4), ("fastconv::float16", 2), ("fastconv::bfloat16", 2)), strict=True)
-)
 
 # The tensors that plans may use. Files have them all but the weight gradient's "bias_grad", which
 # they compute by a kernel of its own: a tensor that is absent is a null pointer.
@@ -33,21 +32,26 @@ def tuned(
 ) -> Iterator[tuple[str, Problem, str, str, Plan]]:
     """What is computed, of which problem, in which type and precision, and the plan for it."""
     for dtype in dtypes:
-        if dtype not in SCALARS:
-            raise ExportError(f"dtype should be one of {', '.join(SCALARS)}, but got {dtype!r}")
+        if dtype not in DTYPES:
+            raise ExportError(f"dtype should be one of {', '.join(DTYPES)}, but got {dtype!r}")
     for problem in problems:
         for dtype in dtypes:
             for precision in ("tf32", "ieee") if dtype == "float32" else ("ieee",):
+                operands = _operands(problem, dtype, precision)
                 for which in _PLANNERS:
-                    plan = _plan(which, problem, dtype, precision)
-                    yield which, problem, SCALARS[dtype][0], precision, plan
+                    plan = _plan(which, problem, operands)
+                    yield which, problem, operands.scalar, precision, plan
 
 
-def _plan(which: str, problem: Problem, dtype: str, precision: str) -> Plan:
-    plan_pass, tensors = _PLANNERS[which]
+def _operands(problem: Problem, dtype: str, precision: str) -> Operands:
+    """Contiguous tensors."""
     _, group_in, height, width = problem.weight_shape
     strides = (group_in * height * width, height * width, width, 1)
-    operands = Operands(*SCALARS[dtype], False, False, strides, True, precision)
+    return operands_of(getattr(torch, dtype), False, False, strides, True, precision)
+
+
+def _plan(which: str, problem: Problem, operands: Operands) -> Plan:
+    plan_pass, tensors = _PLANNERS[which]
     # Right on Hopper GPUs with fewer processors as well: blocks do not wait for one another.
     plan = plan_pass(problem, operands, H200)
     used = {a for launch in plan.launches for a in launch.arguments if isinstance(a, str)}

@@ -160,3 +160,21 @@ def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constan
     return geometry_constants(
         problem.kernel_size, problem.stride, problem.dilation, padding, operands
     )
+
+
+def weight_grad_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:
+    """What every kernel for weight gradients is told of its problem and tensors."""
+    return {
+        "Scalar": operands.scalar,
+        "bias": operands.bias_grad,
+        "groups": problem.groups,
+        "group_in": problem.in_channels // problem.groups,
+        "group_out": problem.out_channels // problem.groups,
+        "in_height": problem.input_size[0],
+        "in_width": problem.input_size[1],
+        "out_height": problem.output_size[0],
+        "out_width": problem.output_size[1],
+        **problem_constants(problem, operands),
+        "in_channels_last": operands.input_channels_last,
+        "grad_channels_last": operands.output_channels_last,
+    }

@@ -16,7 +16,15 @@ from fastconv.kernels.direct.tiling import (
     power_of_two_for,
     shared_budget,
 )
-from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan, problem_constants
+from fastconv.kernels.family import (
+    Constant,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    weight_grad_constants,
+)
 from fastconv.problem import Problem
 
 PIXELS = 4  # that a thread takes at a time
@@ -139,18 +147,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """
     tile = _choose_tile(problem, operands, gpu)
     constants: dict[str, Constant] = {
-        "Scalar": operands.scalar,
-        "bias": operands.bias_grad,
-        "group_in": problem.in_channels // problem.groups,
-        "group_out": problem.out_channels // problem.groups,
-        "groups": problem.groups,
-        "in_height": problem.input_size[0],
-        "in_width": problem.input_size[1],
-        "out_height": problem.output_size[0],
-        "out_width": problem.output_size[1],
-        **problem_constants(problem, operands),
-        "in_channels_last": operands.input_channels_last,
-        "grad_channels_last": operands.output_channels_last,
+        **weight_grad_constants(problem, operands),
         "wide_offsets": max(
             problem.in_channels * problem.input_size[0] * problem.input_size[1],
             problem.out_channels * problem.output_size[0] * problem.output_size[1],

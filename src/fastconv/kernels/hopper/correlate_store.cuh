@@ -302,7 +302,7 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kPieces = kOutputs / kStored;
+  constexpr int kStores = kOutputs / kStored;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
@@ -311,15 +311,15 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4
-    for (int i = 32 * warp + lane; i < C::pass_pixels * kPieces; i += 128) {
-      const int product_row = i % kPieces * kStored;
-      const int pixel = turn * C::pass_pixels + i / kPieces;
+    for (int i = 32 * warp + lane; i < C::pass_pixels * kStores; i += 128) {
+      const int product_row = i % kStores * kStored;
+      const int pixel = turn * C::pass_pixels + i / kStores;
       const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
       const int at = pixel - line * C::pitch;
       if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
         target.store(
             product_row, line, target.column + at,
-            *reinterpret_cast<const Stored*>(staging + i / kPieces * kPixelPitch + product_row));
+            *reinterpret_cast<const Stored*>(staging + i / kStores * kPixelPitch + product_row));
       }
     }
   }

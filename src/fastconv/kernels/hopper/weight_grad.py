@@ -21,7 +21,7 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
-    problem_constants,
+    weight_grad_constants,
 )
 from fastconv.kernels.hopper import limits
 from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, THREADS
@@ -514,19 +514,8 @@ def _constants(tile: Tile) -> dict[str, Constant]:
     bodies = tile.strip_columns // BODY_COLUMNS
     products = tile.strip_columns // 2
     return {
-        "Scalar": operands.scalar,
+        **weight_grad_constants(problem, operands),
         "parts": tile.parts,
-        "bias": operands.bias_grad,
-        "groups": problem.groups,
-        "group_in": tile.group_in,
-        "group_out": tile.group_out,
-        "in_height": problem.input_size[0],
-        "in_width": problem.input_size[1],
-        "out_height": problem.output_size[0],
-        "out_width": problem.output_size[1],
-        **problem_constants(problem, operands),
-        "in_channels_last": operands.input_channels_last,
-        "grad_channels_last": operands.output_channels_last,
         "vector_input": tile.vector_input,
         "grad_vector": tile.grad_vector,
         "grad_bulk": tile.grad_bulk,
