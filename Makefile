@@ -46,7 +46,8 @@ examples: .venv/ready
 # would take long under the sanitizer. Why two tools see the portable kernels only: sanitize.py.
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
   --kernel-name kernel_substring=correlate --kernel-name kernel_substring=pack \
-  --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce
+  --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce \
+  --kernel-name kernel_substring=spread
 sanitize:
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py portable

@@ -5127,8 +5127,8 @@ WEIGHT_GRAD_FLOAT_TF32 = tuple(
         weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
         vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1,
         kernel_rows=5, product_taps=9, product_octets=1, segments=5, phase_images=4,
-        phase_strips=1, steps=254, stage_columns=32, strip_stages=2, strip_weight=896,
-        last_strip_weight=695, input_stages=7, grad_stages=2, flush_steps=16, batch=1,
+        phase_strips=1, steps=254, stage_columns=32, strip_stages=2, strip_weight=916,
+        last_strip_weight=710, input_stages=7, grad_stages=2, flush_steps=16, batch=1,
         producer_registers=56, consumer_registers=224, shared_bytes=231568,
     ).items()
 )
@@ -5227,8 +5227,8 @@ WEIGHT_GRAD_FLOAT_IEEE = tuple(
         weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=2,
         vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1,
         kernel_rows=5, product_taps=9, product_octets=1, segments=2, phase_images=4,
-        phase_strips=1, steps=254, stage_columns=24, strip_stages=1, strip_weight=447,
-        last_strip_weight=345, input_stages=7, grad_stages=2, flush_steps=21, batch=1,
+        phase_strips=1, steps=254, stage_columns=24, strip_stages=1, strip_weight=456,
+        last_strip_weight=347, input_stages=7, grad_stages=2, flush_steps=21, batch=1,
         producer_registers=72, consumer_registers=216, shared_bytes=229520,
     ).items()
 )

@@ -168,15 +168,12 @@ def test_launches_get_addresses_sizes_and_the_current_stream(
     kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
     tensors = {name: torch.empty(4) for name in ("input", "weight", "output")}
     module.run(module.Ready({"forward": plan}, Compiled(), kernels), "forward", tensors)
-    pack, correlate = calls
-    assert pack[:2] == (0, [plan.launches[0].grid, 256, 0])
-    assert pack[2][0] == tensors["weight"].data_ptr()
-    assert correlate[:2] == (1, [plan.launches[1].grid, 384, plan.launches[1].shared_bytes])
+    (spread,) = calls
+    assert spread[:2] == (0, [plan.launches[0].grid, 384, plan.launches[0].shared_bytes])
     # No bias: a null pointer.
-    scratch = pack[2][1]
-    addresses = [tensors["input"].data_ptr(), scratch, 0, tensors["output"].data_ptr(), 2]
-    assert correlate[2] == addresses
-    assert correlate[3] == 77
+    addresses = [tensors["input"], tensors["weight"], None, tensors["output"]]
+    assert spread[2] == [0 if one is None else one.data_ptr() for one in addresses] + [2]
+    assert spread[3] == 77
 
 
 @pytest.mark.parametrize(
@@ -350,7 +347,7 @@ def test_tuned_results(small: Path, tf32: bool, tolerance: float) -> None:
     sources = _emulate(module, "sm_90a")
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
         _compare(module, module.ModelNew(bias=True), torch.randn(2, 8, 12, 40), tolerance)
-    assert "hopper/correlate.cuh" in sources
+    assert "hopper/spread.cuh" in sources
 
 
 def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:

@@ -73,6 +73,10 @@ def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Pr
     return Problem.of(input, weight, *geometry.values())
 
 
+def _is_spread(plan: Plan) -> bool:
+    return plan.launches[0].kernel.entry == "spread"
+
+
 def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
     """Of tensor cores: what packs a layer's weights, what computes it, and the constants of both.
 
@@ -132,11 +136,11 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
         "so few channels that 2% of the products",
     ),
     "few channels out": (
-        planner.forward, _problem((8, 64, 64, 64), (3, 64, 1, 1)), "tf32", H200,
+        planner.forward, _problem((8, 64, 64, 99), (3, 64, 1, 9), dilation=(1, 8)), "tf32", H200,
         "so few channels that 5% of the products",
     ),
     "few channels for three products": (
-        planner.forward, _problem((8, 32, 64, 64), (8, 32, 1, 1)), "ieee", H200,
+        planner.forward, _problem((8, 32, 64, 99), (8, 32, 1, 9), dilation=(1, 8)), "ieee", H200,
         "so few channels that 12% of the products",
     ),
     "far apart": (
@@ -154,6 +158,27 @@ def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, G
     assert planned.family == "direct"
     # Why this family, and why not the one before it.
     assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
+
+
+SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
+    "square3x3": (planner.input_grad, "square3x3", "tf32", True),
+    "one input channel": (planner.input_grad, "srcnn9x9", "ieee", True),
+    "pointwise gradient": (planner.input_grad, "pointwise", "bfloat16", True),
+    # What it stores, it stores slowly.
+    "pointwise": (planner.forward, "pointwise", "bfloat16", False),
+    "many channels": (planner.input_grad, "dilated5x9", "tf32", False),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD)
+def test_few_output_channels_have_a_kernel_of_their_own(
+    case: tuple[Planner, str, str, bool],
+) -> None:
+    plan, name, mode, expected = case
+    (problem,) = {
+        workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
+    }
+    assert _is_spread(plan(problem, _operands(problem, mode), H200)) == expected
 
 
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "direct")])
@@ -191,6 +216,16 @@ def test_planning_takes_no_time(kernel: int, size: tuple[int, int], channels_las
 
 # What decides in which order a sum's terms are added.
 ORDER = ("k_steps", "stage_taps", "stack", "rolling", "parts", "transposed", "column_sums")
+SPREAD_ORDER = ("unit_steps", "parts", "transposed", "low_products", "compensated", "vector_loads")
+
+
+def _order(plan: Plan) -> tuple[Any, ...]:
+    if plan.family != "hopper":
+        return (plan.family,)
+    if _is_spread(plan):
+        constants = dict(plan.launches[0].kernel.constants)
+        return ("spread", *(constants[name] for name in SPREAD_ORDER))
+    return tuple(constants[name] for _, _, constants in _layers(plan) for name in ORDER)
 
 
 @pytest.mark.parametrize("plan", PASSES)
@@ -202,9 +237,7 @@ def test_sums_do_not_depend_on_the_batch(mode: str, plan: Planner) -> None:
         orders = set()
         for batch, gpu in product((1, 5, 300), (H200, replace(H200, processors=78))):
             planned = plan(workload.with_batch(batch).problem, operands, gpu)
-            layers = _layers(planned) if planned.family == "hopper" else []
-            sums = [constants[name] for _, _, constants in layers for name in ORDER]
-            orders.add((planned.family, *sums))
+            orders.add(_order(planned))
         assert len(orders) == 1, workload.name
         taken += planned.family == "hopper"
     assert taken > 20
@@ -216,6 +249,9 @@ REGISTERS = 168  # of each thread that a block of 384 is launched with
 
 
 def _assert_legal(plan: Plan, gpu: Gpu) -> None:
+    if _is_spread(plan):
+        _assert_legal_spread(plan, gpu)
+        return
     layers = _layers(plan)
     packed = max(_legal_packed_bytes(*layer, gpu) for layer in layers)
     assert plan.scratch_bytes == packed
@@ -330,6 +366,50 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
         if c["tile_rows"] > 1:
             assert c["image_width"] % vector == c["interleave"] * c["pitch"] % vector == 0
     return packed_bytes
+
+
+def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
+    """The same of ``spread.cuh``."""
+    (launch,) = plan.launches
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    assert plan.scratch_bytes == 0
+    assert launch.grid[0] in range(1, gpu.processors + 1)
+    assert launch.grid[1:] == (1, 1)
+    assert launch.block == 128 * c["warpgroups"] <= 384
+    assert launch.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+
+    vector = 4 if c["Scalar"] == "float" else 8
+    slot = round_up(c["kernel_width"] * c["group_out"], 8)
+    columns = c["kernel_height"] * slot
+    assert columns <= 256
+    units = ceil_div(c["group_in"], 2 * vector * c["unit_steps"])
+    weights = c["parts"] * units * c["unit_steps"] * 2 * columns * 16
+    assert weights + c["warpgroups"] * slot * 68 * 4 <= c["shared_bytes"]
+
+    # Every output of a strip has all its taps' pixels among the product's 64.
+    reach = (c["kernel_width"] - 1) * c["dilation_width"]
+    assert 0 < c["lead"] + c["strip_columns"] + reach <= 64
+    assert c["stride_height"] == c["stride_width"] == 1
+    if c["vector_loads"]:
+        assert c["in_channels_last"]
+        assert c["group_in"] % vector == c["unit_steps"] % 2 == 0
+    if c["pair_loads"]:
+        assert not c["in_channels_last"]
+        assert c["in_width"] % 2 == c["strip_columns"] % 2 == 0
+        assert (c["padding_left"] + c["lead"]) % 2 == 0
+
+    # A thread's registers: sums, what is multiplied, and what is on its way.
+    wide = vector == 8 and not (c["vector_loads"] or c["pair_loads"])
+    used = c["parts"] * columns // 2 + 4 * c["unit_steps"] * (c["parts"] + 1 + wide)
+    assert used < {2: 255, 3: 168}[c["warpgroups"]] - 16
+
+    strips = ceil_div(c["out_width"], c["strip_columns"])
+    bands = ceil_div(ceil_div(c["out_height"], c["dilation_height"]), c["band_rows"])
+    items = strips * bands * c["dilation_height"] * launch.arguments[-1]
+    assert launch.grid[0] * c["warpgroups"] < items + c["warpgroups"]
+    assert items + gpu.processors * 3 < 2**31
+    for size, channels in (("in", c["group_in"]), ("out", c["group_out"])):
+        assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
 
 @st.composite

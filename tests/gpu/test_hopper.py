@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from emulator.test_hopper import MODES, WORKS
+from emulator import test_hopper_correlate, test_hopper_spread
+from emulator.test_hopper_correlate import MODES
 from emulator.works import Tensors, Work, assert_correct, new_output, placed
 from fastconv import ops
 from fastconv.backends import cuda as backend
@@ -62,11 +63,18 @@ def _assert_tensor_cores(plan: planner.Planner, problem: Problem, *kind: Any) ->
 # --- Right ----------------------------------------------------------------------------------------
 
 
+WORKS = [*test_hopper_correlate.WORKS, *test_hopper_spread.WORKS]
+
+
 @contextmanager
-def _gpu_of(work: Work) -> Iterator[None]:
-    """Plans are made for the work's GPU, of few processors: blocks take several tiles."""
+def _planned_as(work: Work) -> Iterator[None]:
+    """With the work's plan, for its GPU of few processors: blocks take several tiles."""
     backend._ready.cache_clear()
-    with mock.patch.object(backend, "gpu", return_value=work.gpu):
+    only = {"FORWARD": (work.planner,), "INPUT_GRAD": (work.planner,)}
+    with (
+        mock.patch.object(backend, "gpu", return_value=work.gpu),
+        mock.patch.multiple(planner, **only),
+    ):
         yield
     backend._ready.cache_clear()
 
@@ -78,7 +86,7 @@ def _run_work(work: Work, tensors: Tensors) -> Tensor:
         for tensor in (*vars(tensors).values(), new_output(work))
     )
     problem = work.case.problem
-    with _gpu_of(work):
+    with _planned_as(work):
         if work.direction == "forward":
             added = bias if work.bias else None
             backend.forward(problem, input, weight, added, output, work.precision)

@@ -1,4 +1,4 @@
-"""Plans forward convolutions and input gradients with ``correlate.cuh``.
+"""Plans layers with ``correlate.cuh``.
 
 The rules: of all tiles that fit shared memory, the one whose slowest part (products, loads or
 stores) is estimated to take least; unless measurements have shown another to be faster (see
@@ -23,10 +23,9 @@ from fastconv.kernels.family import (
     geometry_constants,
 )
 from fastconv.kernels.hopper import limits, tuned
-from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways, views
+from fastconv.kernels.hopper.layers import Layer, views
 from fastconv.kernels.hopper.limits import OUTPUTS, THREADS
 from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segment_tiles, tiles_of
-from fastconv.problem import Problem
 
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
@@ -38,36 +37,33 @@ LEAST_PRODUCTS = 64.0
 LAYER_COST = 0.05
 
 
-def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
+def plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
+    """Plans a pass, of which each of ``ways`` is one to compute it: layers that together write it.
+
+    Its tensors are ``input``, ``weight``, ``bias`` and ``output``.
 
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    return _chosen(_plans(forward_ways(problem, operands), gpu))
+    return _chosen(_plans(ways, gpu))
 
 
-def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
-
-    Raises:
-        Declined: another family does it better, or this one cannot.
-    """
-    return _chosen(_plans(input_grad_ways(problem, operands), gpu))
-
-
-def alternatives(
-    direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: int
-) -> list[Plan]:
+def alternatives(ways: list[list[Layer]], gpu: Gpu, most: int) -> list[Plan]:
     """The plans for a pass that the rules like best. All give the same bits.
 
     Raises:
         Declined: there are none.
     """
-    ways = {"forward": forward_ways, "input_grad": input_grad_ways}
-    if direction not in ways:
-        raise Declined(direction)
-    return list(islice(_plans(ways[direction](problem, operands), gpu), most))
+    return list(islice(_plans(ways, gpu), most))
+
+
+def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
+    """What an image takes, in cycles of one processor.
+
+    Raises:
+        Declined: it cannot be computed so.
+    """
+    return _cost(_best_way(ways, gpu))
 
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
@@ -122,12 +118,13 @@ def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list
     if not possible:
         raise reasons[0]
 
-    def cost(way: tuple[list[Layer], list[list[Tile]]]) -> float:
-        layers, tiles = way
-        fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
-        return sum(fastest) * (1 + LAYER_COST * len(layers))
+    return min(possible, key=_cost)
 
-    return min(possible, key=cost)
+
+def _cost(way: tuple[list[Layer], list[list[Tile]]]) -> float:
+    layers, tiles = way
+    fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
+    return sum(fastest) * (1 + LAYER_COST * len(layers))
 
 
 def _why(tiles: list[Tile]) -> str:

@@ -33,7 +33,7 @@ QUAD = 4  # input columns that are loaded together
 MOST_COLUMNS = 256  # of a product
 # Of a warpgroup, so that a thread's sums (and their totals, of numbers in two parts) fit registers.
 MOST_BLOCK_COLUMNS = {1: 360, 2: 184}
-MOST_SEGMENTS = 5  # products of a rolled loop
+MOST_SEGMENTS = 9  # products of a rolled loop
 # The error of the tensor core's sums grows with the number of products added, in float32's too.
 FLUSH_PRODUCTS = 512
 # Additions to totals that are flushed together: each level rounds.
@@ -51,9 +51,11 @@ REDUCE_THREADS = 256
 MOST_REDUCE_BLOCKS = 4096
 
 # Estimated cycles of one processor.
-NARROW_CYCLES = 8.0  # of a product of few columns, beyond its multiplications
+PRODUCT_CYCLES = 1.0  # of a product, beyond its multiplications
+NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
+PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
 PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
 BYTES_PER_CYCLE = 15.0  # that arrive from memory if all processors load
 LATENCY_CYCLES = 1500.0  # of memory
@@ -332,7 +334,7 @@ class Tile:
     @property
     def product_cycles(self) -> float:
         narrow = NARROW_CYCLES if self.columns < 48 else 0.0
-        return self.columns / 2 + narrow * (48 - self.columns) / 40
+        return PRODUCT_CYCLES + self.columns / 2 + narrow * (48 - self.columns) / 40
 
     def multiply_cycles(self, columns: int) -> float:
         """What a processor's products take, for so many columns of a step."""
@@ -344,21 +346,22 @@ class Tile:
         problem, operands = self.problem, self.operands
         channels = min(self.channel_groups * OUTPUTS, self.group_out)
         stages = ceil_div(columns, self.stage_columns)
-        copies, pieces = 0, 0.0
+        issue, pieces = 0.0, 0.0
         if not self.grad_bulk:
             pieces = channels * self.vector * columns / self.grad_vector
         elif operands.output_channels_last:
             whole = problem.out_channels == self.channel_groups * OUTPUTS
-            copies = self.vector * (stages if whole else columns)
+            pixels = self.vector * columns * PIXEL_COPY_CYCLES
+            issue = self.vector * stages * COPY_CYCLES if whole else pixels
         else:
-            copies = channels * self.vector * stages * (2 if self.shifted else 1)
+            issue = channels * self.vector * stages * COPY_CYCLES * (2 if self.shifted else 1)
             # The ends of a row are left to lanes.
             ends = 2 if self.shifted else 1 if problem.output_size[1] % self.vector else 0
             per_unit = self.vector // math.gcd(self.grad_vector, problem.output_size[1])
             pieces = channels * self.vector * ends * per_unit / self.strips
         bytes_ = channels * columns * 16
         under_way = (self.grad_stages - 1) * self.stage_bytes / LATENCY_CYCLES
-        issue = copies * COPY_CYCLES + pieces * PIECE_CYCLES
+        issue += pieces * PIECE_CYCLES
         return max(issue, bytes_ / min(BYTES_PER_CYCLE, under_way))
 
     def input_cycles(self, columns: int) -> float:

@@ -1,4 +1,4 @@
-"""The tensor-core kernels of sm_90a on the CPU: every mode, layout and branch, small and odd."""
+"""correlate.cuh on the CPU: every mode, layout and branch, small and odd."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 
 from emulator import precompile
 from emulator.works import Case, Planner, Tensors, Work, assert_correct, check, float64, run
-from fastconv.kernels import hopper
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.family import Gpu, Plan
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.hopper import correlate
+from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
+from fastconv.problem import Problem
 
 # Few processors: blocks take several items each.
 FEW = Gpu("sm_90a", 4, 232448, 233472)
@@ -31,6 +33,18 @@ MODES = {
 }
 
 
+WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
+
+
+# With this kernel, even where the family has a faster one.
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    return correlate.plan(forward_ways(problem, operands), gpu)
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    return correlate.plan(input_grad_ways(problem, operands), gpu)
+
+
 def _work(planner: Planner, case: Case, mode: str, **options: Any) -> Work:
     dtype, precision = MODES[mode]
     options.setdefault("gpu", FEW)
@@ -38,18 +52,19 @@ def _work(planner: Planner, case: Case, mode: str, **options: Any) -> Work:
 
 
 def _forward(case: Case, mode: str, **options: Any) -> Work:
-    return _work(hopper.forward, case, mode, **options)
+    return _work(forward, case, mode, **options)
 
 
 def _input_grad(case: Case, mode: str, **options: Any) -> Work:
-    return _work(hopper.input_grad, case, mode, **options)
+    return _work(input_grad, case, mode, **options)
 
 
 def _chosen(work: Work, choose: Callable[[list[Plan]], Plan]) -> Work:
     """The same work with another of the plans that there are for it, the rules' first."""
 
-    def planner(*problem: Any) -> Plan:
-        return choose(hopper.alternatives(work.direction, *problem, 1000))
+    def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        ways = WAYS[work.direction](problem, operands)
+        return choose(correlate.alternatives(ways, gpu, 1000))
 
     planner.__name__ = work.direction
     return replace(work, planner=planner)

@@ -1,0 +1,128 @@
+"""The kernel for few output channels on the CPU: every mode, layout and branch, small and odd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from emulator import precompile
+from emulator.test_hopper_correlate import FEW, MODES, ONE
+from emulator.works import Case, Tensors, Work, check, run
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.hopper import spread
+from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
+from fastconv.problem import Problem
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    return spread.plan(spread.spread_of(forward_ways(problem, operands)[0][0], gpu), gpu)
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    return spread.plan(spread.spread_of(input_grad_ways(problem, operands)[0][0], gpu), gpu)
+
+
+def _work(planner: Any, case: Case, mode: str, **options: Any) -> Work:
+    dtype, precision = MODES[mode]
+    options.setdefault("gpu", FEW)
+    return Work(case, planner, dtype=dtype, precision=precision, **options)
+
+
+# In every mode and layout: two strips, of which one is not whole; a unit that is not whole.
+EVERYWHERE = Case("everywhere", (2, 40, 7, 66), (6, 40, 3, 4), padding=(1, 2, 2, 1))
+GRADIENT = Case("gradient", (2, 5, 8, 70), (72, 5, 3, 3))
+TALL = Case("several bands", (1, 24, 41, 20), (8, 24, 2, 3), padding=(1, 1, 1, 1))
+
+WORKS = [
+    *(_work(planner, case, mode, channels_last=last, other_format=other)
+      for (planner, case), mode, last, other in product(
+          ((forward, EVERYWHERE), (input_grad, GRADIENT)), MODES, (False, True), (False, True))
+      if not other or mode in ("tf32", "bfloat16")),
+    # Pixels one by one: odd widths, tensors that are not aligned, odd numbers of channels.
+    *(_work(forward, Case("odd width", (1, 24, 5, 37), (4, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
+      for mode in MODES),
+    *(_work(forward, Case("unaligned", (1, 24, 4, 40), (7, 24, 2, 3)), mode, aligned=False,
+            channels_last=mode == "ieee") for mode in ("tf32", "ieee", "float16")),
+    *(_work(input_grad, Case("odd channels", (1, 3, 6, 20), (43, 3, 3, 3)), mode,
+            channels_last=True) for mode in ("tf32", "bfloat16")),
+    # Several bands, and warpgroups that have several of them.
+    *(_work(forward, TALL, mode, gpu=gpu) for mode, gpu in (("tf32", ONE), ("ieee", FEW))),
+    # Strips that begin with a pair, one pixel early.
+    _work(forward, Case("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "tf32"),
+    _work(forward, Case("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "bfloat16"),
+    # Dilated: output rows of a walk are further apart, some walks are shorter.
+    _work(forward, Case("dilated", (1, 20, 13, 60), (5, 20, 3, 3), padding=(2, 2, 4, 4),
+                        dilation=(3, 5)), "tf32", gpu=ONE),
+    _work(input_grad, Case("dilated", (2, 5, 9, 60), (24, 5, 3, 2), padding=(1, 1, 2, 2),
+                           dilation=(2, 7)), "float16"),
+    _work(input_grad, Case("padding beyond the kernel", (1, 4, 6, 20), (72, 4, 2, 3),
+                           padding=(4, 3, 5, 4)), "ieee"),
+    _work(forward, Case("pointwise", (2, 40, 5, 70), (48, 40, 1, 1)), "tf32", bias=False),
+    # Sums so short that products of low parts count; so long that totals are compensated.
+    *(_work(forward, Case("short sums", (1, 40, 7, 64), (24, 40, 1, 1)), "ieee", channels_last=last)
+      for last in (False, True)),
+    _work(forward, Case("short sums", (1, 12, 7, 30), (5, 12, 3, 3)), "ieee"),
+    _work(forward, Case("long sums", (1, 104, 22, 12), (3, 104, 19, 1)), "ieee"),
+    _work(forward, Case("many columns", (1, 16, 6, 33), (13, 16, 6, 3)), "bfloat16"),
+    _work(forward, Case("many columns", (1, 24, 4, 33), (20, 24, 2, 4)), "ieee"),
+    _work(forward, Case("one output", (1, 30, 9, 24), (1, 30, 9, 5), padding=(4, 4, 2, 2)),
+          "tf32"),
+]  # fmt: skip
+
+ALONE = [_work(forward, TALL, "tf32"), _work(input_grad, GRADIENT, "ieee", channels_last=True)]
+BATCH = 5
+
+
+def _in_batch(work: Work) -> Work:
+    return replace(work, case=replace(work.case, input=(BATCH, *work.case.input[1:])))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = [*WORKS, *ALONE, *map(_in_batch, ALONE)]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_correct(work: Work) -> None:
+    check(work)
+
+
+def _constants(work: Work) -> dict[str, Any]:
+    return dict(work.plan.launches[0].kernel.constants)
+
+
+def test_all_branches_are_taken() -> None:
+    taken = [_constants(work) for work in WORKS]
+    loads = {(of["Scalar"], of["vector_loads"], of["pair_loads"], of["in_channels_last"])
+             for of in taken}  # fmt: skip
+    for scalar in ("float", "fastconv::bfloat16"):
+        for kind in ((True, False, True), (False, True, False), (False, False, True)):
+            assert (scalar, *kind) in loads
+    assert ("fastconv::float16", False, False, False) in loads
+    assert {of["lead"] for of in taken} == {0, 1}
+    assert {of["warpgroups"] for of in taken} == {2, 3}
+    assert {(of["low_products"], of["compensated"]) for of in taken if of["parts"] == 2} == {
+        (False, False), (True, True), (False, True),
+    }  # fmt: skip
+    assert any(of["group_in"] > of["unit_steps"] * 64 // 4 for of in taken)  # several units
+
+
+@pytest.mark.parametrize("work", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
+    """Nor on how many rows of it a warpgroup walks down."""
+    batch = _in_batch(work)
+    tensors = Tensors.random(batch)
+    together = run(batch, tensors)
+    for index in (0, BATCH - 1):
+        image = slice(index, index + 1)
+        alone = replace(
+            tensors,
+            input=tensors.input[image].clone(),
+            grad_output=tensors.grad_output[image].clone(),
+        )
+        assert run(replace(work, case=replace(work.case, input=(1, *work.case.input[1:]))),
+                   alone).equal(together[image])  # fmt: skip
