@@ -47,7 +47,7 @@ examples: .venv/ready
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
   --kernel-name kernel_substring=correlate --kernel-name kernel_substring=pack \
   --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce \
-  --kernel-name kernel_substring=spread
+  --kernel-name kernel_substring=spread --kernel-name kernel_substring=collect
 sanitize:
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py portable

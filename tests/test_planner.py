@@ -181,6 +181,25 @@ def test_few_output_channels_have_a_kernel_of_their_own(
     assert _is_spread(plan(problem, _operands(problem, mode), H200)) == expected
 
 
+COLLECTED = {
+    "one input channel": ("srcnn9x9", "ieee", True),
+    "a network's first layer": ("resnet50_stem", "tf32", True),
+    "rows that bulk copies cannot fetch whole": ("square3x3", "bfloat16", True),
+    "rows that they can": ("square3x3", "tf32", False),
+}
+
+
+@pytest.mark.parametrize("case", COLLECTED.values(), ids=COLLECTED)
+def test_few_input_channels_have_a_kernel_of_their_own(case: tuple[str, str, bool]) -> None:
+    name, mode, expected = case
+    (problem,) = {
+        workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
+    }
+    plan = planner.weight_grad(problem, _operands(problem, mode), H200)
+    assert (plan.launches[0].kernel.entry == "collect") == expected
+    assert plan.scratch_bytes <= 64 << 20
+
+
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "direct")])
 def test_weight_gradient_with_that_of_the_bias(gpu: Gpu, family: str) -> None:
     """In the same pass, within the same workspace."""

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator.test_hopper_weight_grad import MODES, PLANNER, TOLERANCES, WORKS
+from emulator import test_hopper_collect, test_hopper_weight_grad
+from emulator.test_hopper_weight_grad import MODES, TOLERANCES
 from emulator.works import Tensors, Work, float64, new_output, placed
 from fastconv import ops
 from fastconv.backends import cuda as backend
@@ -34,13 +35,16 @@ pytestmark = [
 TRUNCATION = 5e-6
 
 
+WORKS = [*test_hopper_weight_grad.WORKS, *test_hopper_collect.WORKS]
+
+
 @contextmanager
 def _planned_as(work: Work) -> Iterator[None]:
-    """Plans are made for the work's GPU, of few processors, although they are not worth it."""
+    """With the work's plan, for its GPU of few processors."""
     backend._ready.cache_clear()
     with (
         mock.patch.object(backend, "gpu", return_value=work.gpu),
-        mock.patch.object(PLANNER, "_check_worth"),
+        mock.patch.object(planner, "WEIGHT_GRAD", (work.planner,)),
     ):
         yield
     backend._ready.cache_clear()

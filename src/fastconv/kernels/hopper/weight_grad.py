@@ -1,13 +1,13 @@
-"""Plans weight gradients with ``weight_grad.cuh``.
+"""Plans weight gradients, with ``weight_grad.cuh`` or, of few input channels, ``collect.cuh``.
 
-The rules: of all ways to cut the weights into products that fit registers and shared memory, the
-one whose slowest part (products, or loads of either tensor) is estimated to take least.
+The rules of the former: of all ways to cut the weights into products that fit registers and shared
+memory, the one whose slowest part (products, or loads of either tensor) is estimated to take least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -23,7 +23,7 @@ from fastconv.kernels.family import (
     Plan,
     weight_grad_constants,
 )
-from fastconv.kernels.hopper import limits
+from fastconv.kernels.hopper import collect, limits
 from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, THREADS
 from fastconv.problem import Problem
 
@@ -55,6 +55,7 @@ PRODUCT_CYCLES = 1.0  # of a product, beyond its multiplications
 NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
+SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # by bytes of an element: rows whose ends are copied by lanes
 PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
 PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
 BYTES_PER_CYCLE = 15.0  # that arrive from memory if all processors load
@@ -62,7 +63,9 @@ LATENCY_CYCLES = 1500.0  # of memory
 OVERLAP_LOSS = 0.25
 STEP_CYCLES = 300.0
 BLOCK_CYCLES = 6000.0  # to start and to end
-FFMA_PRODUCTS = 115.0  # multiply-adds a cycle that the portable kernels reach
+FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
+LEAST_PORTABLE_CHANNELS = 8  # input channels, below which they reach far less
+FEW_CHANNELS_LOSS = 5.0
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -78,8 +81,36 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
     sizes = (problem.input_size, problem.output_size)
     limits.check(operands, gpu, problem.groups, channels, *sizes)
-    tile = _choose_tile(problem, operands, gpu)
-    _check_worth(tile, gpu)
+    ways: list[tuple[float, Callable[[], Plan]]] = []
+    reasons = []
+    try:
+        tile = choose_tile(problem, operands, gpu)
+        ways.append((tile.cycles(gpu), lambda: plan(tile, gpu)))
+    except Declined as reason:
+        reasons.append(reason)
+    try:
+        other = collect.collect_of(problem, operands, gpu)
+        ways.append((other.cycles(gpu), lambda: collect.plan(other, gpu)))
+    except Declined:
+        pass  # few layers are its
+    if not ways:
+        raise reasons[0]
+    cycles, chosen = min(ways, key=lambda way: way[0])
+    if cycles > _portable_cycles(problem, gpu) + BLOCK_CYCLES:
+        raise Declined("so few channels or pixels that most of the products would not count")
+    return chosen()
+
+
+def _portable_cycles(problem: Problem, gpu: Gpu) -> float:
+    """What the portable kernels take, about."""
+    few = problem.in_channels // problem.groups < LEAST_PORTABLE_CHANNELS
+    rate = FFMA_PRODUCTS / (FEW_CHANNELS_LOSS if few else 1)
+    return problem.flops / 2 / (rate * gpu.processors)
+
+
+def plan(tile: Tile, gpu: Gpu) -> Plan:
+    """The launches that compute the gradient with ``weight_grad.cuh``."""
+    problem = tile.problem
     most_blocks = WORKSPACE_BYTES // tile.block_bytes
     tiles_at_once = min(tile.count, most_blocks)
     workers = tile.workers(gpu)
@@ -354,7 +385,8 @@ class Tile:
             pixels = self.vector * columns * PIXEL_COPY_CYCLES
             issue = self.vector * stages * COPY_CYCLES if whole else pixels
         else:
-            issue = channels * self.vector * stages * COPY_CYCLES * (2 if self.shifted else 1)
+            issue = channels * self.vector * stages * COPY_CYCLES
+            issue *= SHIFTED_LOSS[operands.scalar_bytes] if self.shifted else 1
             # The ends of a row are left to lanes.
             ends = 2 if self.shifted else 1 if problem.output_size[1] % self.vector else 0
             per_unit = self.vector // math.gcd(self.grad_vector, problem.output_size[1])
@@ -436,7 +468,12 @@ def _parts(operands: Operands) -> int:
     return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
 
 
-def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
+def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
+    """The tile that is estimated to take least.
+
+    Raises:
+        Declined: there is none.
+    """
     best: Tile | None = None
     least = math.inf
     # Best products first: most of the others need not be looked at.
@@ -458,12 +495,6 @@ def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     if best.all_steps * max(best.weights) >= 2**62:
         raise Declined("more than 2^62 cycles of work")
     return best
-
-
-def _check_worth(tile: Tile, gpu: Gpu) -> None:
-    portable = tile.problem.flops / 2 / (FFMA_PRODUCTS * gpu.processors)
-    if tile.cycles(gpu) > portable + BLOCK_CYCLES:
-        raise Declined("so few channels or pixels that most of the products would not count")
 
 
 def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
