@@ -25,7 +25,7 @@ MOST_K_STEPS = 4
 # the tensor core's accumulation grows with its length.
 STAGE_PRODUCTS = 4
 SHORT_SUM = 128  # terms
-SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large terms only
+SHORT_SUM_PRODUCTS = 1  # the same for short sums, which may have a few large terms only
 LONG_SUM = 240  # products
 LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
 MOST_PIXELS = {1: 256, 2: 168}  # by parts
@@ -282,8 +282,8 @@ class Layer:
 
     @property
     def compensated(self) -> bool:
-        """Whether totals keep what rounding loses: of long sums, or of short and exact ones."""
-        return self.low_products or (self.parts == 2 and self.steps * self.taps > LONG_SUM)
+        """Whether totals keep what rounding loses: of long sums."""
+        return self.parts == 2 and self.steps * self.taps > LONG_SUM
 
     @property
     def products(self) -> int:

@@ -87,7 +87,7 @@ class Spread:
         """Whether totals keep what rounding loses, by the same rule as in ``Layer``."""
         layer = self.layer
         products = layer.steps * layer.kernel[0] * layer.kernel[1]
-        return layer.low_products or (layer.parts == 2 and products > LONG_SUM)
+        return layer.parts == 2 and products > LONG_SUM
 
     @property
     def unit_steps(self) -> int:
