@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.works import Case, Planner, Tensors, Work, assert_correct, check, float64, run
+from emulator.works import (
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    assert_correct,
+    check,
+    float64,
+    in_batch,
+    run,
+)
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper import correlate
@@ -253,14 +264,6 @@ ALONE = [
     _input_grad(Case("alone", (1, 72, 12, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
     _input_grad(Case("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 1)), "ieee", channels_last=True),
 ]
-BATCH = 5
-
-
-def _in_batch(work: Work) -> Work:
-    _, *image = work.case.input
-    return replace(work, case=replace(work.case, input=(BATCH, *image)))
-
-
 # Layers, of which several tiles are tried.
 TILES = [
     _forward(Case("tiles", (1, 16, 11, 139), (72, 16, 3, 2), padding=(1, 1, 1, 1)), "tf32"),
@@ -312,7 +315,7 @@ def _compiled() -> None:
     works = [
         *WORKS,
         *ALONE,
-        *map(_in_batch, ALONE),
+        *map(in_batch, ALONE),
         *TILES,
         *(other for others in OTHER_TILES for other in others),
         *(_forward(case, mode) for case, mode in product(INFINITE.values(), MODES)),
@@ -413,17 +416,7 @@ def test_blocks_take_several_items() -> None:
 
 @pytest.mark.parametrize("work", ALONE, ids=str)
 def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
-    batch = _in_batch(work)
-    tensors = Tensors.random(batch)
-    together = run(batch, tensors)
-    for index in (0, BATCH - 1):
-        image = slice(index, index + 1)
-        alone = replace(
-            tensors,
-            input=tensors.input[image].clone(),
-            grad_output=tensors.grad_output[image].clone(),
-        )
-        assert run(work, alone).equal(together[image])
+    assert_alone_as_in_batch(work)
 
 
 @pytest.mark.parametrize(("work", "others"), [*zip(TILES, OTHER_TILES, strict=True)])

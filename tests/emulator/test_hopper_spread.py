@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from emulator import precompile
 from emulator.test_hopper_correlate import FEW, MODES, ONE
-from emulator.works import Case, Tensors, Work, check, run
+from emulator.works import BATCH, Case, Work, assert_alone_as_in_batch, check, in_batch
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper import spread
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
@@ -73,16 +72,11 @@ WORKS = [
 ]  # fmt: skip
 
 ALONE = [_work(forward, TALL, "tf32"), _work(input_grad, GRADIENT, "ieee", channels_last=True)]
-BATCH = 5
-
-
-def _in_batch(work: Work) -> Work:
-    return replace(work, case=replace(work.case, input=(BATCH, *work.case.input[1:])))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*WORKS, *ALONE, *map(_in_batch, ALONE)]
+    works = [*WORKS, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
     precompile({launch.kernel for work in works for launch in work.plan.launches})
 
 
@@ -114,15 +108,4 @@ def test_all_branches_are_taken() -> None:
 @pytest.mark.parametrize("work", ALONE, ids=str)
 def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
     """Nor on how many rows of it a warpgroup walks down."""
-    batch = _in_batch(work)
-    tensors = Tensors.random(batch)
-    together = run(batch, tensors)
-    for index in (0, BATCH - 1):
-        image = slice(index, index + 1)
-        alone = replace(
-            tensors,
-            input=tensors.input[image].clone(),
-            grad_output=tensors.grad_output[image].clone(),
-        )
-        assert run(replace(work, case=replace(work.case, input=(1, *work.case.input[1:]))),
-                   alone).equal(together[image])  # fmt: skip
+    assert_alone_as_in_batch(work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -190,6 +190,29 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
     wanted = input if work.direction == "input_grad" else weight
     (grad,) = torch.autograd.grad(output, wanted, grad_output)
     return grad
+
+
+BATCH = 5
+
+
+def in_batch(work: Work, batch: int = BATCH) -> Work:
+    """The same work with so many images."""
+    return replace(work, case=replace(work.case, input=(batch, *work.case.input[1:])))
+
+
+def assert_alone_as_in_batch(work: Work) -> None:
+    """That an image gives the same bits alone and among others."""
+    batch, single = in_batch(work), in_batch(work, 1)
+    tensors = Tensors.random(batch)
+    together = run(batch, tensors)
+    for index in (0, BATCH - 1):
+        image = slice(index, index + 1)
+        alone = replace(
+            tensors,
+            input=tensors.input[image].clone(),
+            grad_output=tensors.grad_output[image].clone(),
+        )
+        assert run(single, alone).equal(together[image])
 
 
 def check(work: Work) -> None:

@@ -21,13 +21,6 @@
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
-constexpr int kWordElements = 4 / kScalarBytes;
 constexpr int kThreads = 128 * C::warpgroups;
 
 // --- Products ------------------------------------------------------------------------------------
@@ -108,14 +101,6 @@ __device__ __forceinline__ int pixel_of(int plane, int i) {
   }
 }
 
-__device__ __forceinline__ unsigned load_element(const float* element, bool valid) {
-  return __float_as_uint(load_or_zero(element, valid));
-}
-template <class Half>
-__device__ __forceinline__ unsigned load_element(const Half* element, bool valid) {
-  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
-}
-
 // A thread's share of an input row, on its way to the ring.
 struct InputRow {
   unsigned elements[kRowTasks][kVector];
@@ -137,7 +122,7 @@ struct InputRow {
         const int out = item.column + pixel_of(plane, i);
         const int at = out * C::stride_width - C::padding_left + tap * C::dilation_width;
         const bool inside = out < C::out_width && at >= 0 && at < C::in_width;
-        elements[task][i] = load_element(source + at * kPixel, exists && inside);
+        elements[task][i] = load_bits(source + at * kPixel, exists && inside);
       }
     }
   }
@@ -214,7 +199,7 @@ struct GradLoader {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int at = first + i * 8;
-            raw[step][half + 2 * i] = load_element(
+            raw[step][half + 2 * i] = load_bits(
                 reinterpret_cast<const float*>(source + at * kOutPixel), there && at < columns);
           }
         } else if constexpr (C::pair_loads) {
@@ -226,7 +211,7 @@ struct GradLoader {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             raw[step][half + 2 * i] =
-                load_element(source + (first + i) * kOutPixel, there && first + i < columns);
+                load_bits(source + (first + i) * kOutPixel, there && first + i < columns);
           }
         }
       }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -16,7 +15,15 @@ from fastconv.kernels.family import (
     Plan,
     weight_grad_constants,
 )
-from fastconv.kernels.hopper.limits import OUTPUTS
+from fastconv.kernels.hopper import limits
+from fastconv.kernels.hopper.limits import (
+    FLUSH_ADDITIONS,
+    FLUSH_PRODUCTS,
+    MOST_REDUCE_BLOCKS,
+    OUTPUTS,
+    REDUCE_THREADS,
+    WORKSPACE_BYTES,
+)
 from fastconv.problem import Problem
 
 PIXELS = 64  # of a strip
@@ -24,12 +31,6 @@ MOST_COLUMNS = {1: 256, 2: 144}  # of all products, by parts: a thread's sums ha
 MOST_NEW_WORDS = 24  # registers of a thread for the input's next rows
 # Split numbers' sums are added up after so many products: see ``weight_grad``.
 UNIT_STEPS = {1: 8, 2: 4}
-# The error of the tensor core's sums grows with the number of products added, in float32's too.
-FLUSH_PRODUCTS = 512
-FLUSH_ADDITIONS = 64
-WORKSPACE_BYTES = 64 << 20
-REDUCE_THREADS = 256
-MOST_REDUCE_BLOCKS = 4096
 
 # Estimated cycles of one processor.
 LOAD_BYTES = 7.0  # of the output's gradient, a cycle: 32 bytes of each channel at a time
@@ -49,8 +50,7 @@ class Collect:
 
     @property
     def parts(self) -> int:
-        operands = self.operands
-        return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
+        return limits.parts(self.operands)
 
     @property
     def product_columns(self) -> int:
@@ -87,14 +87,11 @@ class Collect:
 
     @property
     def row_step(self) -> int:
-        dilation = self.problem.dilation[0]
-        return dilation // math.gcd(self.problem.stride[0], dilation)
+        return limits.row_step(self.problem)
 
     @property
     def new_rows(self) -> int:
-        stride = self.problem.stride[0]
-        advance = stride // math.gcd(stride, self.problem.dilation[0])
-        return min(advance, self.problem.kernel_size[0])
+        return min(limits.row_advance(self.problem), self.problem.kernel_size[0])
 
     @property
     def row_tasks(self) -> int:

@@ -7,11 +7,6 @@
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
 constexpr int kChunkPlanes = 2 * C::k_steps;
 constexpr int kChunkChannels = kChunkPlanes * kVector;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
@@ -71,7 +66,6 @@ static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring cha
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
 // pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;

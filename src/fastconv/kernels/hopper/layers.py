@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.family import Declined, Operands
+from fastconv.kernels.hopper import limits
 from fastconv.kernels.hopper.limits import OUTPUTS
 from fastconv.problem import Problem
 
@@ -25,7 +26,7 @@ MOST_K_STEPS = 4
 # the tensor core's accumulation grows with its length.
 STAGE_PRODUCTS = 4
 SHORT_SUM = 128  # terms
-SHORT_SUM_PRODUCTS = 1  # the same for short sums, which may have a few large terms only
+SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large terms only
 LONG_SUM = 240  # products
 LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
 MOST_PIXELS = {1: 256, 2: 168}  # by parts
@@ -199,7 +200,7 @@ class Layer:
 
     @property
     def parts(self) -> int:
-        return 2 if self.operands.scalar == "float" and self.operands.precision == "ieee" else 1
+        return limits.parts(self.operands)
 
     @property
     def vector_loads(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from fastconv.kernels.family import Declined, Gpu, Operands
+from fastconv.problem import Problem
 
 THREADS = 384
 CONSUMERS = 2  # warpgroups
@@ -10,6 +13,29 @@ OUTPUTS = 64  # channels of a product
 LEAST_GROUP = 8  # channels
 LAUNCH_REGISTERS = 168  # of a thread, for three warpgroups
 MOST_IMAGE = 2**30  # elements: offsets within an image are 32-bit numbers
+
+# Weight gradients. The error of the tensor core's sums grows with the number of products added, in
+# float32's too; so does that of totals that are added to, each level of which rounds.
+FLUSH_PRODUCTS = 512
+FLUSH_ADDITIONS = 64
+WORKSPACE_BYTES = 64 << 20
+REDUCE_THREADS = 256
+MOST_REDUCE_BLOCKS = 4096
+
+
+def parts(operands: Operands) -> int:
+    """How many TF32 numbers a float32 number is multiplied as."""
+    return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
+
+
+def row_step(problem: Problem) -> int:
+    """How far apart output rows are that read the same input rows, one tap later or more."""
+    return problem.dilation[0] // gcd(problem.stride[0], problem.dilation[0])
+
+
+def row_advance(problem: Problem) -> int:
+    """How many taps later that is."""
+    return problem.stride[0] // gcd(problem.stride[0], problem.dilation[0])
 
 
 def consumer_registers(producer_registers: int) -> int:

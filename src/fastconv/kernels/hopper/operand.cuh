@@ -1,4 +1,4 @@
-// Which of the tensor core's types an element is.
+// What a kernel's tensors have for elements, and which of the tensor core's types that is.
 #pragma once
 #include "include/scalar.cuh"
 #include "include/wgmma.cuh"
@@ -20,6 +20,23 @@ template <>
 struct OperandOf<bfloat16> {
   using type = Bfloat16;
 };
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kVector = 16 / kScalarBytes;       // elements in 16 bytes
+constexpr int kWordElements = 4 / kScalarBytes;  // in 4 bytes
+
+// The bits of an element, or zero.
+__device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
+  return __float_as_uint(load_or_zero(element, valid));
+}
+template <class Half>
+__device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
+  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
+}
 
 }  // namespace hopper
 }  // namespace fastconv

@@ -28,13 +28,6 @@
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
-constexpr int kWordElements = 4 / kScalarBytes;
 constexpr int kPixels = 64;                 // of a product
 constexpr int kStepChannels = 2 * kVector;  // of a product
 
@@ -165,15 +158,6 @@ constexpr int kRawWords = kSingles ? 4 * kWordElements : 4;
 using Raw = unsigned[C::unit_steps][kRawWords];
 using Fragments = unsigned[C::parts][C::unit_steps][4];
 
-// The bits of an element, or zero.
-__device__ __forceinline__ unsigned load_element(const float* element, bool valid) {
-  return __float_as_uint(load_or_zero(element, valid));
-}
-template <class Half>
-__device__ __forceinline__ unsigned load_element(const Half* element, bool valid) {
-  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
-}
-
 // What a thread loads of the rows of a walk.
 struct Loader {
   const Scalar* pixels;  // its first channel of its first pixel, in row 0 of the image
@@ -246,10 +230,10 @@ struct Loader {
         if constexpr (kSingles) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            raw[2 * at + i] = load_element(pixel + i * kInPixel, there && valid[i]);
+            raw[2 * at + i] = load_bits(pixel + i * kInPixel, there && valid[i]);
           }
         } else if constexpr (kScalarBytes == 2) {
-          raw[at] = load_element(reinterpret_cast<const float*>(pixel), there && valid[0]);
+          raw[at] = load_bits(reinterpret_cast<const float*>(pixel), there && valid[0]);
         } else {
           const uint2 pair = load_or_zero(reinterpret_cast<const uint2*>(pixel), there && valid[0]);
           raw[2 * at] = pair.x;

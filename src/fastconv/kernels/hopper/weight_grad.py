@@ -24,7 +24,16 @@ from fastconv.kernels.family import (
     weight_grad_constants,
 )
 from fastconv.kernels.hopper import collect, limits
-from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, THREADS
+from fastconv.kernels.hopper.limits import (
+    CONSUMERS,
+    FLUSH_ADDITIONS,
+    FLUSH_PRODUCTS,
+    MOST_REDUCE_BLOCKS,
+    OUTPUTS,
+    REDUCE_THREADS,
+    THREADS,
+    WORKSPACE_BYTES,
+)
 from fastconv.problem import Problem
 
 OCTET = 8  # input channels
@@ -34,10 +43,6 @@ MOST_COLUMNS = 256  # of a product
 # Of a warpgroup, so that a thread's sums (and their totals, of numbers in two parts) fit registers.
 MOST_BLOCK_COLUMNS = {1: 360, 2: 184}
 MOST_SEGMENTS = 9  # products of a rolled loop
-# The error of the tensor core's sums grows with the number of products added, in float32's too.
-FLUSH_PRODUCTS = 512
-# Additions to totals that are flushed together: each level rounds.
-FLUSH_ADDITIONS = 64
 BODY_COLUMNS = 8
 # Of rows, each of which is a copy; and of pixels, which need no more to be long ones.
 ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
@@ -46,14 +51,12 @@ MOST_STRIP_COLUMNS = 128
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
 MOST_GRAD_STAGES = 4
 FEWEST_GRAD_STAGES = 2
-WORKSPACE_BYTES = 64 << 20
-REDUCE_THREADS = 256
-MOST_REDUCE_BLOCKS = 4096
 
 # Estimated cycles of one processor.
 PRODUCT_CYCLES = 1.0  # of a product, beyond its multiplications
 NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
+STRIDED_LOSS = 2.0  # of strides above 2
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
 SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # by bytes of an element: rows whose ends are copied by lanes
 PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
@@ -64,8 +67,10 @@ OVERLAP_LOSS = 0.25
 STEP_CYCLES = 300.0
 BLOCK_CYCLES = 6000.0  # to start and to end
 FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
-LEAST_PORTABLE_CHANNELS = 8  # input channels, below which they reach far less
-FEW_CHANNELS_LOSS = 5.0
+# Input channels and taps, below both of which they reach far less.
+LEAST_PORTABLE_CHANNELS = 8
+LEAST_PORTABLE_TAPS = 64
+FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first, below both
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -103,9 +108,11 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _portable_cycles(problem: Problem, gpu: Gpu) -> float:
     """What the portable kernels take, about."""
-    few = problem.in_channels // problem.groups < LEAST_PORTABLE_CHANNELS
-    rate = FFMA_PRODUCTS / (FEW_CHANNELS_LOSS if few else 1)
-    return problem.flops / 2 / (rate * gpu.processors)
+    taps = problem.kernel_size[0] * problem.kernel_size[1]
+    loss = 1.0
+    if problem.in_channels // problem.groups < LEAST_PORTABLE_CHANNELS:
+        loss = FEW_CHANNELS_LOSS[taps < LEAST_PORTABLE_TAPS]
+    return loss * problem.flops / 2 / (FFMA_PRODUCTS * gpu.processors)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
@@ -160,7 +167,7 @@ class Tile:
 
     @property
     def parts(self) -> int:
-        return _parts(self.operands)
+        return limits.parts(self.operands)
 
     @property
     def products(self) -> int:
@@ -231,13 +238,11 @@ class Tile:
 
     @property
     def row_step(self) -> int:
-        dilation = self.problem.dilation[0]
-        return dilation // math.gcd(self.problem.stride[0], dilation)
+        return limits.row_step(self.problem)
 
     @property
     def new_rows(self) -> int:
-        stride = self.problem.stride[0]
-        return min(stride // math.gcd(stride, self.problem.dilation[0]), self.kernel_rows)
+        return min(limits.row_advance(self.problem), self.kernel_rows)
 
     @cached_property
     def steps(self) -> int:
@@ -400,7 +405,8 @@ class Tile:
         """What it takes to load a step's new rows of so many columns of the input."""
         channels = self.block_planes * self.product_octets * OCTET
         vectors = channels * columns * self.new_rows * (1 + self.parts) / 2
-        return vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
+        cycles = vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
+        return cycles * (STRIDED_LOSS if self.problem.stride[1] > 2 else 1)
 
     def step_cycles(self, columns: int) -> float:
         """What a step of a strip of so many columns takes a processor."""
@@ -464,10 +470,6 @@ def _together(*cycles: float) -> float:
     return max(cycles) + OVERLAP_LOSS * (sum(cycles) - max(cycles))
 
 
-def _parts(operands: Operands) -> int:
-    return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
-
-
 def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     """The tile that is estimated to take least.
 
@@ -502,7 +504,7 @@ def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
     height, width = problem.kernel_size
     octets = ceil_div(problem.in_channels // problem.groups, OCTET)
     many_outputs = problem.out_channels // problem.groups > OUTPUTS
-    most_columns = MOST_BLOCK_COLUMNS[_parts(operands)]
+    most_columns = MOST_BLOCK_COLUMNS[limits.parts(operands)]
     phases = (1, operands.vector)[: min(problem.batch, 2)]
     for taps, rows in product(_shares(width), _shares(height)):
         # Taps that are further apart than octets of channels make a product of one octet.

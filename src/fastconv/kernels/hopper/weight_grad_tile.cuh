@@ -7,14 +7,8 @@
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
 // --- The products: what a block computes ---------------------------------------------------------
 
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 constexpr int kPhases = kVector;
 static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
 
