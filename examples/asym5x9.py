@@ -2331,11 +2331,6 @@ SOURCES["hopper/correlate_tile.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
 constexpr int kChunkPlanes = 2 * C::k_steps;
 constexpr int kChunkChannels = kChunkPlanes * kVector;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
@@ -2395,7 +2390,6 @@ static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring cha
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
 // pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
@@ -2538,7 +2532,7 @@ struct FoldedChannel {
 """
 
 SOURCES["hopper/operand.cuh"] = r"""
-// Which of the tensor core's types an element is.
+// What a kernel's tensors have for elements, and which of the tensor core's types that is.
 #include "include/scalar.cuh"
 #include "include/wgmma.cuh"
 
@@ -2559,6 +2553,23 @@ template <>
 struct OperandOf<bfloat16> {
   using type = Bfloat16;
 };
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kVector = 16 / kScalarBytes;       // elements in 16 bytes
+constexpr int kWordElements = 4 / kScalarBytes;  // in 4 bytes
+
+// The bits of an element, or zero.
+__device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
+  return __float_as_uint(load_or_zero(element, valid));
+}
+template <class Half>
+__device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
+  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
+}
 
 }  // namespace hopper
 }  // namespace fastconv
@@ -4313,14 +4324,8 @@ SOURCES["hopper/weight_grad_tile.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
 // --- The products: what a block computes ---------------------------------------------------------
 
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 constexpr int kPhases = kVector;
 static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
 

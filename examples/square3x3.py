@@ -222,13 +222,6 @@ SOURCES["hopper/spread.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
-constexpr int kWordElements = 4 / kScalarBytes;
 constexpr int kPixels = 64;                 // of a product
 constexpr int kStepChannels = 2 * kVector;  // of a product
 
@@ -359,15 +352,6 @@ constexpr int kRawWords = kSingles ? 4 * kWordElements : 4;
 using Raw = unsigned[C::unit_steps][kRawWords];
 using Fragments = unsigned[C::parts][C::unit_steps][4];
 
-// The bits of an element, or zero.
-__device__ __forceinline__ unsigned load_element(const float* element, bool valid) {
-  return __float_as_uint(load_or_zero(element, valid));
-}
-template <class Half>
-__device__ __forceinline__ unsigned load_element(const Half* element, bool valid) {
-  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
-}
-
 // What a thread loads of the rows of a walk.
 struct Loader {
   const Scalar* pixels;  // its first channel of its first pixel, in row 0 of the image
@@ -440,10 +424,10 @@ struct Loader {
         if constexpr (kSingles) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            raw[2 * at + i] = load_element(pixel + i * kInPixel, there && valid[i]);
+            raw[2 * at + i] = load_bits(pixel + i * kInPixel, there && valid[i]);
           }
         } else if constexpr (kScalarBytes == 2) {
-          raw[at] = load_element(reinterpret_cast<const float*>(pixel), there && valid[0]);
+          raw[at] = load_bits(reinterpret_cast<const float*>(pixel), there && valid[0]);
         } else {
           const uint2 pair = load_or_zero(reinterpret_cast<const uint2*>(pixel), there && valid[0]);
           raw[2 * at] = pair.x;
@@ -2819,11 +2803,6 @@ SOURCES["hopper/correlate_tile.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // channels in 16 bytes
 constexpr int kChunkPlanes = 2 * C::k_steps;
 constexpr int kChunkChannels = kChunkPlanes * kVector;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
@@ -2883,7 +2862,6 @@ static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring cha
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
 // pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
@@ -3026,7 +3004,7 @@ struct FoldedChannel {
 """
 
 SOURCES["hopper/operand.cuh"] = r"""
-// Which of the tensor core's types an element is.
+// What a kernel's tensors have for elements, and which of the tensor core's types that is.
 #include "include/scalar.cuh"
 #include "include/wgmma.cuh"
 
@@ -3047,6 +3025,23 @@ template <>
 struct OperandOf<bfloat16> {
   using type = Bfloat16;
 };
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kVector = 16 / kScalarBytes;       // elements in 16 bytes
+constexpr int kWordElements = 4 / kScalarBytes;  // in 4 bytes
+
+// The bits of an element, or zero.
+__device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
+  return __float_as_uint(load_or_zero(element, valid));
+}
+template <class Half>
+__device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
+  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
+}
 
 }  // namespace hopper
 }  // namespace fastconv
@@ -4801,14 +4796,8 @@ SOURCES["hopper/weight_grad_tile.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
 // --- The products: what a block computes ---------------------------------------------------------
 
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 constexpr int kPhases = kVector;
 static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
 

@@ -233,7 +233,9 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
     split = layer.parts == 2
     if layer.vector_loads:
         most = 4 if split else 6
-    elif layer.folding != (1, 1) or (split and tile.staged):
+    elif layer.folding != (1, 1):
+        most = 2 if split or operands.scalar_bytes == 2 else 3
+    elif split and tile.staged:
         most = 2
     else:
         most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
