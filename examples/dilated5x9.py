@@ -2559,8 +2559,7 @@ using Scalar = C::Scalar;
 using Operand = OperandOf<Scalar>::type;
 
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;       // elements in 16 bytes
-constexpr int kWordElements = 4 / kScalarBytes;  // in 4 bytes
+constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
 // The bits of an element, or zero.
 __device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {

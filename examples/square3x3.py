@@ -222,6 +222,7 @@ SOURCES["hopper/spread.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
+constexpr int kWordElements = 4 / kScalarBytes;
 constexpr int kPixels = 64;                 // of a product
 constexpr int kStepChannels = 2 * kVector;  // of a product
 
@@ -3031,8 +3032,7 @@ using Scalar = C::Scalar;
 using Operand = OperandOf<Scalar>::type;
 
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;       // elements in 16 bytes
-constexpr int kWordElements = 4 / kScalarBytes;  // in 4 bytes
+constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
 // The bits of an element, or zero.
 __device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {

@@ -271,13 +271,15 @@ def _compiled(code: str, architecture: str) -> str:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    "flags",
-    [["compute_90a,code=sm_90a"], ["compute_90,code=sm_90", "compute_90a,code=sm_90a"]],
-    ids=["sm_90a", "sm_90 as well"],
+    ("name", "flags"),
+    [
+        ("dilated5x9", ["compute_90,code=sm_90", "compute_90a,code=sm_90a"]),
+        ("square3x3", ["compute_90a,code=sm_90a"]),
+    ],
 )
-def test_nvcc_compiles_both_halves(tmp_path: Path, flags: list[str]) -> None:
+def test_nvcc_compiles_both_halves(tmp_path: Path, name: str, flags: list[str]) -> None:
     """Also where PyTorch adds an architecture that lacks the tensor cores' instructions."""
-    module = exported_file.load(EXAMPLES["dilated5x9"])
+    module = exported_file.load(EXAMPLES[name])
     kernels = _kernels(module, "sm_90a", "float", "tf32")
     source = tmp_path / "exported.cu"
     source.write_text(f"{module.device_code(kernels)}\n{module.host_code(kernels)}")

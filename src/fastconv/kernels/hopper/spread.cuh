@@ -28,6 +28,7 @@
 namespace fastconv {
 namespace hopper {
 
+constexpr int kWordElements = 4 / kScalarBytes;
 constexpr int kPixels = 64;                 // of a product
 constexpr int kStepChannels = 2 * kVector;  // of a product
 
