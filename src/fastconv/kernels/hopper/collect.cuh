@@ -253,7 +253,7 @@ __device__ __forceinline__ void convert(Fragments& fragments, float (&bias)[2], 
 
 // --- Products of a unit --------------------------------------------------------------------------
 
-// Those of one part of the left operand with one part of the right one. `rows` are the ring's.
+// Those of one part of the left operand with one part of the right one; `first_row` is in the ring.
 template <int kLeftPart, int kRightPart>
 __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments, int first_row,
                                          int unit, bool accumulate) {
