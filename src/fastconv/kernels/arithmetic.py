@@ -14,3 +14,8 @@ def round_up(a: int, b: int) -> int:
 def divisors(n: int) -> list[int]:
     """All of them, ascending."""
     return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def shares(size: int) -> list[int]:
+    """What the largest of n equal shares can be, for any n, ascending."""
+    return sorted({ceil_div(size, n) for n in range(1, size + 1)})

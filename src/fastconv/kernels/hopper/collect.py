@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
     Constant,
     Declined,
@@ -133,7 +133,7 @@ class Collect:
             rounds = ceil_div(walks * ceil_div(self.walk_rows, rows), workers)
             return rounds * (rows + start)
 
-        return min(range(1, self.walk_rows + 1), key=cost)
+        return min(shares(self.walk_rows), key=cost)
 
     @property
     def step_cycles(self) -> float:

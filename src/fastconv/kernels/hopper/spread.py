@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
     Constant,
     Declined,
@@ -155,7 +155,7 @@ class Spread:
             rounds = ceil_div(walks * ceil_div(self.walk_rows, rows), workers)
             return rounds * (rows + layer.kernel[0])
 
-        return min(range(1, self.walk_rows + 1), key=cost)
+        return min(shares(self.walk_rows), key=cost)
 
 
 def spread_of(layer: Layer, gpu: Gpu) -> Spread:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
     Constant,
     Declined,
@@ -506,10 +506,10 @@ def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
     many_outputs = problem.out_channels // problem.groups > OUTPUTS
     most_columns = MOST_BLOCK_COLUMNS[limits.parts(operands)]
     phases = (1, operands.vector)[: min(problem.batch, 2)]
-    for taps, rows in product(_shares(width), _shares(height)):
+    for taps, rows in product(shares(width), shares(height)):
         # Taps that are further apart than octets of channels make a product of one octet.
         joined = taps == 1 or problem.dilation[1] == 1
-        for product_octets in _shares(octets) if joined else (1,):
+        for product_octets in shares(octets) if joined else (1,):
             columns = taps * product_octets * OCTET
             if columns > min(MOST_COLUMNS, most_columns):
                 break
@@ -522,11 +522,6 @@ def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
                         problem, operands, channel_groups, rows, taps, product_octets, segments,
                         images,
                     )  # fmt: skip
-
-
-def _shares(size: int) -> list[int]:
-    """What the largest of n equal shares can be, for any n."""
-    return sorted({ceil_div(size, n) for n in range(1, size + 1)})
 
 
 def _with_strips(tile: Tile) -> Iterator[Tile]:
