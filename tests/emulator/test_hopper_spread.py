@@ -31,15 +31,15 @@ def _work(planner: Any, case: Case, mode: str, **options: Any) -> Work:
 
 
 # In every mode and layout: two strips, of which one is not whole; a unit that is not whole.
-EVERYWHERE = Case("everywhere", (2, 40, 7, 66), (6, 40, 3, 4), padding=(1, 2, 2, 1))
-GRADIENT = Case("gradient", (2, 5, 8, 70), (72, 5, 3, 3))
+EVERYWHERE = Case("everywhere", (1, 40, 5, 66), (6, 40, 3, 4), padding=(1, 2, 2, 1))
+GRADIENT = Case("gradient", (1, 5, 6, 70), (72, 5, 3, 3))
 TALL = Case("several bands", (1, 24, 41, 20), (8, 24, 2, 3), padding=(1, 1, 1, 1))
 
 WORKS = [
     *(_work(planner, case, mode, channels_last=last, other_format=other)
       for (planner, case), mode, last, other in product(
           ((forward, EVERYWHERE), (input_grad, GRADIENT)), MODES, (False, True), (False, True))
-      if not other or mode in ("tf32", "bfloat16")),
+      if not other or (planner is forward and mode in ("tf32", "bfloat16"))),
     # Pixels one by one: odd widths, tensors that are not aligned, odd numbers of channels.
     *(_work(forward, Case("odd width", (1, 24, 5, 37), (4, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
       for mode in MODES),
@@ -64,14 +64,17 @@ WORKS = [
     *(_work(forward, Case("short sums", (1, 40, 7, 64), (24, 40, 1, 1)), "ieee", channels_last=last)
       for last in (False, True)),
     _work(forward, Case("short sums", (1, 12, 7, 30), (5, 12, 3, 3)), "ieee"),
-    _work(forward, Case("long sums", (1, 104, 22, 12), (3, 104, 19, 1)), "ieee"),
+    _work(forward, Case("long sums", (1, 104, 20, 4), (3, 104, 19, 1)), "ieee"),
     _work(forward, Case("many columns", (1, 16, 6, 33), (13, 16, 6, 3)), "bfloat16"),
     _work(forward, Case("many columns", (1, 24, 4, 33), (20, 24, 2, 4)), "ieee"),
     _work(forward, Case("one output", (1, 30, 9, 24), (1, 30, 9, 5), padding=(4, 4, 2, 2)),
           "tf32"),
 ]  # fmt: skip
 
-ALONE = [_work(forward, TALL, "tf32"), _work(input_grad, GRADIENT, "ieee", channels_last=True)]
+ALONE = [
+    _work(forward, TALL, "tf32"),
+    _work(input_grad, Case("alone", (1, 4, 5, 20), (40, 4, 3, 3)), "ieee", channels_last=True),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
