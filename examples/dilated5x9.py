@@ -2561,6 +2561,13 @@ using Operand = OperandOf<Scalar>::type;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
+// A number in two parts, of TF32's precision.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  const float rounded = round_to_tf32(value);
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+}
+
 // The bits of an element, or zero.
 __device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
   return __float_as_uint(load_or_zero(element, valid));
@@ -3515,16 +3522,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
     const Tile tile(first_tile + i / kBlockSlots);
-    const float4* const first = workspace + i;
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int worker = 0; worker < workers; ++worker) {
-      const float4 partial = first[static_cast<long long>(worker) * tiles * kBlockSlots];
-      total.x += partial.x;
-      total.y += partial.y;
-      total.z += partial.z;
-      total.w += partial.w;
-    }
+    const float4 total = total_of(workspace + i, tiles * kBlockSlots, workers);
     const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -3567,6 +3565,7 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 SOURCES["hopper/weight_grad_multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
 #include "hopper/weight_grad_copy.cuh"
+#include "hopper/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -3579,12 +3578,6 @@ constexpr int kSlots = C::segments * kSums / 4;
 constexpr int kGroupColumns = 4;
 constexpr int kGroupProducts = 2;
 using Fragments = unsigned[C::parts][kGroupProducts][4];
-
-__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  const float rounded = round_to_tf32(value);
-  high = __float_as_uint(rounded);
-  low = __float_as_uint(round_operand_to_tf32(value - rounded));
-}
 
 // Where a thread's rows begin: of two channels, 8 apart, in its phases.
 struct FragmentRows {
@@ -3686,11 +3679,6 @@ __device__ __forceinline__ int first_fragment(int channel, int lane) {
     return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
            (channel + lane / 8 % 2 * 8) * kScalarBytes;
   }
-}
-
-__device__ __forceinline__ void hold_sums(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::segments; ++i) hold_registers(sums[i]);
 }
 
 __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
@@ -3919,41 +3907,8 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
                         bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float total = consumer.bias_total[half] + consumer.bias[half];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
+    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.bias[half]);
     if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
-  }
-}
-
-// Adds a thread's sums to its slots of the workspace, or sets those.
-template <bool kSet>
-__device__ __forceinline__ void flush(const Sums& sums, float4* slots) {
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
-    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
-    if constexpr (kSet) {
-      slots[i * 128] = values;
-    } else {
-      add_to_memory(slots + i * 128, values);
-    }
-  }
-}
-__device__ __forceinline__ void flush(Sums& sums, float4* slots, bool set) {
-  hold_sums(sums);
-  if (set) {
-    flush<true>(sums, slots);
-  } else {
-    flush<false>(sums, slots);
-  }
-}
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::segments; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
   }
 }
 
@@ -4308,6 +4263,78 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
       }
     }
   }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
+SOURCES["hopper/workspace.cuh"] = r"""
+// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
+// sums each and a warpgroup's side by side, which a second kernel adds up in a fixed order.
+#include "include/sm90.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+template <int kRows, int kSums>
+__device__ __forceinline__ void hold_sums(float (&sums)[kRows][kSums]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) hold_registers(sums[i]);
+}
+
+template <int kRows, int kSums>
+__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// Adds a thread's sums to its slots of the workspace, or sets those.
+template <bool kSet, int kRows, int kSums>
+__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kRows * kSums / 4; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * 128] = values;
+    } else {
+      add_to_memory(slots + i * 128, values);
+    }
+  }
+}
+template <int kRows, int kSums>
+__device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots, bool set) {
+  hold_sums(sums);
+  if (set) {
+    flush<true>(sums, slots);
+  } else {
+    flush<false>(sums, slots);
+  }
+}
+
+// Of four neighbouring lanes, which have pixels of the same channels.
+__device__ __forceinline__ float sum_of_four_lanes(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  value += __shfl_xor_sync(~0u, value, 2);
+  return value;
+}
+
+// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
+__device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+  for (int worker = 0; worker < workers; ++worker) {
+    const float4 partial = first[worker * distance];
+    total.x += partial.x;
+    total.y += partial.y;
+    total.z += partial.z;
+    total.w += partial.w;
+  }
+  return total;
 }
 
 }  // namespace hopper

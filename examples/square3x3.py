@@ -216,8 +216,7 @@ SOURCES["hopper/spread.cuh"] = r"""
 //             strips overlap by what a row of taps reaches.
 //
 // Warpgroups work independently of each other: while one loads, another multiplies.
-#include "hopper/operand.cuh"
-#include "include/tile.cuh"
+#include "hopper/walk.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -316,30 +315,8 @@ __device__ __forceinline__ void pack(const Scalar* weight) {
 
 // --- Items: what warpgroups share among themselves -----------------------------------------------
 
-constexpr int kStrips = ceil_div(C::out_width, C::strip_columns);
 constexpr int kRowStep = C::dilation_height;  // output rows of a walk are so far apart
-constexpr int kWalkRows = ceil_div(C::out_height, kRowStep);
-constexpr int kBands = ceil_div(kWalkRows, C::band_rows);
-
-// A walk: some output rows of a strip. Neighbouring strips are neighbouring items: what both read
-// is still in a cache.
-struct Item {
-  int image;
-  int column;  // first of the output
-  int row;     // first of the output
-  int rows;
-
-  __device__ explicit Item(int index) {
-    column = index % kStrips * C::strip_columns;
-    index /= kStrips;
-    const int band = index % kBands;
-    index /= kBands;
-    const int residue = index % kRowStep;
-    image = index / kRowStep;
-    row = residue + band * C::band_rows * kRowStep;
-    rows = min(C::band_rows, ceil_div(C::out_height - row, kRowStep));
-  }
-};
+using Item = Walk<C::strip_columns, kRowStep>;
 
 // --- Input ---------------------------------------------------------------------------------------
 
@@ -447,9 +424,7 @@ __device__ __forceinline__ void convert(unsigned (&fragment)[4], unsigned (&low)
     for (int i = 0; i < 4; ++i) {
       const float value = __uint_as_float(raw[i]);
       if constexpr (C::parts == 2) {
-        const float high = round_to_tf32(value);
-        fragment[i] = __float_as_uint(high);
-        low[i] = __float_as_uint(round_operand_to_tf32(value - high));
+        split(value, fragment[i], low[i]);
       } else {
         fragment[i] = __float_as_uint(rounded(value));
       }
@@ -646,7 +621,7 @@ __device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight
                                        const Scalar* bias, Scalar* output, int batch) {
   pack(weight);
   __syncthreads();
-  const int items = batch * (kRowStep * kBands * kStrips);
+  const int items = batch * Item::kPerImage;
   const int first =
       static_cast<int>(blockIdx.x) * C::warpgroups + static_cast<int>(threadIdx.x) / 128;
   for (int index = first; index < items; index += static_cast<int>(gridDim.x) * C::warpgroups) {
@@ -3034,6 +3009,13 @@ using Operand = OperandOf<Scalar>::type;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
+// A number in two parts, of TF32's precision.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  const float rounded = round_to_tf32(value);
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+}
+
 // The bits of an element, or zero.
 __device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
   return __float_as_uint(load_or_zero(element, valid));
@@ -3739,6 +3721,44 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
 }  // namespace fastconv
 """
 
+SOURCES["hopper/walk.cuh"] = r"""
+// How warpgroups or blocks that need no tiles share an image: in walks down strips of it.
+#include "hopper/operand.cuh"
+#include "include/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+// Some output rows of a strip of kStripColumns, kRowStep apart: they start at one of as many
+// residues. Neighbouring strips are neighbouring items, at work at the same time: what both read is
+// still in a cache.
+template <int kStripColumns, int kRowStep>
+struct Walk {
+  static constexpr int kStrips = ceil_div(C::out_width, kStripColumns);
+  static constexpr int kBands = ceil_div(ceil_div(C::out_height, kRowStep), C::band_rows);
+  static constexpr int kPerImage = kRowStep * kBands * kStrips;
+
+  int image;
+  int column;  // first of the output
+  int row;     // first of the output
+  int rows;
+
+  __device__ explicit Walk(int index) {
+    column = index % kStrips * kStripColumns;
+    index /= kStrips;
+    const int band = index % kBands;
+    index /= kBands;
+    const int residue = index % kRowStep;
+    image = index / kRowStep;
+    row = residue + band * C::band_rows * kRowStep;
+    rows = min(C::band_rows, ceil_div(C::out_height - row, kRowStep));
+  }
+};
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
 SOURCES["hopper/weight_grad_load.cuh"] = r"""
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
 #include "hopper/weight_grad_tile.cuh"
@@ -3988,16 +4008,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
     const Tile tile(first_tile + i / kBlockSlots);
-    const float4* const first = workspace + i;
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int worker = 0; worker < workers; ++worker) {
-      const float4 partial = first[static_cast<long long>(worker) * tiles * kBlockSlots];
-      total.x += partial.x;
-      total.y += partial.y;
-      total.z += partial.z;
-      total.w += partial.w;
-    }
+    const float4 total = total_of(workspace + i, tiles * kBlockSlots, workers);
     const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -4040,6 +4051,7 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 SOURCES["hopper/weight_grad_multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
 #include "hopper/weight_grad_copy.cuh"
+#include "hopper/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -4052,12 +4064,6 @@ constexpr int kSlots = C::segments * kSums / 4;
 constexpr int kGroupColumns = 4;
 constexpr int kGroupProducts = 2;
 using Fragments = unsigned[C::parts][kGroupProducts][4];
-
-__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  const float rounded = round_to_tf32(value);
-  high = __float_as_uint(rounded);
-  low = __float_as_uint(round_operand_to_tf32(value - rounded));
-}
 
 // Where a thread's rows begin: of two channels, 8 apart, in its phases.
 struct FragmentRows {
@@ -4159,11 +4165,6 @@ __device__ __forceinline__ int first_fragment(int channel, int lane) {
     return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
            (channel + lane / 8 % 2 * 8) * kScalarBytes;
   }
-}
-
-__device__ __forceinline__ void hold_sums(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::segments; ++i) hold_registers(sums[i]);
 }
 
 __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
@@ -4392,41 +4393,8 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
                         bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float total = consumer.bias_total[half] + consumer.bias[half];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
+    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.bias[half]);
     if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
-  }
-}
-
-// Adds a thread's sums to its slots of the workspace, or sets those.
-template <bool kSet>
-__device__ __forceinline__ void flush(const Sums& sums, float4* slots) {
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
-    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
-    if constexpr (kSet) {
-      slots[i * 128] = values;
-    } else {
-      add_to_memory(slots + i * 128, values);
-    }
-  }
-}
-__device__ __forceinline__ void flush(Sums& sums, float4* slots, bool set) {
-  hold_sums(sums);
-  if (set) {
-    flush<true>(sums, slots);
-  } else {
-    flush<false>(sums, slots);
-  }
-}
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::segments; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
   }
 }
 
@@ -4781,6 +4749,78 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
       }
     }
   }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
+SOURCES["hopper/workspace.cuh"] = r"""
+// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
+// sums each and a warpgroup's side by side, which a second kernel adds up in a fixed order.
+#include "include/sm90.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+template <int kRows, int kSums>
+__device__ __forceinline__ void hold_sums(float (&sums)[kRows][kSums]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) hold_registers(sums[i]);
+}
+
+template <int kRows, int kSums>
+__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// Adds a thread's sums to its slots of the workspace, or sets those.
+template <bool kSet, int kRows, int kSums>
+__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kRows * kSums / 4; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * 128] = values;
+    } else {
+      add_to_memory(slots + i * 128, values);
+    }
+  }
+}
+template <int kRows, int kSums>
+__device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots, bool set) {
+  hold_sums(sums);
+  if (set) {
+    flush<true>(sums, slots);
+  } else {
+    flush<false>(sums, slots);
+  }
+}
+
+// Of four neighbouring lanes, which have pixels of the same channels.
+__device__ __forceinline__ float sum_of_four_lanes(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  value += __shfl_xor_sync(~0u, value, 2);
+  return value;
+}
+
+// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
+__device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+  for (int worker = 0; worker < workers; ++worker) {
+    const float4 partial = first[worker * distance];
+    total.x += partial.x;
+    total.y += partial.y;
+    total.z += partial.z;
+    total.w += partial.w;
+  }
+  return total;
 }
 
 }  // namespace hopper

@@ -177,7 +177,7 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
     if work.precision == "tf32":
-        operands = tuple(_rounded_to_tf32(one, work.ties_to_even) for one in operands)
+        operands = tuple(rounded_to_tf32(one, work.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()
     padded = torch.nn.functional.pad(input, (left, right, top, bottom))
@@ -253,7 +253,7 @@ def _random(shape: tuple[int, ...], memory_format: torch.memory_format, work: Wo
     return placed(torch.randn(shape).to(work.dtype), memory_format, work.aligned)
 
 
-def _rounded_to_tf32(tensor: Tensor, ties_to_even: bool) -> Tensor:
+def rounded_to_tf32(tensor: Tensor, ties_to_even: bool = False) -> Tensor:
     """To 10 bits of mantissa, to nearest, ties away from zero or to even."""
     bits = tensor.contiguous().view(torch.int32)
     half = 0xFFF + (bits >> 13 & 1) if ties_to_even else 0x1000

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+from emulator.works import rounded_to_tf32
 from exported_file import load
 from fastconv.bench.workloads import FOUNDING, Workload
 
@@ -72,19 +73,14 @@ def test_gradients_of_examples(workload: Workload, tf32: bool) -> None:
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
         actual, pytorchs = _gradients(model, x), _gradients(twin, x)
     if tf32:
-        x = _rounded_to_tf32(x)
+        x = rounded_to_tf32(x)
         for parameter in twin.parameters():
-            parameter.data = _rounded_to_tf32(parameter.data)
+            parameter.data = rounded_to_tf32(parameter.data)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         exact = _gradients(twin, x)
     for ours, theirs, reference in zip(actual, pytorchs, exact, strict=True):
         assert _error(ours, reference) < GRADIENT_ERROR
         assert _error(ours, theirs) < GRADIENT_ERROR + _error(theirs, reference)
-
-
-def _rounded_to_tf32(tensor: Tensor) -> Tensor:
-    """To 10 bits of mantissa, to nearest, ties away from zero."""
-    return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:

@@ -15,8 +15,8 @@
 //
 // With `bias`, what is loaded of grad_output is added up as well, before it is rounded.
 #pragma once
-#include "hopper/operand.cuh"
-#include "include/tile.cuh"
+#include "hopper/walk.cuh"
+#include "hopper/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -51,29 +51,10 @@ constexpr int kRowAdvance = C::stride_height / kRowGcd;
 constexpr int kNewRows = kRowAdvance < C::kernel_height ? kRowAdvance : C::kernel_height;
 constexpr int kRing = C::kernel_height + kNewRows;
 
-constexpr int kStrips = ceil_div(C::out_width, kPixels);
-constexpr int kWalkRows = ceil_div(C::out_height, kRowStep);
-constexpr int kBands = ceil_div(kWalkRows, C::band_rows);
+struct Item : Walk<kPixels, kRowStep> {
+  using Walk::Walk;
 
-// Some output rows of a strip. Neighbouring strips are neighbouring items, and different blocks':
-// what both read is still in a cache.
-struct Item {
-  int image;
-  int column;  // first of the output
-  int row;     // first of the output
-  int rows;
-
-  __device__ explicit Item(int index) {
-    column = index % kStrips * kPixels;
-    index /= kStrips;
-    const int band = index % kBands;
-    index /= kBands;
-    row = index % kRowStep + band * C::band_rows * kRowStep;
-    image = index / kRowStep;
-    rows = min(C::band_rows, ceil_div(C::out_height - row, kRowStep));
-  }
-
-  // The input row that a tap row of an output row reads, counted from this item's first.
+  // The input row that a tap row of an output row reads, both counted from the first.
   __device__ int input_row(int step, int tap) const {
     return row * C::stride_height - C::padding_top +
            (step * kRowAdvance + tap) * C::dilation_height;
@@ -147,9 +128,8 @@ struct InputRow {
         words[i] = element[2 * i % kVector] | element[(2 * i + 1) % kVector] << 16;
       } else {
         const float value = __uint_as_float(element[i]);
-        const float high = round_to_tf32(value);
-        words[i] = __float_as_uint(C::parts == 2 ? high : round_operand_to_tf32(value));
-        low[i] = __float_as_uint(round_operand_to_tf32(value - high));
+        split(value, words[i], low[i]);
+        if (C::parts == 1) words[i] = __float_as_uint(round_operand_to_tf32(value));
       }
     }
     target[0] = make_uint4(words[0], words[1], words[2], words[3]);
@@ -237,10 +217,7 @@ __device__ __forceinline__ void convert(Fragments& fragments, float (&bias)[2], 
       if constexpr (kScalarBytes == 2) {
         fragments[0][step][i] = word;
       } else if constexpr (C::parts == 2) {
-        const float value = __uint_as_float(word);
-        const float high = round_to_tf32(value);
-        fragments[0][step][i] = __float_as_uint(high);
-        fragments[C::parts - 1][step][i] = __float_as_uint(round_operand_to_tf32(value - high));
+        split(__uint_as_float(word), fragments[0][step][i], fragments[C::parts - 1][step][i]);
       } else {
         fragments[0][step][i] = __float_as_uint(round_operand_to_tf32(__uint_as_float(word)));
       }
@@ -269,19 +246,6 @@ __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments,
       wgmma<kColumns>(Operand{}, sums[row], fragments[kLeftPart][step],
                       right + step * (2 * kPlaneVectors), accumulate || step > 0);
     }
-  }
-}
-
-__device__ __forceinline__ void hold_sums(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::kernel_height; ++i) hold_registers(sums[i]);
-}
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::kernel_height; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
   }
 }
 
@@ -324,28 +288,12 @@ __device__ __forceinline__ long long bias_of(int blocks, int block) {
   return slots_of(blocks, 0) * 4 + static_cast<long long>(block) * kBlockOutputs;
 }
 
-// Adds a thread's sums to its slots, or sets those.
-__device__ __forceinline__ void flush(const Sums& sums, float4* slots, bool set) {
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
-    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
-    if (set) {
-      slots[i * 128] = values;
-    } else {
-      add_to_memory(slots + i * 128, values);
-    }
-  }
-}
-
 // Writes a warpgroup's sums for the bias; four lanes have pixels of a channel.
 __device__ __forceinline__ void store_bias(const float (&bias)[2], float* target) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float total = bias[half];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
+    const float total = sum_of_four_lanes(bias[half]);
     if (thread % 4 == 0) target[thread / 32 * 16 + thread % 32 / 4 + half * 8] = total;
   }
 }
@@ -437,7 +385,7 @@ __device__ __forceinline__ void collect(const Scalar* grad_output, const Scalar*
   const int warpgroup = static_cast<int>(threadIdx.x) / 128;
   const int output = block % kOutputBlocks * kBlockOutputs + warpgroup * kOutputs;
   float4* const slots = workspace + slots_of(block, warpgroup) + threadIdx.x % 128;
-  const int items = batch * (kRowStep * kBands * kStrips);
+  const int items = batch * Item::kPerImage;
   State state;
   clear(state.totals());
   for (int index = block / kOutputBlocks; index < items; index += workers) {
@@ -457,16 +405,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   constexpr int kBlockSlots = C::warpgroups * kSlots * 128;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kOutputBlocks * kBlockSlots; i += step) {
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int worker = 0; worker < workers; ++worker) {
-      const float4 partial =
-          workspace[static_cast<long long>(worker) * (kOutputBlocks * kBlockSlots) + i];
-      total.x += partial.x;
-      total.y += partial.y;
-      total.z += partial.z;
-      total.w += partial.w;
-    }
+    const float4 total = total_of(workspace + i, kOutputBlocks * kBlockSlots, workers);
     const float values[4] = {total.x, total.y, total.z, total.w};
     const int thread = i % 128;
     const int slot = i / 128 % kSlots;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastconv.kernels.arithmetic import ceil_div, round_up, shares
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
     Constant,
     Declined,
@@ -37,7 +37,6 @@ LOAD_BYTES = 7.0  # of the output's gradient, a cycle: 32 bytes of each channel 
 INPUT_CYCLES = 3.0  # to load a vector of the input
 STEP_CYCLES = 300.0
 ITEM_CYCLES = 4000.0
-OVERLAP_LOSS = 0.25
 NARROW_CYCLES = 8.0  # of a product
 
 
@@ -82,8 +81,8 @@ class Collect:
     def pair_loads(self) -> bool:
         """Whether two neighbouring pixels of the output's gradient are loaded at once."""
         operands = self.operands
-        even = self.problem.output_size[1] % 2 == 0
-        return not operands.output_channels_last and operands.aligned and even
+        width = self.problem.output_size[1]
+        return not operands.output_channels_last and operands.widest_vector(width) > 1
 
     @property
     def row_step(self) -> int:
@@ -126,14 +125,8 @@ class Collect:
     def band_rows(self, gpu: Gpu) -> int:
         """Output rows of a walk: so many that all blocks have equally much to do."""
         walks = self.problem.batch * self.row_step * self.strips
-        workers = self.workers(gpu)
         start = ITEM_CYCLES / self.step_cycles
-
-        def cost(rows: int) -> float:
-            rounds = ceil_div(walks * ceil_div(self.walk_rows, rows), workers)
-            return rounds * (rows + start)
-
-        return min(shares(self.walk_rows), key=cost)
+        return limits.band_rows(walks, self.walk_rows, self.workers(gpu), start)
 
     @property
     def step_cycles(self) -> float:
@@ -143,12 +136,11 @@ class Collect:
         products = self.steps * height * (3 if self.parts == 2 else 1) * product
         channels = min(self.problem.out_channels, self.warpgroups * OUTPUTS)
         inputs = 2 * self.steps * self.product_columns * self.new_rows * self.operands.vector / 4
-        work = (
+        return STEP_CYCLES + limits.together(
             self.warpgroups * products,
             PIXELS * channels * self.operands.scalar_bytes / LOAD_BYTES,
             inputs * INPUT_CYCLES,
         )
-        return STEP_CYCLES + max(work) + OVERLAP_LOSS * (sum(work) - max(work))
 
     def cycles(self, gpu: Gpu) -> float:
         """What all of it takes, about."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
+from fastconv.kernels.arithmetic import ceil_div, shares
 from fastconv.kernels.family import Declined, Gpu, Operands
 from fastconv.problem import Problem
 
@@ -13,6 +14,7 @@ OUTPUTS = 64  # channels of a product
 LEAST_GROUP = 8  # channels
 LAUNCH_REGISTERS = 168  # of a thread, for three warpgroups
 MOST_IMAGE = 2**30  # elements: offsets within an image are 32-bit numbers
+OVERLAP_LOSS = 0.25
 
 # Weight gradients. The error of the tensor core's sums grows with the number of products added, in
 # float32's too; so does that of totals that are added to, each level of which rounds.
@@ -26,6 +28,24 @@ MOST_REDUCE_BLOCKS = 4096
 def parts(operands: Operands) -> int:
     """How many TF32 numbers a float32 number is multiplied as."""
     return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
+
+
+def together(*cycles: float) -> float:
+    """Of what goes on at the same time, but not quite without getting into each other's way."""
+    return max(cycles) + OVERLAP_LOSS * (sum(cycles) - max(cycles))
+
+
+def band_rows(walks: int, rows: int, workers: int, start: float) -> int:
+    """Rows of a walk: so many that all workers have equally much to do.
+
+    Each of ``walks`` goes down so many ``rows``, and may be cut into bands; to ``start`` one takes
+    as long as so many rows.
+    """
+
+    def cost(band: int) -> float:
+        return ceil_div(walks * ceil_div(rows, band), workers) * (band + start)
+
+    return min(shares(rows), key=cost)
 
 
 def row_step(problem: Problem) -> int:

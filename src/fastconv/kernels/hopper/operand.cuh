@@ -28,6 +28,13 @@ using Operand = OperandOf<Scalar>::type;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
+// A number in two parts, of TF32's precision.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  const float rounded = round_to_tf32(value);
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+}
+
 // The bits of an element, or zero.
 __device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
   return __float_as_uint(load_or_zero(element, valid));

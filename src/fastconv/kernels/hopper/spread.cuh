@@ -22,8 +22,7 @@
 //
 // Warpgroups work independently of each other: while one loads, another multiplies.
 #pragma once
-#include "hopper/operand.cuh"
-#include "include/tile.cuh"
+#include "hopper/walk.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -122,30 +121,8 @@ __device__ __forceinline__ void pack(const Scalar* weight) {
 
 // --- Items: what warpgroups share among themselves -----------------------------------------------
 
-constexpr int kStrips = ceil_div(C::out_width, C::strip_columns);
 constexpr int kRowStep = C::dilation_height;  // output rows of a walk are so far apart
-constexpr int kWalkRows = ceil_div(C::out_height, kRowStep);
-constexpr int kBands = ceil_div(kWalkRows, C::band_rows);
-
-// A walk: some output rows of a strip. Neighbouring strips are neighbouring items: what both read
-// is still in a cache.
-struct Item {
-  int image;
-  int column;  // first of the output
-  int row;     // first of the output
-  int rows;
-
-  __device__ explicit Item(int index) {
-    column = index % kStrips * C::strip_columns;
-    index /= kStrips;
-    const int band = index % kBands;
-    index /= kBands;
-    const int residue = index % kRowStep;
-    image = index / kRowStep;
-    row = residue + band * C::band_rows * kRowStep;
-    rows = min(C::band_rows, ceil_div(C::out_height - row, kRowStep));
-  }
-};
+using Item = Walk<C::strip_columns, kRowStep>;
 
 // --- Input ---------------------------------------------------------------------------------------
 
@@ -253,9 +230,7 @@ __device__ __forceinline__ void convert(unsigned (&fragment)[4], unsigned (&low)
     for (int i = 0; i < 4; ++i) {
       const float value = __uint_as_float(raw[i]);
       if constexpr (C::parts == 2) {
-        const float high = round_to_tf32(value);
-        fragment[i] = __float_as_uint(high);
-        low[i] = __float_as_uint(round_operand_to_tf32(value - high));
+        split(value, fragment[i], low[i]);
       } else {
         fragment[i] = __float_as_uint(rounded(value));
       }
@@ -452,7 +427,7 @@ __device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight
                                        const Scalar* bias, Scalar* output, int batch) {
   pack(weight);
   __syncthreads();
-  const int items = batch * (kRowStep * kBands * kStrips);
+  const int items = batch * Item::kPerImage;
   const int first =
       static_cast<int>(blockIdx.x) * C::warpgroups + static_cast<int>(threadIdx.x) / 128;
   for (int index = first; index < items; index += static_cast<int>(gridDim.x) * C::warpgroups) {

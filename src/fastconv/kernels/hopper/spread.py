@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fastconv.kernels.arithmetic import ceil_div, round_up, shares
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
     Constant,
     Declined,
@@ -36,7 +36,6 @@ SHARED_REGISTERS = 168
 LOAD_BYTES = 14.0  # a cycle
 STORED_ELEMENTS = 2.6  # a cycle
 STEP_CYCLES = 150.0
-OVERLAP_LOSS = 0.25
 SPLIT_LOSS = 1.5  # of split numbers: two warpgroups only, and they add up between products
 UNIT_LATENCY = 700.0  # of a warpgroup that never waits for another
 STEP_LATENCY = 600.0
@@ -68,8 +67,8 @@ class Spread:
     def pair_loads(self) -> bool:
         """Whether two neighbouring pixels are loaded at once."""
         operands = self.layer.operands
-        even = self.layer.in_size[1] % 2 == 0
-        return not operands.input_channels_last and operands.aligned and even
+        width = self.layer.in_size[1]
+        return not operands.input_channels_last and operands.widest_vector(width) > 1
 
     @property
     def lead(self) -> int:
@@ -129,12 +128,11 @@ class Spread:
         """What a processor takes for an input row of a strip, of all warpgroups' that it has."""
         layer = self.layer
         products = self.units * self.unit_steps * layer.products * self.columns / 2
-        work = (
+        cycles = STEP_CYCLES + limits.together(
             products,
             PIXELS * layer.group_in * layer.operands.scalar_bytes / LOAD_BYTES,
             self.strip_columns * layer.group_out / STORED_ELEMENTS,
         )
-        cycles = STEP_CYCLES + max(work) + OVERLAP_LOSS * (sum(work) - max(work))
         latency = self.units * UNIT_LATENCY + STEP_LATENCY
         return max(cycles * (SPLIT_LOSS if layer.parts == 2 else 1), latency / self.warpgroups)
 
@@ -150,12 +148,7 @@ class Spread:
         layer = self.layer
         walks = layer.batch * layer.dilation[0] * self.strips
         workers = gpu.processors * self.warpgroups
-
-        def cost(rows: int) -> float:
-            rounds = ceil_div(walks * ceil_div(self.walk_rows, rows), workers)
-            return rounds * (rows + layer.kernel[0])
-
-        return min(shares(self.walk_rows), key=cost)
+        return limits.band_rows(walks, self.walk_rows, workers, layer.kernel[0])
 
 
 def spread_of(layer: Layer, gpu: Gpu) -> Spread:

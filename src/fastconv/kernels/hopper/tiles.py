@@ -10,7 +10,7 @@ from functools import cached_property
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.hopper.layers import Layer
-from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS
+from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, together
 
 LOADER_WARPS = 3
 PRODUCT_BYTES = OUTPUTS * 32
@@ -31,7 +31,6 @@ PIECE_CYCLES = {4: 450.0, 2: 600.0}  # for the bulk copies of a piece, be they s
 RAW_SLOTS = (0, 1, 2)  # pieces that a loading warp has under way, 0 for pixel by pixel
 ONE_SLOT_LOSS = 1.25  # a warp with one waits for it
 WEIGHT_BYTES = 24.0
-OVERLAP_LOSS = 0.25
 TILE_CYCLES = 1500.0  # to start and to end a tile
 SHARED_BYTES = 128.0  # a cycle that the tensor cores read
 SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
@@ -252,9 +251,7 @@ class Tile:
 
     @property
     def tile_cycles(self) -> float:
-        parts = self.work.values()
-        # They go on at the same time, but not quite without getting into each other's way.
-        return TILE_CYCLES + max(parts) + OVERLAP_LOSS * (sum(parts) - max(parts))
+        return TILE_CYCLES + together(*self.work.values())
 
     def cycles(self, processors: int) -> float:
         """What the whole layer takes, estimated."""

@@ -63,7 +63,6 @@ PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
 PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
 BYTES_PER_CYCLE = 15.0  # that arrive from memory if all processors load
 LATENCY_CYCLES = 1500.0  # of memory
-OVERLAP_LOSS = 0.25
 STEP_CYCLES = 300.0
 BLOCK_CYCLES = 6000.0  # to start and to end
 FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
@@ -411,7 +410,7 @@ class Tile:
     def step_cycles(self, columns: int) -> float:
         """What a step of a strip of so many columns takes a processor."""
         in_columns = self.tile_columns - (self.strip_columns - columns) * self.problem.stride[1]
-        return STEP_CYCLES + _together(
+        return STEP_CYCLES + limits.together(
             self.multiply_cycles(columns),
             self.input_cycles(in_columns),
             self.grad_cycles(columns),
@@ -443,7 +442,7 @@ class Tile:
         """What it takes at least, with any strips and stages."""
         rows = self.image_groups * self.row_step * self.steps
         channels = min(self.channel_groups * OUTPUTS, self.group_out)
-        row = _together(
+        row = limits.together(
             self.multiply_cycles(self.row_columns),
             self.input_cycles(self.row_columns * self.problem.stride[1]),
             channels * self.row_columns * 16 / BYTES_PER_CYCLE,
@@ -463,11 +462,6 @@ class Tile:
 
         # As many as some number of waves has room for.
         return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
-
-
-def _together(*cycles: float) -> float:
-    """Of what goes on at the same time, but not quite without getting into each other's way."""
-    return max(cycles) + OVERLAP_LOSS * (sum(cycles) - max(cycles))
 
 
 def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:

@@ -1,6 +1,7 @@
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
 #pragma once
 #include "hopper/weight_grad_copy.cuh"
+#include "hopper/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -13,12 +14,6 @@ constexpr int kSlots = C::segments * kSums / 4;
 constexpr int kGroupColumns = 4;
 constexpr int kGroupProducts = 2;
 using Fragments = unsigned[C::parts][kGroupProducts][4];
-
-__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  const float rounded = round_to_tf32(value);
-  high = __float_as_uint(rounded);
-  low = __float_as_uint(round_operand_to_tf32(value - rounded));
-}
 
 // Where a thread's rows begin: of two channels, 8 apart, in its phases.
 struct FragmentRows {
@@ -120,11 +115,6 @@ __device__ __forceinline__ int first_fragment(int channel, int lane) {
     return lane % 8 * kPhaseBytes + lane / 16 * kPixelBytes +
            (channel + lane / 8 % 2 * 8) * kScalarBytes;
   }
-}
-
-__device__ __forceinline__ void hold_sums(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::segments; ++i) hold_registers(sums[i]);
 }
 
 __device__ __forceinline__ bool is_first_lane() { return threadIdx.x % 32 == 0; }
@@ -353,41 +343,8 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
                         bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float total = consumer.bias_total[half] + consumer.bias[half];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
+    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.bias[half]);
     if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
-  }
-}
-
-// Adds a thread's sums to its slots of the workspace, or sets those.
-template <bool kSet>
-__device__ __forceinline__ void flush(const Sums& sums, float4* slots) {
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
-    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
-    if constexpr (kSet) {
-      slots[i * 128] = values;
-    } else {
-      add_to_memory(slots + i * 128, values);
-    }
-  }
-}
-__device__ __forceinline__ void flush(Sums& sums, float4* slots, bool set) {
-  hold_sums(sums);
-  if (set) {
-    flush<true>(sums, slots);
-  } else {
-    flush<false>(sums, slots);
-  }
-}
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < C::segments; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
   }
 }
 

@@ -38,16 +38,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
     const Tile tile(first_tile + i / kBlockSlots);
-    const float4* const first = workspace + i;
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int worker = 0; worker < workers; ++worker) {
-      const float4 partial = first[static_cast<long long>(worker) * tiles * kBlockSlots];
-      total.x += partial.x;
-      total.y += partial.y;
-      total.z += partial.z;
-      total.w += partial.w;
-    }
+    const float4 total = total_of(workspace + i, tiles * kBlockSlots, workers);
     const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
