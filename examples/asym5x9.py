@@ -104,14 +104,30 @@ SOURCES["hopper/correlate.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int items) {
+// How sums of a product's row become outputs.
+__device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
+                                            const Item& item, const Target& target, int row) {
+  Finish finish;
+  const int channel = target.channel(row);
+  if (bias && channel < C::group_out) {
+    finish.bias = widen(bias[item.group * C::group_out + channel]);
+  }
+  if constexpr (C::halves) {
+    constexpr int kOfGroup = C::table_channels / C::groups;
+    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
+                    items.tables.images()[item.image];
+  }
+  return finish;
+}
+
+__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items) {
   Consumer consumer;
   const int lane = consumer.lane;
   const int warp = consumer.warp;
   const int warpgroup = consumer.warpgroup;
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warpgroup * kStagingBytes);
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
     const Item item(index);
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles; ++tile) {
@@ -122,28 +138,25 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int 
         consumer.compute(sums, tile == 0, tile == item.tiles - 1);
       }
       const Target target(output, item, tile, consumer);
-      float biases[2] = {0.0f, 0.0f};
-      if (bias) {
+      Finish finish[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int channel = target.channel(16 * warp + lane / 4 + 8 * half);
-          if (channel < C::group_out)
-            biases[half] = widen(bias[item.group * C::group_out + channel]);
-        }
+      for (int half = 0; half < 2; ++half) {
+        finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
       if constexpr (C::out_channels_last) {
-        store_pixels(sums, biases, staging, target, warpgroup, warp, lane);
+        store_pixels(sums, finish, staging, target, warpgroup, warp, lane);
       } else {
-        store_rows(sums, biases, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
+        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
       }
     }
   }
   if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
 }
 
-__device__ __forceinline__ void correlate(const Scalar* input, const unsigned char* packed,
+__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch) {
-  const int items = batch * kItemsPerImage;
+  const Items items(scratch, batch);
+  if (items.none() || items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -154,6 +167,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
       barrier_init(&barriers().weights_full[i], 1);
       barrier_init(&barriers().weights_empty[i], kConsumerWarps);
     }
+    for (int i = 0; i < kConsumers; ++i) barrier_init(&barriers().turn[i], 4);
     for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kPieceChannels);
     barrier_init_fence();
   }
@@ -169,7 +183,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
         load_input(input, items);
       }
     } else if (threadIdx.x == 0) {
-      stream_weights(packed, items);
+      stream_weights(scratch + C::packed_at, items);
     }
   } else {
     take_registers<C::consumer_registers>();
@@ -181,14 +195,15 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
 }  // namespace fastconv
 
 __global__ void __launch_bounds__(256)
-    pack(const Config::Scalar* weight, unsigned char* packed) {
-  fastconv::hopper::pack(weight, packed);
+    pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
+         int batch) {
+  fastconv::hopper::pack(weight, input, scratch, batch);
 }
 
 __global__ void __launch_bounds__(384, 1)
-    correlate(const Config::Scalar* input, const unsigned char* packed, const Config::Scalar* bias,
+    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {
-  fastconv::hopper::correlate(input, packed, bias, output, batch);
+  fastconv::hopper::correlate(input, scratch, bias, output, batch);
 }
 """
 
@@ -1180,9 +1195,9 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
 SOURCES["hopper/correlate_stage.cuh"] = r"""
 // Contiguous input: fetched by bulk copies, and transposed out of shared memory.
 //
-// Lines come in pieces of 32 bytes' channels, by one bulk copy a channel, some pieces ahead of the
-// one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes before
-// its first pixel, so that rows may begin anywhere.
+// Lines come in pieces of two vectors' channels, by one bulk copy a channel, some pieces ahead of
+// the one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes
+// before its first pixel, so that rows may begin anywhere.
 #include "hopper/correlate_load.cuh"
 
 namespace fastconv {
@@ -1196,7 +1211,9 @@ static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kF
 struct PieceCursor : StageCursor {
   int piece;
 
-  __device__ PieceCursor(int items, int warp) : StageCursor(items), piece(warp) { settle(); }
+  __device__ PieceCursor(const Items& items, int warp) : StageCursor(items), piece(warp) {
+    settle();
+  }
   __device__ void settle() {
     for (; piece >= kPieces && more(); piece -= kPieces) StageCursor::advance();
   }
@@ -1264,53 +1281,55 @@ __device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_en
 // A vector of channels of each of some pixels, 32 apart, to their stage.
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
-                                              const Scalar* const (&channels)[kVector],
-                                              unsigned char* target, int first) {
-  Words vectors[C::batch];
+                                              const Scalar* const (&channels)[kVectorChannels],
+                                              unsigned char* target, int first, Scale& scale) {
+  Channels vectors[C::batch];
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
     const bool inside = kInside ? pixel < C::pitch
                                 : static_cast<unsigned>(pixel - piece.before) <
                                       static_cast<unsigned>(piece.columns);
-    Scalar elements[kVector];
+    Scalar elements[kVectorChannels];
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const bool valid = inside && (kInside || piece.has(plane * kVector + j));
+    for (int j = 0; j < kVectorChannels; ++j) {
+      const bool valid = inside && (kInside || piece.has(plane * kVectorChannels + j));
       elements[j] = valid ? channels[j][pixel] : Scalar{};
     }
-    vectors[k] = words_of(elements);
+    vectors[k] = channels_of(elements);
   }
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
-    if (pixel < C::pitch) store_parts(target + pixel * 16, kPartPixels * 16, vectors[k]);
+    if (pixel < C::pitch) {
+      store_parts<false>(target + pixel * 16, kPartPixels * 16, vectors[k], scale);
+    }
   }
 }
 
 // Writes a piece that has arrived to its stage.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
-                                        int lane) {
+                                        int lane, Scale& scale) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
   for (int plane = 0; plane < 2; ++plane) {
-    const Scalar* channels[kVector];  // at the line's first pixel, which may be outside
+    const Scalar* channels[kVectorChannels];  // at the line's first pixel, which may be outside
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const int i = plane * kVector + j;
+    for (int j = 0; j < kVectorChannels; ++j) {
+      const int i = plane * kVectorChannels + j;
       channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
     }
     unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
     if (whole) {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<true>(piece, plane, channels, target, first + lane);
+        convert_batch<true>(piece, plane, channels, target, first + lane, scale);
       }
     } else {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<false>(piece, plane, channels, target, first + lane);
+        convert_batch<false>(piece, plane, channels, target, first + lane, scale);
       }
     }
   }
@@ -1318,7 +1337,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
 
 // Three warps: load all input stages.
 __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
-                                            int items) {
+                                            const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // From one lane, for the compiler to see that it is the same for all.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
@@ -1340,15 +1359,17 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   for (StageCursor stage(items); stage.more(); stage.advance()) {
     barrier_wait(&barriers().input_empty[at.stage], at.parity);
     const Source source(input, stage);
+    Scale scale = items.scale(stage.item.image);
     for (; piece < kPieces; piece += kLoaderWarps) {
       barrier_wait(full + arrived.stage, arrived.parity);
       convert(Piece(source, piece), raw + arrived.stage * kRawElements,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane);
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scale);
       __syncwarp();
       fetch_next(arrived.stage);
       arrived.advance();
     }
     piece -= kPieces;
+    items.judge(scale, stage.item.image);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -1372,7 +1393,6 @@ constexpr int kOutChannels = C::groups * C::group_out;
 constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
-constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
 
 // What is stored of a row: a column for each pixel, or `interleave` columns.
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
@@ -1480,22 +1500,32 @@ __device__ __forceinline__ void stage_pair(Scalar* target, float first, float se
   }
 }
 
+// What becomes of a sum before it is stored.
+struct Finish {
+  float bias = 0.0f;
+  float factor = 1.0f;  // of halves
+
+  __device__ __forceinline__ float operator()(float sum) const {
+    return C::halves ? fmaf(sum, factor, bias) : sum + bias;
+  }
+};
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
-                                           int half, float bias, int lane) {
+                                           int half, const Finish& finish, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const float first = sums[4 * j + 2 * half] + bias;
-      const float second = sums[4 * j + 2 * half + 1] + bias;
+      const float first = finish(sums[4 * j + 2 * half]);
+      const float second = finish(sums[4 * j + 2 * half + 1]);
       if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
       } else if constexpr (C::column_sums == 2) {
-        stage_pair(target, first, sums[4 * j + 2] + bias);
-        stage_pair(target + 2, second, sums[4 * j + 3] + bias);
+        stage_pair(target, first, finish(sums[4 * j + 2]));
+        stage_pair(target + 2, second, finish(sums[4 * j + 3]));
       } else {
         stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
         stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
@@ -1528,17 +1558,17 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
 }
 
 // The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
-// begin where the row's memory has a multiple of 32 bytes.
+// begin where the row's memory has a multiple of `lead`.
 struct Window {
   Scalar* row;     // the element in the image's column 0
   int at;          // the stored column of the turn's first pixel, were it in this line
   int begin, end;  // stored columns
-  int beyond;      // how far the row begins beyond a multiple of 32 bytes, in elements
+  int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
 
   __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
       : row(row) {
     at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
-    beyond = kRowsAligned ? 0 : misalignment(row, kSector);
+    beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
     end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
     begin = max(C::lead > 0 ? max(begin, 0) : begin, at);
@@ -1583,7 +1613,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
 }
 
 // Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
-__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
+__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
                                            Scalar* staging, const Target& target, int warp,
                                            int lane) {
   constexpr int kHalves = 2 / C::column_sums;
@@ -1602,7 +1632,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
       }
       __syncwarp();
       Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
-      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, bias[half], lane);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, finish[half], lane);
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
@@ -1632,7 +1662,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 // Sums of 16 channels to pixels of 64 channels.
 template <class T>
 __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
-                                             const float (&bias)[2], int warp, int lane) {
+                                             const Finish (&finish)[2], int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
     const int j = turn * (C::pass_pixels / 8) + i;
@@ -1642,7 +1672,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
-        rows[k] = narrow_pair(T{}, sums[first] + bias[k % 2], sums[first + 1] + bias[k % 2]);
+        rows[k] = narrow_pair(T{}, finish[k % 2](sums[first]), finish[k % 2](sums[first + 1]));
       }
       const int pixel = 8 * (i + lane / 16) + lane % 8;
       store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
@@ -1652,7 +1682,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
         const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
         if (8 * (j + k / 4) < C::pixels) {
           staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
-              narrow<T>(sums[4 * j + k] + bias[k / 2 % 2]);
+              narrow<T>(finish[k / 2 % 2](sums[4 * j + k]));
         }
       }
     }
@@ -1660,7 +1690,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
 }
 
 // Channels-last outputs: each pixel's 64 channels are neighbours.
-__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const float (&bias)[2],
+__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
@@ -1669,7 +1699,7 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
     warpgroup_sync(warpgroup);
-    stage_pixels(sums, staging, turn, bias, warp, lane);
+    stage_pixels(sums, staging, turn, finish, warp, lane);
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4
@@ -1693,13 +1723,15 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
 
 SOURCES["hopper/correlate_weights.cuh"] = r"""
 // Weights: packed as the tensor cores want them, and streamed to shared memory.
-#include "hopper/correlate_tile.cuh"
+#include "hopper/correlate_load.cuh"
 
 namespace fastconv {
 namespace hopper {
 
+constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
-    C::groups * kOutputGroups * kChunks * kTaps * C::k_steps * C::channel_groups * 2 * kOutputs;
+    C::groups * kOutputGroups * kSteps * C::channel_groups * 2 * kOutputs;
+constexpr int kMostSamples = 256;  // of an image, 32 numbers each
 
 // The weight of output channel `out` for input channel `in`, both of the group; zero for what
 // folding, or summing two columns, has added to the kernel. `sum` says which of the two.
@@ -1725,49 +1757,133 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
 
 // Weights as the consumers want them, a chunk's taps in one piece:
 //   [group][output group][chunk][tap][k step][part][channel group][2][64][16 bytes]
-__device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed) {
-  const int step = static_cast<int>(gridDim.x * blockDim.x);
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kPackedVectors; i += step) {
-    int rest = i;
-    const int m = rest % kOutputs;
-    rest /= kOutputs;
-    const int plane = rest % 2;
-    rest /= 2;
-    const int channel_group = rest % C::channel_groups;
-    rest /= C::channel_groups;
-    const int k_step = rest % C::k_steps;
-    rest /= C::k_steps;
-    const int tap = rest % kTaps;
-    rest /= kTaps;
-    const int chunk = rest % kChunks;
-    rest /= kChunks;
-    const int output_group = rest % kOutputGroups;
-    const int group = rest / kOutputGroups;
+struct PackedVector {
+  int part;  // group and output group
+  int channel_group;
+  int m;     // row of the product
+  int step;  // chunk, tap and k step
+  int plane;
 
+  __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed,
+                                       Scale& scale) const {
+    const int k_step = step % C::k_steps;
+    const int tap = step / C::k_steps % kTaps;
+    const int chunk = step / (C::k_steps * kTaps);
     const int stacked = row_of_column(m) / kStackChannels;
-    const int out = (output_group * C::channel_groups + channel_group) * kStackChannels +
+    const int out = (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels +
                     row_of_column(m) % kStackChannels;
     const int sum = m / 8 % C::column_sums;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
-    const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVector;
+    const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVectorChannels;
     const bool exists = out < C::group_out && row >= 0 && row < C::kernel_height;
-    Vector<Scalar, kVector> vector;
-    for (int j = 0; j < kVector; ++j) {
+    Scalar elements[kVectorChannels];
+    for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = exists && first + j < C::group_in;
-      vector.element[j] =
-          valid ? weight_at(weight, group, out, first + j, row, column, sum) : Scalar{};
+      elements[j] = valid
+                        ? weight_at(weight, part / kOutputGroups, out, first + j, row, column, sum)
+                        : Scalar{};
     }
-    const long long product = static_cast<long long>(i / (2 * kOutputs * C::channel_groups)) *
-                                  (C::parts * C::channel_groups) +
-                              channel_group;
-    store_parts(packed + product * kProductBytes + (plane * kOutputs + m) * 16,
-                C::channel_groups * kProductBytes, reinterpret_cast<const Words&>(vector));
+    const long long product =
+        (static_cast<long long>(part) * kSteps + step) * (kWeightParts * C::channel_groups) +
+        channel_group;
+    store_parts<true>(packed + product * kProductBytes + (plane * kOutputs + m) * 16,
+                      C::channel_groups * kProductBytes, channels_of(elements), scale);
+  }
+};
+
+__device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* packed) {
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  Scale scale(1.0f);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kPackedVectors; i += step) {
+    int rest = i;
+    PackedVector vector;
+    vector.m = rest % kOutputs;
+    rest /= kOutputs;
+    vector.plane = rest % 2;
+    rest /= 2;
+    vector.channel_group = rest % C::channel_groups;
+    rest /= C::channel_groups;
+    vector.step = rest % kSteps;
+    vector.part = rest / kSteps;
+    vector.pack(weight, packed, scale);
+  }
+}
+
+// A block: scales and packs one output channel's weights. Gives what scales its sums back.
+__device__ __forceinline__ float pack_channel(const Scalar* weight, unsigned char* packed,
+                                              int channel) {
+  PackedVector vector;
+  const int of_product = channel % kStackChannels;
+  vector.channel_group = channel / kStackChannels % C::channel_groups;
+  vector.part = channel / (kStackChannels * C::channel_groups);
+  const int out = channel % (kOutputGroups * C::channel_groups * kStackChannels);
+  float largest = 0.0f;
+  constexpr int kWeights = C::kernel_height * C::kernel_width * C::column_sums;
+  for (int i = threadIdx.x; i < (out < C::group_out ? C::group_in * kWeights : 0);
+       i += blockDim.x) {
+    const int sum = i % C::column_sums;
+    const int column = i / C::column_sums % C::kernel_width;
+    const int row = i / (C::column_sums * C::kernel_width) % C::kernel_height;
+    largest = larger(largest, fabsf(widen(weight_at(weight, vector.part / kOutputGroups, out,
+                                                    i / kWeights, row, column, sum))));
+  }
+  Scale range(scale_to(block_largest(largest), kWeightExponent));
+  if (range.scale == 0.0f) return 0.0f;
+  for (int i = threadIdx.x; i < kSteps * 2 * C::stack * C::column_sums; i += blockDim.x) {
+    const int row = i % C::stack * kStackChannels + of_product;
+    const int sum = i / C::stack % C::column_sums;
+    vector.m = C::column_sums == 1 ? row : row / 8 * 16 + sum * 8 + row % 8;
+    vector.plane = i / (C::stack * C::column_sums) % 2;
+    vector.step = i / (C::stack * C::column_sums * 2);
+    vector.pack(weight, packed, range);
+  }
+  return block_largest(range.fits(kLeastWeight) ? 0.0f : 1.0f) == 0.0f ? 1.0f / range.scale : 0.0f;
+}
+
+// A block: the scale of an image, by the largest of numbers that are spread evenly over it.
+__device__ __forceinline__ float sample(const Scalar* image) {
+  constexpr int kPieces = ceil_div(kInImage, 32);
+  constexpr int kSamples = kPieces < kMostSamples ? kPieces : kMostSamples;
+  constexpr long long kLast = kInImage > 32 ? kInImage - 32 : 0;  // where the last begins
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float largest = 0.0f;
+#pragma unroll 8
+  for (int i = threadIdx.x / 32; i < kSamples; i += blockDim.x / 32) {
+    const int first = static_cast<int>(kLast * i / (kSamples > 1 ? kSamples - 1 : 1));
+    const float number = widen(load_element(image + first + lane, lane < kInImage));
+    largest = larger(largest, fabsf(number));
+  }
+  return scale_to(block_largest(largest), kImageExponent);
+}
+
+__device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
+                                     unsigned char* scratch, int batch) {
+  unsigned char* const packed = scratch + C::packed_at;
+  if constexpr (C::halves) {
+    static_assert(!C::halves || C::table_channels ==
+                                    C::groups * kOutputGroups * C::channel_groups * kStackChannels,
+                  "a factor for each row of the products");
+    const Tables tables{scratch, batch};
+    const int block = static_cast<int>(blockIdx.x);
+    const int image = block - C::table_channels;
+    if (image < 0) {
+      const float factor = pack_channel(weight, packed, block);
+      if (threadIdx.x == 0) tables.channels()[block] = factor;
+    } else {
+      const float scale = sample(input + static_cast<long long>(image) * kInImage);
+      if (threadIdx.x == 0) {
+        tables.images()[image] = scale;
+        tables.marks()[image] = 0;
+      }
+    }
+  } else {
+    if (!Items(scratch, batch).none()) pack_all(weight, packed);
   }
 }
 
 // One thread: sends every tile's weights through the ring, or all weights once if they fit.
-__device__ __forceinline__ void stream_weights(const unsigned char* packed, int items) {
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
   constexpr int kPerTile = kChunks * kWeightStages;
   const auto send = [](int stage, const unsigned char* source) {
     Barrier* const full = &barriers().weights_full[stage];
@@ -1780,7 +1896,7 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
     return;
   }
   Ring<C::weight_stages> at(1);
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
     const Item item(index);
     const int part =
         item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
@@ -1800,9 +1916,221 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, int 
 }  // namespace fastconv
 """
 
+SOURCES["hopper/correlate_multiply.cuh"] = r"""
+// Consumers: warpgroups that multiply what is in shared memory.
+#include "hopper/correlate_tile.cuh"
+#include "include/wgmma.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kSums = C::pixels / 2;  // of a thread
+
+// Where a tap's first pixel lies in the stages of a tile whose first is `stage`, in 16 bytes.
+__device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
+  const int tap_row = tap / C::kernel_width;
+  const int tap_column = tap % C::kernel_width;
+  const int column_slot = tap_column % kColumnPhases;
+  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
+  if constexpr (C::rolling) {
+    int of_row = stage + first_row + tap_row;
+    if (of_row >= C::input_stages) of_row -= C::input_stages;
+    return of_row * (kInputBytes / 16) + column;
+  } else {
+    return stage * (kInputBytes / 16) + tap_row % kRowPhases * (kColumnSlots * kSlotPixels) +
+           (first_row + tap_row / kRowPhases) * C::pitch + column;
+  }
+}
+
+// A warpgroup that multiplies and stores; what it keeps from one tile to the next.
+struct Consumer {
+  int lane;
+  int warp;  // of the warpgroup
+  int warpgroup;
+  int channel_group;
+  int pixel_group;
+  Matrix input_matrix;
+  Matrix weight_matrix;
+  Ring<C::input_stages> input{0};  // the next stage to wait for
+  Ring<C::weight_stages> weights{0};
+  Ring<C::input_stages> spent_input{0};  // the next to give back
+  Ring<C::weight_stages> spent_weights{0};
+  unsigned turn;  // parity
+
+  __device__ Consumer() {
+    lane = static_cast<int>(threadIdx.x) % 32;
+    // From one lane, for the compiler to see that it is the same for all.
+    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
+    warp = number % 4;
+    warpgroup = number / 4;
+    turn = warpgroup == 0;
+    channel_group = warpgroup % C::channel_groups;
+    pixel_group = warpgroup / C::channel_groups;
+    input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
+    weight_matrix =
+        matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
+  }
+
+  // Waits for the input of a chunk of a tile, as far as no earlier tile has; its first stage.
+  __device__ __forceinline__ int wait_for_input(bool first_of_item) {
+    const int first = C::rolling ? spent_input.stage : input.stage;
+    const int stages = !C::rolling ? 1 : first_of_item ? kHaloRows : kTileRows;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      barrier_wait(&barriers().input_full[input.stage], input.parity);
+      input.advance();
+    }
+    return first;
+  }
+
+  // Gives back the input of a chunk of a tile, but for what the next tile reads too.
+  __device__ __forceinline__ void release_input(bool last_of_item) {
+    const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      if (lane == 0) barrier_arrive(&barriers().input_empty[spent_input.stage]);
+      spent_input.advance();
+    }
+  }
+
+  __device__ __forceinline__ int wait_for_weights(int stage_of_tile) {
+    if constexpr (C::resident) {
+      barrier_wait(&barriers().weights_full[stage_of_tile], 0);
+      return stage_of_tile;
+    } else {
+      const int stage = weights.stage;
+      barrier_wait(&barriers().weights_full[stage], weights.parity);
+      weights.advance();
+      return stage;
+    }
+  }
+
+  __device__ __forceinline__ void release_weights() {
+    if constexpr (!C::resident) {
+      if (lane == 0) barrier_arrive(&barriers().weights_empty[spent_weights.stage]);
+      spent_weights.advance();
+    }
+  }
+
+  // With `turns`, consumers multiply by turns, so that one does while the other stores.
+  __device__ __forceinline__ void wait_for_turn() {
+    if constexpr (C::turns) {
+      barrier_wait(&barriers().turn[warpgroup], turn);
+      turn ^= 1;
+    }
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (C::turns) {
+      if (lane == 0) barrier_arrive(&barriers().turn[kConsumers - 1 - warpgroup]);
+    }
+  }
+
+  // The products of one stage of weights.
+  __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
+                                           int first_tap, bool accumulate) const {
+    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
+    // The large products of split numbers last: what the small ones add is not lost.
+#pragma unroll
+    for (int large = C::parts == 2 ? 0 : 1; large < 2; ++large) {
+#pragma unroll
+      for (int j = 0; j < C::stage_taps; ++j) {
+        const Matrix right =
+            input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
+#pragma unroll
+        for (int k = 0; k < C::k_steps; ++k) {
+          const Matrix a = left + (j * C::k_steps + k) * (kWeightParts * kPart);
+          const Matrix b = right + 2 * k * kPlanePixels;
+          if (large) {
+            wgmma<C::pixels>(Factor{}, sums, a, b, accumulate);
+          } else {
+            if constexpr (C::low_products) {
+              wgmma<C::pixels>(Factor{}, sums, a + kPart, b + kPartPixels, accumulate);
+              accumulate = true;
+            }
+            // Halves' low parts are enlarged, and a third part of weights makes up for it.
+            const Matrix high = C::halves ? a + 2 * kPart : a;
+            wgmma<C::pixels>(Factor{}, sums, high, b + kPartPixels, accumulate);
+            wgmma<C::pixels>(Factor{}, sums, a + kPart, b, true);
+          }
+          accumulate = true;
+        }
+      }
+    }
+    wgmma_commit();
+  }
+
+  // One tile's sums, without the bias. Stages are given back one step late, when their products are
+  // complete but the next ones are on their way already.
+  __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
+                                          bool last_of_item) {
+    bool accumulate = false;
+    wait_for_turn();
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int input_stage = wait_for_input(first_of_item);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, accumulate);
+        wgmma_wait<1>();
+        if (accumulate) release_weights();
+        if (chunk > 0 && stage == 0) release_input(false);
+        accumulate = true;
+      }
+    }
+    end_turn();
+    wgmma_wait<0>();
+    hold_registers(sums);
+    release_weights();
+    release_input(last_of_item);
+  }
+
+  // The same in two levels, for numbers in two parts. What a total loses as it is rounded is where
+  // the next sums begin (`compensated`): long sums are no less exact than short ones.
+  __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
+                                                bool last_of_item) {
+    float sums[kSums];
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+    wait_for_turn();
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int input_stage = wait_for_input(first_of_item);
+      int weight_stage = wait_for_weights(chunk * kWeightStages);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, C::compensated);
+        // The next wait is over before the products are.
+        if (stage < kWeightStages - 1) {
+          weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
+        } else if (chunk == kChunks - 1) {
+          end_turn();
+        }
+        wgmma_wait<0>();
+        hold_registers(sums);
+        release_weights();
+        if (stage == kWeightStages - 1) release_input(last_of_item);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          const float total = totals[i] + sums[i];
+          if constexpr (C::compensated) sums[i] -= total - totals[i];
+          totals[i] = total;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
 SOURCES["hopper/correlate_load.cuh"] = r"""
 // Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
-#include "hopper/correlate_tile.cuh"
+#include "hopper/correlate_scale.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -1857,18 +2185,25 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
 }
 
 // A vector of channels.
-__device__ __forceinline__ Words words_of(const Scalar* elements) {
-  Words result;
+__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const Scalar* const first = elements + k * (kVector / 4);
     if constexpr (sizeof(Scalar) == 4) {
-      result.word[k] = __float_as_uint(widen(*first));
+      vector.word[k] = __float_as_uint(widen(*first));
     } else {
-      result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
     }
   }
-  return result;
+}
+__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
+}
+__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
+  Channels vector;
+  fill(vector, elements);
+  return vector;
 }
 
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
@@ -1900,7 +2235,7 @@ struct VectorUnit {
 struct PixelUnit {
   static constexpr int kVectors = 2;
   static constexpr int kCount = kPartPixels / 2;
-  Scalar loaded[2 * kVector];
+  Scalar loaded[2 * kVectorChannels];
 
   __device__ static int plane(int index) { return index / kPlanePixels * 2; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
@@ -1916,10 +2251,11 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < 2 * kVector; ++j) loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < 2 * kVectorChannels; ++j)
+        loaded[j] = load_element(source + j * kInChannel);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2 * kVector; ++j) {
+      for (int j = 0; j < 2 * kVectorChannels; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
         loaded[j] = load_element(source + j * kInChannel, valid);
       }
@@ -1927,7 +2263,7 @@ struct PixelUnit {
   }
   __device__ void load_folded(const Place& place, int channel) {
 #pragma unroll
-    for (int j = 0; j < 2 * kVector; ++j) {
+    for (int j = 0; j < 2 * kVectorChannels; ++j) {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
@@ -1935,18 +2271,10 @@ struct PixelUnit {
           place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
     }
   }
-  __device__ Words vector(int i) const { return words_of(loaded + i * kVector); }
+  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
   __device__ static int offset(int i) { return i * kPlanePixels; }
 };
 
-template <bool kFirst, class First, class Second>
-struct Either {
-  using type = First;
-};
-template <class First, class Second>
-struct Either<false, First, Second> {
-  using type = Second;
-};
 using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
 constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
 
@@ -1956,20 +2284,21 @@ __device__ __forceinline__ bool unit_exists(int index) {
 
 // Goes through all input stages of a block: of each chunk, of each item.
 struct StageCursor {
+  const Items& items;
   int index;
-  int items;
   Item item;
   int chunk = 0;
   int stage = 0;
 
-  __device__ explicit StageCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
-  __device__ bool more() const { return index < items; }
+  __device__ explicit StageCursor(const Items& items)
+      : items(items), index(items.first()), item(index) {}
+  __device__ bool more() const { return index < items.count(); }
   __device__ void advance() {
     if (++stage < item.stages()) return;
     stage = 0;
     if (++chunk < kChunks) return;
     chunk = 0;
-    index += gridDim.x;
+    index = items.after(index);
     if (more()) item = Item(index);
   }
 };
@@ -1978,7 +2307,7 @@ struct StageCursor {
 struct LoadCursor : StageCursor {
   int batch = 0;
 
-  __device__ explicit LoadCursor(int items) : StageCursor(items) {}
+  __device__ explicit LoadCursor(const Items& items) : StageCursor(items) {}
   __device__ void advance() {
     if (++batch < kBatches) return;
     batch = 0;
@@ -2016,41 +2345,49 @@ struct Source {
             unit_exists(index)};
   }
   __device__ __forceinline__ int channel_of(int index) const {
-    return channel + Unit::plane(index) * kVector;
+    return channel + Unit::plane(index) * kVectorChannels;
   }
 };
 
-// Starts loading a thread's units of a batch.
-__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
-                                           Unit (&units)[C::batch]) {
-  const Source source(input, at);
-#pragma unroll
-  for (int k = 0; k < C::batch; ++k) {
-    const int index = thread + kLoaders * (at.batch * C::batch + k);
-    units[k].load(source.find(index), source.channel_of(index));
-  }
-}
+// A thread's units of a batch, and the image they are of.
+struct Batch {
+  Unit units[C::batch];
+  int image;
 
-// Writes them to a stage.
-__device__ __forceinline__ void store_batch(unsigned char* stage, int batch, int thread,
-                                            const Unit (&units)[C::batch]) {
+  // Starts loading them.
+  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
+    const Source source(input, at);
+    image = at.item.image;
 #pragma unroll
-  for (int k = 0; k < C::batch; ++k) {
-    const int index = thread + kLoaders * (batch * C::batch + k);
-    if (!unit_exists(index)) continue;
-    const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
-#pragma unroll
-    for (int i = 0; i < Unit::kVectors; ++i) {
-      store_parts(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i));
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (at.batch * C::batch + k);
+      units[k].load(source.find(index), source.channel_of(index));
     }
   }
-}
+
+  // Writes them to a stage.
+  __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
+                                        Scale& scale) const {
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (batch * C::batch + k);
+      if (!unit_exists(index)) continue;
+      const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+#pragma unroll
+      for (int i = 0; i < Unit::kVectors; ++i) {
+        store_parts<false>(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16,
+                           units[k].vector(i), scale);
+      }
+    }
+  }
+};
 
 // Three warps: load all input stages, a few batches ahead of what they write.
-__device__ __forceinline__ void load_input(const Scalar* input, int items) {
+__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const int lane = thread % 32;
-  Unit units[C::batches_ahead][C::batch];
+  Batch batches[C::batches_ahead];
+  Scale scale(1.0f);
   LoadCursor next(items);
   Ring<C::input_stages> at(1);
   int under_way = 0;
@@ -2058,7 +2395,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
 #pragma unroll
   for (int i = 0; i < C::batches_ahead - 1; ++i) {
     if (next.more()) {
-      load_batch(input, next, thread, units[i]);
+      batches[i].load(input, next, thread);
       next.advance();
       ++under_way;
     }
@@ -2067,16 +2404,20 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
 #pragma unroll
     for (int i = 0; i < C::batches_ahead; ++i) {
       if (next.more()) {
-        load_batch(input, next, thread, units[(i + C::batches_ahead - 1) % C::batches_ahead]);
+        batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
         next.advance();
         ++under_way;
       }
       if (under_way == 0) break;
       --under_way;
-      if (batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
-      store_batch(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, units[i]);
+      if (batch == 0) {
+        scale = items.scale(batches[i].image);
+        barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      }
+      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, scale);
       if (++batch == kBatches) {
         batch = 0;
+        items.judge(scale, batches[i].image);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -2088,7 +2429,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
 
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
-__device__ __forceinline__ void copy_input(const Scalar* input, int items) {
+__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
   Ring<C::input_stages> at(1);
   Ring<C::input_stages> landed(0);
@@ -2132,191 +2473,241 @@ __device__ __forceinline__ void copy_input(const Scalar* input, int items) {
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate_multiply.cuh"] = r"""
-// Consumers: warpgroups that multiply what is in shared memory.
-#include "hopper/correlate_tile.cuh"
-#include "include/wgmma.cuh"
+SOURCES["hopper/correlate_scale.cuh"] = r"""
+// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
+//
+// Each image is scaled by a power of two that a sample of its numbers decides, and each output
+// channel's weights by one that the largest of them decides; sums are scaled back as they are
+// stored. Whether all numbers fit is seen as they are converted. If an image's do not, it is
+// marked, and a second kernel (`repairs`) computes it once more, in TF32; if weights do not, it
+// computes all images, and the first none. Nothing but an image's own numbers and the weights
+// decides.
+#include "hopper/correlate_vector.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kSums = C::pixels / 2;  // of a thread
+constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
 
-// Where a tap's first pixel lies in the stages of a tile whose first is `stage`, in 16 bytes.
-__device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
-  const int tap_row = tap / C::kernel_width;
-  const int tap_column = tap % C::kernel_width;
-  const int column_slot = tap_column % kColumnPhases;
-  const int column = column_slot * kSlotPixels + tap_column * kColumnStep / kColumnPhases;
-  if constexpr (C::rolling) {
-    int of_row = stage + first_row + tap_row;
-    if (of_row >= C::input_stages) of_row -= C::input_stages;
-    return of_row * (kInputBytes / 16) + column;
-  } else {
-    return stage * (kInputBytes / 16) + tap_row % kRowPhases * (kColumnSlots * kSlotPixels) +
-           (first_row + tap_row / kRowPhases) * C::pitch + column;
+// The exponents that numbers are scaled to: that of the largest weight, and of an image's largest
+// number in the sample. Others of it may be 2^4 times as large.
+constexpr int kWeightExponent = 14;
+constexpr int kImageExponent = 11;
+constexpr int kMostExponent = 60;  // of what is scaled: scales, and products of two, are normal
+
+// What a vector's largest number has to reach, once scaled. From 2^-14 on, float16 has all bits;
+// the low parts of weights, and weights 2^-11 times as large, have no scale of their own.
+constexpr float kLeastInput = 1.0f / (1 << 14);
+constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
+
+// Tables in the workspace.
+struct Tables {
+  unsigned char* scratch;
+  int batch;
+
+  // What scales an output channel's sums back; 0 if its weights do not fit.
+  __device__ __forceinline__ float* channels() const {
+    return reinterpret_cast<float*>(scratch + C::tables_at);
   }
+  // An image's scale; 0 if none will do.
+  __device__ __forceinline__ float* images() const { return channels() + C::table_channels; }
+  // Not 0 for images some of whose numbers do not fit.
+  __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
+};
+
+// What a block takes its items from: the images that this kernel computes.
+struct Items {
+  Tables tables;  // without a workspace if weights do not fit
+
+  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
+    if constexpr (kSelects) {
+      bool fit = true;
+#pragma unroll 4
+      for (int i = threadIdx.x % 32; i < C::table_channels; i += 32) {
+        fit = fit && tables.channels()[i] != 0.0f;
+      }
+      if (!__all_sync(~0u, fit)) tables.scratch = nullptr;
+    }
+  }
+  __device__ __forceinline__ bool has(int image) const {
+    if constexpr (C::halves) return tables.scratch && tables.images()[image] != 0.0f;
+    if constexpr (C::repairs) {
+      return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
+    }
+    return true;
+  }
+  // Whether there is nothing to do.
+  __device__ bool none() const {
+    if constexpr (!kSelects) return false;
+    bool found = false;
+    for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
+    return !__any_sync(~0u, found);
+  }
+  __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
+
+  // A block's items: the first, and the one after another.
+  __device__ __forceinline__ int first() const { return settled(blockIdx.x); }
+  __device__ __forceinline__ int after(int index) const { return settled(index + gridDim.x); }
+  __device__ __forceinline__ int settled(int index) const {
+    if constexpr (kSelects) {
+      while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
+    }
+    return index;
+  }
+
+  // What an image's numbers are multiplied by.
+  __device__ __forceinline__ Scale scale(int image) const {
+    return Scale(C::halves ? tables.images()[image] : 1.0f);
+  }
+  // Marks the image if not all numbers that the warp has seen since the last call fit.
+  __device__ __forceinline__ void judge(HalfScale& range, int image) const {
+    const bool fits = range.fits(kLeastInput);
+    if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
+    range = HalfScale(range.scale);
+  }
+  __device__ __forceinline__ void judge(NoScale&, int) const {}
+};
+
+// The larger of all threads' numbers, in a block of whole warps.
+__device__ __forceinline__ float block_largest(float number) {
+  auto* const of_warps = reinterpret_cast<float*>(shared_memory());
+#pragma unroll
+  for (int flip = 16; flip > 0; flip /= 2) {
+    number = larger(number, __shfl_xor_sync(~0u, number, flip));
+  }
+  __syncthreads();  // the last call's have been read
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = number;
+  __syncthreads();
+  for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) number = larger(number, of_warps[i]);
+  return number;
 }
 
-// A warpgroup that multiplies and stores; what it keeps from one tile to the next.
-struct Consumer {
-  int lane;
-  int warp;  // of the warpgroup
-  int warpgroup;
-  int channel_group;
-  int pixel_group;
-  Matrix input_matrix;
-  Matrix weight_matrix;
-  Ring<C::input_stages> input{0};  // the next stage to wait for
-  Ring<C::weight_stages> weights{0};
-  Ring<C::input_stages> spent_input{0};  // the next to give back
-  Ring<C::weight_stages> spent_weights{0};
+// The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
+// small or no number.
+__device__ __forceinline__ float scale_to(float number, int exponent) {
+  if (number == 0.0f) return 1.0f;
+  const int its = static_cast<int>(__float_as_uint(number) >> 23 & 255u) - 127;
+  if (its < -kMostExponent || its > kMostExponent) return 0.0f;
+  return __uint_as_float(static_cast<unsigned>(127 + exponent - its) << 23);
+}
 
-  __device__ Consumer() {
-    lane = static_cast<int>(threadIdx.x) % 32;
-    // From one lane, for the compiler to see that it is the same for all.
-    const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
-    warp = number % 4;
-    warpgroup = number / 4;
-    channel_group = warpgroup % C::channel_groups;
-    pixel_group = warpgroup / C::channel_groups;
-    input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
-    weight_matrix =
-        matrix(shared_memory() + kWeightRing + channel_group * kProductBytes, kOutputs * 16, 128);
-  }
+}  // namespace hopper
+}  // namespace fastconv
+"""
 
-  // Waits for the input of a chunk of a tile, as far as no earlier tile has; its first stage.
-  __device__ __forceinline__ int wait_for_input(bool first_of_item) {
-    const int first = C::rolling ? spent_input.stage : input.stage;
-    const int stages = !C::rolling ? 1 : first_of_item ? kHaloRows : kTileRows;
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
-      barrier_wait(&barriers().input_full[input.stage], input.parity);
-      input.advance();
-    }
-    return first;
-  }
+SOURCES["hopper/correlate_vector.cuh"] = r"""
+// Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
+// them.
+#include "hopper/correlate_tile.cuh"
 
-  // Gives back the input of a chunk of a tile, but for what the next tile reads too.
-  __device__ __forceinline__ void release_input(bool last_of_item) {
-    const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
-      if (lane == 0) barrier_arrive(&barriers().input_empty[spent_input.stage]);
-      spent_input.advance();
-    }
-  }
+namespace fastconv {
+namespace hopper {
 
-  __device__ __forceinline__ int wait_for_weights(int stage_of_tile) {
-    if constexpr (C::resident) {
-      barrier_wait(&barriers().weights_full[stage_of_tile], 0);
-      return stage_of_tile;
-    } else {
-      const int stage = weights.stage;
-      barrier_wait(&barriers().weights_full[stage], weights.parity);
-      weights.advance();
-      return stage;
-    }
-  }
+// 16 bytes in registers.
+struct alignas(16) Words {
+  unsigned word[4];
 
-  __device__ __forceinline__ void release_weights() {
-    if constexpr (!C::resident) {
-      if (lane == 0) barrier_arrive(&barriers().weights_empty[spent_weights.stage]);
-      spent_weights.advance();
-    }
-  }
+  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
+};
 
-  // The products of one stage of weights.
-  __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
-                                           int first_tap, bool accumulate) const {
-    constexpr int kPart = C::channel_groups * kProductBytes / 16;
-    const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
-    // The large products of split numbers last: what the small ones add is not lost.
+// Numbers that are to be 16 bytes of float16.
+struct Numbers {
+  float number[8];
+};
+
+using Channels = Either<C::halves, Numbers, Words>::type;
+
+// How numbers become float16: multiplied by a power of two. Keeps what is needed to tell whether
+// all of them fit: of each vector's largest number, but for zeros, the largest and the smallest.
+struct HalfScale {
+  float scale;
+  float largest = 0.0f;
+  unsigned smallest = ~0u;  // its bits, less one: then zeros are no number's
+
+  __device__ explicit HalfScale(float scale) : scale(scale) {}
+
+  __device__ __forceinline__ void see(const Numbers& vector) {
+    float of_vector = 0.0f;
 #pragma unroll
-    for (int large = C::parts == 2 ? 0 : 1; large < 2; ++large) {
-#pragma unroll
-      for (int j = 0; j < C::stage_taps; ++j) {
-        const Matrix right =
-            input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
-#pragma unroll
-        for (int k = 0; k < C::k_steps; ++k) {
-          const Matrix a = left + (j * C::k_steps + k) * (C::parts * kPart);
-          const Matrix b = right + 2 * k * kPlanePixels;
-          if (large) {
-            wgmma<C::pixels>(Operand{}, sums, a, b, accumulate);
-          } else {
-            if constexpr (C::low_products) {
-              wgmma<C::pixels>(Operand{}, sums, a + kPart, b + kPartPixels, accumulate);
-              accumulate = true;
-            }
-            wgmma<C::pixels>(Operand{}, sums, a, b + kPartPixels, accumulate);
-            wgmma<C::pixels>(Operand{}, sums, a + kPart, b, true);
-          }
-          accumulate = true;
-        }
-      }
-    }
-    wgmma_commit();
+    for (float number : vector.number) of_vector = larger(of_vector, fabsf(number));
+    largest = larger(largest, of_vector);
+    smallest = min(smallest, __float_as_uint(of_vector) - 1u);
   }
-
-  // One tile's sums, without the bias. Stages are given back one step late, when their products are
-  // complete but the next ones are on their way already.
-  __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
-                                          bool last_of_item) {
-    bool accumulate = false;
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const int input_stage = wait_for_input(first_of_item);
-#pragma unroll 1
-      for (int stage = 0; stage < kWeightStages; ++stage) {
-        const int weight_stage = wait_for_weights(chunk * kWeightStages + stage);
-        wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, accumulate);
-        wgmma_wait<1>();
-        if (accumulate) release_weights();
-        if (chunk > 0 && stage == 0) release_input(false);
-        accumulate = true;
-      }
-    }
-    wgmma_wait<0>();
-    hold_registers(sums);
-    release_weights();
-    release_input(last_of_item);
-  }
-
-  // The same in two levels, for numbers in two parts. What a total loses as it is rounded is where
-  // the next sums begin (`compensated`): long sums are no less exact than short ones.
-  __device__ __forceinline__ void compute_split(float (&totals)[kSums], bool first_of_item,
-                                                bool last_of_item) {
-    float sums[kSums];
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const int input_stage = wait_for_input(first_of_item);
-      int weight_stage = wait_for_weights(chunk * kWeightStages);
-#pragma unroll 1
-      for (int stage = 0; stage < kWeightStages; ++stage) {
-        wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, C::compensated);
-        // The next wait is over before the products are.
-        if (stage < kWeightStages - 1) {
-          weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
-        }
-        wgmma_wait<0>();
-        hold_registers(sums);
-        release_weights();
-        if (stage == kWeightStages - 1) release_input(last_of_item);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          const float total = totals[i] + sums[i];
-          if constexpr (C::compensated) sums[i] -= total - totals[i];
-          totals[i] = total;
-        }
-      }
-    }
+  // Whether float16 has them all, and the least of a vector's largest numbers as a normal one with
+  // so much to spare: what a vector's smaller ones lose then is no more than its largest does.
+  __device__ bool fits(float least) const {
+    return largest * scale <= 65504.0f && smallest >= __float_as_uint(least / scale) - 1u;
   }
 };
+
+// What everything else needs of that.
+struct NoScale {
+  static constexpr float scale = 1.0f;
+
+  __device__ explicit NoScale(float) {}
+  __device__ bool fits(float) const { return true; }
+};
+
+using Scale = Either<C::halves, HalfScale, NoScale>::type;
+
+// Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
+// numbers; 16-bit types as they are.
+template <bool kWeight>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
+                                            NoScale&) {
+  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
+#pragma unroll
+    for (unsigned& word : vector.word) {
+      const float value = __uint_as_float(word);
+      word = __float_as_uint(C::ties_to_even ? round_to_even_tf32(value)
+                                             : round_operand_to_tf32(value));
+    }
+  } else if constexpr (sizeof(Scalar) == 4) {
+    Words low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float value = __uint_as_float(vector.word[i]);
+      const float high = round_to_tf32(value);
+      vector.word[i] = __float_as_uint(high);
+      low.word[i] = __float_as_uint(round_to_tf32(value - high));
+    }
+    *reinterpret_cast<Words*>(target + part_bytes) = low;
+  }
+  *reinterpret_cast<Words*>(target) = vector;
+}
+
+// Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
+// for, so that it fits where the high one does. It is multiplied by weights that are as much
+// smaller: a third part.
+template <bool kWeight>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
+                                            const Numbers& vector, HalfScale& range) {
+  constexpr float kLow = 2048.0f;
+  range.see(vector);
+  Words high, low, smaller;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = vector.number[2 * i] * range.scale;
+    const float second = vector.number[2 * i + 1] * range.scale;
+    const bool to_even = C::parts == 2 || C::ties_to_even;
+    high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
+    if constexpr (C::parts == 2) {
+      const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
+      const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
+      constexpr float kFactor = kWeight ? 1.0f : kLow;
+      low.word[i] =
+          floats_to_halves((first - first_high) * kFactor, (second - second_high) * kFactor);
+      if constexpr (kWeight) {
+        smaller.word[i] = floats_to_halves(first_high / kLow, second_high / kLow);
+      }
+    }
+  }
+  *reinterpret_cast<Words*>(target) = high;
+  if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + part_bytes) = low;
+  if constexpr (C::parts == 2 && kWeight) {
+    *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
+  }
+}
 
 }  // namespace hopper
 }  // namespace fastconv
@@ -2331,8 +2722,13 @@ SOURCES["hopper/correlate_tile.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
+// What is multiplied: elements as they are, or float32 numbers as float16 (see
+// correlate_scale.cuh).
+using Factor = Either<C::halves, Float16, Operand>::type;
+constexpr int kVectorChannels = C::halves ? 8 : kVector;  // in 16 bytes
+
 constexpr int kChunkPlanes = 2 * C::k_steps;
-constexpr int kChunkChannels = kChunkPlanes * kVector;
+constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
 
 // Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
@@ -2376,7 +2772,8 @@ constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 constexpr int kOutputs = 64;  // channels of a product
 constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);
 constexpr int kProductBytes = kOutputs * 32;
-constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
+constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
+constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // A product's row, counted among those of the same column: two sums of a pixel's columns are eight
@@ -2397,11 +2794,11 @@ constexpr int kStagingBytes =
     kScalarBytes *
     (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
-// Space for input on its way in (`staged`): pieces of a line, of 32 bytes' channels, as they lie in
-// memory. Every loading warp has raw_slots of its own.
+// Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
+// in memory. Every loading warp has raw_slots of its own.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
-constexpr int kPieceChannels = 2 * kVector;
+constexpr int kPieceChannels = 2 * kVectorChannels;
 constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
 constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
 constexpr int kRawElements = kPieceChannels * kRawChannel;
@@ -2412,7 +2809,8 @@ constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * kRawSlots <=
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) +
+                      8 * (kConsumers + kRawSlots) <=
                   C::shared_bytes,
               "");
 static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
@@ -2423,6 +2821,7 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier weights_full[C::weight_stages];
   Barrier weights_empty[C::weight_stages];
+  Barrier turn[kConsumers];  // the other consumer has its products under way
   Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
 };
 
@@ -2484,38 +2883,7 @@ struct Item {
   }
 };
 
-// --- Vectors of channels -------------------------------------------------------------------------
-
-// 16 bytes in registers.
-struct alignas(16) Words {
-  unsigned word[4];
-
-  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
-};
-
-// Writes a vector of channels as the tensor core wants it: floats rounded to TF32, or in two such
-// parts, part_bytes apart; 16-bit types as they are.
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
-  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
-#pragma unroll
-    for (unsigned& word : vector.word) {
-      const float value = __uint_as_float(word);
-      word = __float_as_uint(C::ties_to_even ? round_to_even_tf32(value)
-                                             : round_operand_to_tf32(value));
-    }
-  } else if constexpr (sizeof(Scalar) == 4) {
-    Words low;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float value = __uint_as_float(vector.word[i]);
-      const float high = round_to_tf32(value);
-      vector.word[i] = __float_as_uint(high);
-      low.word[i] = __float_as_uint(round_to_tf32(value - high));
-    }
-    *reinterpret_cast<Words*>(target + part_bytes) = low;
-  }
-  *reinterpret_cast<Words*>(target) = vector;
-}
+// --- Channels ------------------------------------------------------------------------------------
 
 // A channel of the group as the products have it: one of the input's, at one of its phases.
 struct FoldedChannel {
@@ -2552,6 +2920,15 @@ struct OperandOf<float16> {
 template <>
 struct OperandOf<bfloat16> {
   using type = Bfloat16;
+};
+
+template <bool kFirst, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
 };
 
 using C = Config;
@@ -3063,6 +3440,23 @@ __device__ __forceinline__ float round_to_even_tf32(float value) {
   unsigned bits;
   asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return __uint_as_float(bits);
+}
+
+// Two numbers, not NaN, to float16: to nearest, ties away from zero; `first` in the lower half.
+__device__ __forceinline__ unsigned round_to_halves(float first, float second) {
+  unsigned bits;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(bits)
+      : "f"(__uint_as_float(__float_as_uint(second) + 0x1000u)),
+        "f"(__uint_as_float(__float_as_uint(first) + 0x1000u)));
+  return bits;
+}
+
+// The larger of two numbers, or NaN if one is.
+__device__ __forceinline__ float larger(float first, float second) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
+  return result;
 }
 
 // --- Warpgroups ----------------------------------------------------------------------------------
@@ -5079,74 +5473,136 @@ EXPORTED = Geometry(
 
 TUNED = {}
 
-FORWARD_FLOAT_TF32 = tuple(
+FORWARD_FLOAT_TF32_0 = tuple(
     dict(
-        Scalar="float", parts=1, low_products=False, ties_to_even=False, compensated=False,
-        transposed=False, groups=1, group_in=32, group_out=64, in_height=512, in_width=512,
-        out_height=508, out_width=504, kernel_height=5, kernel_width=9, stride_height=1,
-        stride_width=1, dilation_height=1, dilation_width=1, padding_top=0, padding_left=0,
-        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
+        compensated=False, transposed=False, groups=1, group_in=32, group_out=64, in_height=512,
+        in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+        padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1,
+        image_height=508, image_width=504, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=True, raw_slots=1, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=1, pixels=168, tile_rows=1, tile_columns=168, pitch=176, lead=0, turns=False,
+        plane_padding=0, rolling=True, segment_tiles=24, k_steps=2, stage_taps=3,
+        input_stages=9, weight_stages=4, resident=False, pass_pixels=176, buffers=1, batch=2,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=232440,
+        packed_at=368640, tables_at=552960, table_channels=64, repairs=False,
+    ).items()
+)
+FORWARD_FLOAT_TF32_1 = tuple(
+    dict(
+        Scalar="float", parts=1, halves=False, low_products=False, ties_to_even=False,
+        compensated=False, transposed=False, groups=1, group_in=32, group_out=64, in_height=512,
+        in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+        padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
         last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1,
         image_height=508, image_width=504, out_step_height=1, out_step_width=1, row_at=0,
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
-        stack=1, pixels=256, tile_rows=1, tile_columns=256, pitch=264, lead=0, plane_padding=0,
-        rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
-        weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=228752,
+        stack=1, pixels=256, tile_rows=1, tile_columns=256, pitch=264, lead=0, turns=False,
+        plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=5,
+        input_stages=2, weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=5,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=228768,
+        packed_at=0, tables_at=552960, table_channels=64, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32,
-            grid=90, block=256, shared_bytes=0,
-            arguments=("weight", "scratch"),
+            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32_0,
+            grid=72, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32,
-            grid=132, block=384, shared_bytes=228752,
+            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32_0,
+            grid=132, block=384, shared_bytes=232440,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32_1,
+            grid=90, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32_1,
+            grid=132, block=384, shared_bytes=228768,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=368640,
+    scratch_bytes=553280,
 )
 
-INPUT_GRAD_FLOAT_TF32 = tuple(
+INPUT_GRAD_FLOAT_TF32_0 = tuple(
     dict(
-        Scalar="float", parts=1, low_products=False, ties_to_even=False, compensated=False,
-        transposed=True, groups=1, group_in=64, group_out=32, in_height=508, in_width=504,
-        out_height=512, out_width=512, kernel_height=5, kernel_width=9, stride_height=1,
-        stride_width=1, dilation_height=1, dilation_width=1, padding_top=4, padding_left=8,
-        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
+        compensated=False, transposed=True, groups=1, group_in=64, group_out=32, in_height=508,
+        in_width=504, out_height=512, out_width=512, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=4,
+        padding_left=8, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        last_tap_row=4, last_tap_column=8, tap_step_height=1, tap_step_width=1,
+        image_height=512, image_width=512, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=True, raw_slots=1, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=2, pixels=256, tile_rows=1, tile_columns=256, pitch=264, lead=0, turns=False,
+        plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
+        input_stages=2, weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=2,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=231800,
+        packed_at=884736, tables_at=1327104, table_channels=32, repairs=False,
+    ).items()
+)
+INPUT_GRAD_FLOAT_TF32_1 = tuple(
+    dict(
+        Scalar="float", parts=1, halves=False, low_products=False, ties_to_even=False,
+        compensated=False, transposed=True, groups=1, group_in=64, group_out=32, in_height=508,
+        in_width=504, out_height=512, out_width=512, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=4,
+        padding_left=8, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
         last_tap_row=4, last_tap_column=8, tap_step_height=1, tap_step_width=1,
         image_height=512, image_width=512, out_step_height=1, out_step_width=1, row_at=0,
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
-        stack=2, pixels=256, tile_rows=1, tile_columns=256, pitch=264, lead=0, plane_padding=0,
-        rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
-        weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=5, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=231808,
+        stack=2, pixels=256, tile_rows=1, tile_columns=256, pitch=264, lead=0, turns=False,
+        plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
+        input_stages=2, weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=5,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=231824,
+        packed_at=0, tables_at=1327104, table_channels=32, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_TF32,
-            grid=216, block=256, shared_bytes=0,
-            arguments=("weight", "scratch"),
+            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_TF32_0,
+            grid=40, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_TF32,
-            grid=132, block=384, shared_bytes=231808,
+            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_TF32_0,
+            grid=132, block=384, shared_bytes=231800,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_TF32_1,
+            grid=216, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_TF32_1,
+            grid=132, block=384, shared_bytes=231824,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=884736,
+    scratch_bytes=1327296,
 )
 
 WEIGHT_GRAD_FLOAT_TF32 = tuple(
@@ -5179,74 +5635,136 @@ TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
     scratch_bytes=24330240,
 )
 
-FORWARD_FLOAT_IEEE = tuple(
+FORWARD_FLOAT_IEEE_0 = tuple(
     dict(
-        Scalar="float", parts=2, low_products=False, ties_to_even=False, compensated=False,
-        transposed=False, groups=1, group_in=32, group_out=64, in_height=512, in_width=512,
-        out_height=508, out_width=504, kernel_height=5, kernel_width=9, stride_height=1,
-        stride_width=1, dilation_height=1, dilation_width=1, padding_top=0, padding_left=0,
-        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        Scalar="float", parts=2, halves=True, low_products=False, ties_to_even=False,
+        compensated=False, transposed=False, groups=1, group_in=32, group_out=64, in_height=512,
+        in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+        padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
         last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1,
         image_height=508, image_width=504, out_step_height=1, out_step_width=1, row_at=0,
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
-        staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
-        stack=1, pixels=168, tile_rows=1, tile_columns=168, pitch=176, lead=0, plane_padding=0,
-        rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
-        weight_stages=2, resident=False, pass_pixels=64, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=229232,
+        staged=False, raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=1, pixels=128, tile_rows=1, tile_columns=128, pitch=136, lead=0, turns=False,
+        plane_padding=0, rolling=True, segment_tiles=64, k_steps=2, stage_taps=1,
+        input_stages=8, weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=1,
+        batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=223440,
+        packed_at=737280, tables_at=1290240, table_channels=64, repairs=False,
+    ).items()
+)
+FORWARD_FLOAT_IEEE_1 = tuple(
+    dict(
+        Scalar="float", parts=2, halves=False, low_products=False, ties_to_even=False,
+        compensated=False, transposed=False, groups=1, group_in=32, group_out=64, in_height=512,
+        in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+        padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1,
+        image_height=508, image_width=504, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=False, raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=1, pixels=128, tile_rows=1, tile_columns=128, pitch=136, lead=0, turns=False,
+        plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=5,
+        input_stages=2, weight_stages=2, resident=False, pass_pixels=128, buffers=2, batch=3,
+        batches_ahead=1, producer_registers=72, consumer_registers=216, shared_bytes=215120,
+        packed_at=0, tables_at=1290240, table_channels=64, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE,
-            grid=180, block=256, shared_bytes=0,
-            arguments=("weight", "scratch"),
+            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE_0,
+            grid=72, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE,
-            grid=132, block=384, shared_bytes=229232,
+            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE_0,
+            grid=128, block=384, shared_bytes=223440,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE_1,
+            grid=180, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE_1,
+            grid=132, block=384, shared_bytes=215120,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=737280,
+    scratch_bytes=1290560,
 )
 
-INPUT_GRAD_FLOAT_IEEE = tuple(
+INPUT_GRAD_FLOAT_IEEE_0 = tuple(
     dict(
-        Scalar="float", parts=2, low_products=False, ties_to_even=False, compensated=True,
-        transposed=True, groups=1, group_in=64, group_out=32, in_height=508, in_width=504,
-        out_height=512, out_width=512, kernel_height=5, kernel_width=9, stride_height=1,
-        stride_width=1, dilation_height=1, dilation_width=1, padding_top=4, padding_left=8,
-        weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        Scalar="float", parts=2, halves=True, low_products=False, ties_to_even=False,
+        compensated=False, transposed=True, groups=1, group_in=64, group_out=32, in_height=508,
+        in_width=504, out_height=512, out_width=512, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=4,
+        padding_left=8, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
         weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
         last_tap_row=4, last_tap_column=8, tap_step_height=1, tap_step_width=1,
         image_height=512, image_width=512, out_step_height=1, out_step_width=1, row_at=0,
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
-        staged=True, raw_slots=2, vector_stores=False, bulk_stores=True, channel_groups=1,
-        stack=2, pixels=128, tile_rows=1, tile_columns=128, pitch=136, lead=0, plane_padding=0,
-        rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
-        weight_stages=2, resident=False, pass_pixels=48, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=229744,
+        staged=False, raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=2, pixels=128, tile_rows=1, tile_columns=128, pitch=136, lead=0, turns=False,
+        plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
+        input_stages=2, weight_stages=3, resident=False, pass_pixels=128, buffers=1, batch=2,
+        batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=229472,
+        packed_at=1769472, tables_at=3096576, table_channels=32, repairs=False,
+    ).items()
+)
+INPUT_GRAD_FLOAT_IEEE_1 = tuple(
+    dict(
+        Scalar="float", parts=2, halves=False, low_products=False, ties_to_even=False,
+        compensated=True, transposed=True, groups=1, group_in=64, group_out=32, in_height=508,
+        in_width=504, out_height=512, out_width=512, kernel_height=5, kernel_width=9,
+        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=4,
+        padding_left=8, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
+        weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
+        last_tap_row=4, last_tap_column=8, tap_step_height=1, tap_step_width=1,
+        image_height=512, image_width=512, out_step_height=1, out_step_width=1, row_at=0,
+        row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+        interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+        staged=False, raw_slots=0, vector_stores=False, bulk_stores=True, channel_groups=1,
+        stack=2, pixels=104, tile_rows=1, tile_columns=104, pitch=112, lead=0, turns=False,
+        plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=6,
+        input_stages=2, weight_stages=2, resident=False, pass_pixels=112, buffers=2, batch=2,
+        batches_ahead=1, producer_registers=72, consumer_registers=216, shared_bytes=225360,
+        packed_at=0, tables_at=3096576, table_channels=32, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_IEEE,
-            grid=432, block=256, shared_bytes=0,
-            arguments=("weight", "scratch"),
+            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_IEEE_0,
+            grid=40, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE,
-            grid=132, block=384, shared_bytes=229744,
+            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE_0,
+            grid=132, block=384, shared_bytes=229472,
+            arguments=("input", "scratch", "bias", "output", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_IEEE_1,
+            grid=432, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 8),
+        ),
+        Launch(
+            "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE_1,
+            grid=132, block=384, shared_bytes=225360,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=1769472,
+    scratch_bytes=3096768,
 )
 
 WEIGHT_GRAD_FLOAT_IEEE = tuple(

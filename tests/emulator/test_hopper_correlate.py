@@ -45,15 +45,23 @@ MODES = {
 
 
 WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
+Choice = Callable[[list[Plan]], Plan]
 
 
-# With this kernel, even where the family has a faster one.
-def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return correlate.plan(forward_ways(problem, operands), gpu)
+def planner_of(direction: str, choose: Choice | None = None, halves: bool = False) -> Planner:
+    """Plans with this kernel and in this way, even where the family has a faster one."""
+
+    def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        ways = [way for way in WAYS[direction](problem, operands) if way[0].halves == halves]
+        if choose is None:
+            return correlate.plan(ways, gpu)
+        return choose(correlate.alternatives(ways, gpu, 1000))
+
+    planner.__name__ = direction
+    return planner
 
 
-def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return correlate.plan(input_grad_ways(problem, operands), gpu)
+forward, input_grad = planner_of("forward"), planner_of("input_grad")
 
 
 def _work(planner: Planner, case: Case, mode: str, **options: Any) -> Work:
@@ -70,20 +78,19 @@ def _input_grad(case: Case, mode: str, **options: Any) -> Work:
     return _work(input_grad, case, mode, **options)
 
 
-def _chosen(work: Work, choose: Callable[[list[Plan]], Plan]) -> Work:
+def _chosen(work: Work, choose: Choice) -> Work:
     """The same work with another of the plans that there are for it, the rules' first."""
+    return replace(work, planner=planner_of(work.direction, choose))
 
-    def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        ways = WAYS[work.direction](problem, operands)
-        return choose(correlate.alternatives(ways, gpu, 1000))
 
-    planner.__name__ = work.direction
-    return replace(work, planner=planner)
+def named(words: str) -> Choice:
+    """The first plan with these words in its name."""
+    return lambda plans: next(plan for plan in plans if words in plan.choice)
 
 
 def _staged(work: Work, slots: int = 2) -> Work:
     """The same work with lines that bulk copies fetch."""
-    return _chosen(work, lambda plans: next(p for p in plans if f" {slots} staged" in p.choice))
+    return _chosen(work, named(f" {slots} staged"))
 
 
 # In every mode and layout.

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from emulator import test_hopper_correlate, test_hopper_spread
+from emulator import test_hopper_correlate, test_hopper_halves, test_hopper_spread
 from emulator.test_hopper_correlate import MODES
-from emulator.works import Tensors, Work, assert_correct, new_output, placed
+from emulator.works import Case, Tensors, Work, assert_correct, new_output, placed
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
-from fastconv.kernels import planner
+from fastconv.kernels import hopper, planner
 from fastconv.problem import Problem
 from gpu.helpers import (
     CUDA,
@@ -63,7 +63,11 @@ def _assert_tensor_cores(plan: planner.Planner, problem: Problem, *kind: Any) ->
 # --- Right ----------------------------------------------------------------------------------------
 
 
-WORKS = [*test_hopper_correlate.WORKS, *test_hopper_spread.WORKS]
+WORKS = [
+    *test_hopper_correlate.WORKS,
+    *test_hopper_halves.WORKS,
+    *test_hopper_spread.WORKS,
+]
 
 
 @contextmanager
@@ -111,6 +115,34 @@ def test_emulated(work: Work) -> None:
     tensors = Tensors.random(work)
     name = next(name for name, mode in MODES.items() if mode == (work.dtype, work.precision))
     assert_correct(work, tensors, _run_work(work, tensors), LONG_SUMS[name])
+
+
+# What float16 has not, one image of three: numbers that no sample shows, small ones next to none,
+# and what is no number.
+BEYOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "one large number": lambda image: image[3, 77, 99].mul_(1e6),
+    "small rows": lambda image: image[:, 40:60].mul_(1e-9),
+    "twelve decades": lambda image: image.mul_(10 ** (12 * torch.rand_like(image) - 6)),
+    "too large for any scale": lambda image: image.mul_(1e25),
+}
+
+
+@pytest.mark.parametrize("mode", ["tf32", "ieee"])
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_images_beyond_float16(mode: str, beyond: str) -> None:
+    """They are computed again, and the others are as they would be without them."""
+    work = Work(
+        Case("beyond", (3, 32, 120, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2)),
+        hopper.forward,
+        precision=mode,
+    )
+    tensors = Tensors.random(work)
+    assert "float16" in work.plan.why
+    expected = _run_work(work, tensors)
+    BEYOND[beyond](tensors.input[1])
+    actual = _run_work(work, tensors)
+    assert actual[::2].equal(expected[::2])
+    assert_correct(work, tensors, actual, LONG_SUMS[mode])
 
 
 def _passes(case: Convolution, mode: str, place: str, grad_place: str) -> dict[str, Tensor]:

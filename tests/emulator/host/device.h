@@ -31,6 +31,7 @@ double fma(double, double, double) noexcept;
 float fminf(float, float) noexcept;
 double fmin(double, double) noexcept;
 float fmaxf(float, float) noexcept;
+float fabsf(float) noexcept;
 double fmax(double, double) noexcept;
 }
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }

@@ -53,14 +53,30 @@
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int items) {
+// How sums of a product's row become outputs.
+__device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
+                                            const Item& item, const Target& target, int row) {
+  Finish finish;
+  const int channel = target.channel(row);
+  if (bias && channel < C::group_out) {
+    finish.bias = widen(bias[item.group * C::group_out + channel]);
+  }
+  if constexpr (C::halves) {
+    constexpr int kOfGroup = C::table_channels / C::groups;
+    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
+                    items.tables.images()[item.image];
+  }
+  return finish;
+}
+
+__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items) {
   Consumer consumer;
   const int lane = consumer.lane;
   const int warp = consumer.warp;
   const int warpgroup = consumer.warpgroup;
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warpgroup * kStagingBytes);
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
     const Item item(index);
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles; ++tile) {
@@ -71,28 +87,25 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, int 
         consumer.compute(sums, tile == 0, tile == item.tiles - 1);
       }
       const Target target(output, item, tile, consumer);
-      float biases[2] = {0.0f, 0.0f};
-      if (bias) {
+      Finish finish[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int channel = target.channel(16 * warp + lane / 4 + 8 * half);
-          if (channel < C::group_out)
-            biases[half] = widen(bias[item.group * C::group_out + channel]);
-        }
+      for (int half = 0; half < 2; ++half) {
+        finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
       if constexpr (C::out_channels_last) {
-        store_pixels(sums, biases, staging, target, warpgroup, warp, lane);
+        store_pixels(sums, finish, staging, target, warpgroup, warp, lane);
       } else {
-        store_rows(sums, biases, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
+        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
       }
     }
   }
   if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
 }
 
-__device__ __forceinline__ void correlate(const Scalar* input, const unsigned char* packed,
+__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch) {
-  const int items = batch * kItemsPerImage;
+  const Items items(scratch, batch);
+  if (items.none() || items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -103,6 +116,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
       barrier_init(&barriers().weights_full[i], 1);
       barrier_init(&barriers().weights_empty[i], kConsumerWarps);
     }
+    for (int i = 0; i < kConsumers; ++i) barrier_init(&barriers().turn[i], 4);
     for (int i = 0; i < kRawSlots; ++i) barrier_init(&barriers().raw_full[i], kPieceChannels);
     barrier_init_fence();
   }
@@ -118,7 +132,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
         load_input(input, items);
       }
     } else if (threadIdx.x == 0) {
-      stream_weights(packed, items);
+      stream_weights(scratch + C::packed_at, items);
     }
   } else {
     take_registers<C::consumer_registers>();
@@ -130,12 +144,13 @@ __device__ __forceinline__ void correlate(const Scalar* input, const unsigned ch
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(256)
-    pack(const Config::Scalar* weight, unsigned char* packed) {
-  fastconv::hopper::pack(weight, packed);
+    pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
+         int batch) {
+  fastconv::hopper::pack(weight, input, scratch, batch);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    correlate(const Config::Scalar* input, const unsigned char* packed, const Config::Scalar* bias,
+    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {
-  fastconv::hopper::correlate(input, packed, bias, output, batch);
+  fastconv::hopper::correlate(input, scratch, bias, output, batch);
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
@@ -30,11 +31,15 @@ from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segmen
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
 EXPLAINED = 5  # tiles
-# Multiply-adds a cycle: of the tensor cores, and how many must count for them to be worth it.
-TENSOR_PRODUCTS = {4: 1024.0, 2: 2048.0}
+# Multiply-adds a cycle, by channels in 16 bytes: of the tensor cores, and how many must count for
+# them to be worth it.
+TENSOR_PRODUCTS = {4: 1024.0, 8: 2048.0}
 LEAST_PRODUCTS = 64.0
-# Of a pass, for each of its layers' launches. It is more of a small batch, which must not decide.
+# Of a pass: for each layer's launches, and for those that find out whether float16 will do. It is
+# more of a small batch, which must not decide. Three products of float16 are better than estimated.
 LAYER_COST = 0.05
+HALVES_COST = {1: 0.05, 2: -0.25}  # by parts
+REDUCTION_BYTES = 4 * (PACK_THREADS // 32)  # of shared memory, for the largest of a block's numbers
 
 
 def plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
@@ -73,7 +78,7 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.image_size)
     terms = sum(layer.terms for layer in layers)
     multiplied = sum(layer.terms / layer.tensor_share * layer.products for layer in layers)
-    if TENSOR_PRODUCTS[operands.scalar_bytes] * terms / multiplied < LEAST_PRODUCTS:
+    if TENSOR_PRODUCTS[layer.vector_channels] * terms / multiplied < LEAST_PRODUCTS:
         share = _tensor_share(layers)
         raise Declined(f"so few channels that {share:.0%} of the products would count")
 
@@ -89,12 +94,13 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     layers, tiles = _best_way(ways, gpu)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
+    repairs = _repairs(layers[0], gpu) if layers[0].halves else None
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
-        pairs, packed = zip(*(_launches(tile, gpu) for tile in chosen), strict=True)
+        launches, scratch = zip(*(_launches(tile, repairs, gpu) for tile in chosen), strict=True)
         yield Plan(
-            tuple(chain.from_iterable(pairs)),
-            max(packed),  # a layer's launches are done with it when the next one's begin
+            tuple(chain.from_iterable(launches)),
+            max(scratch),  # a layer's launches are done with it when the next one's begin
             "hopper",
             _why(chosen),
             explanation,
@@ -124,7 +130,10 @@ def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list
 def _cost(way: tuple[list[Layer], list[list[Tile]]]) -> float:
     layers, tiles = way
     fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
-    return sum(fastest) * (1 + LAYER_COST * len(layers))
+    more = LAYER_COST * len(layers)
+    if layers[0].halves:
+        more += HALVES_COST[layers[0].parts]
+    return sum(fastest) * (1 + more)
 
 
 def _why(tiles: list[Tile]) -> str:
@@ -134,7 +143,8 @@ def _why(tiles: list[Tile]) -> str:
     )
     phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
     share = _tensor_share([tile.layer for tile in tiles])
-    return f"tensor cores{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
+    halves = " in float16, where the range allows it" if tiles[0].layer.halves else ""
+    return f"tensor cores{halves}{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
 
 
 def _chosen(plans: Iterator[Plan]) -> Plan:
@@ -147,21 +157,66 @@ def _chosen(plans: Iterator[Plan]) -> Plan:
     return first
 
 
-def _launches(tile: Tile, gpu: Gpu) -> tuple[tuple[Launch, Launch], int]:
+class _Place(NamedTuple):
+    """Where things lie in the workspace, in bytes; and whether a kernel repairs what is there."""
+
+    packed_at: int = 0
+    tables_at: int = 0
+    table_channels: int = 0
+    repairs: bool = False
+
+
+def _repairs(layer: Layer, gpu: Gpu) -> Tile:
+    """For images whose numbers do not fit float16: the same layer in TF32.
+
+    Registers are needed to find the images: where sums are kept twice, those of the largest tiles,
+    or of pieces under way.
+    """
+    layer = replace(layer, halves=False)
+    tiles = tiles_of(views(layer), gpu)
+    if layer.parts == 1:
+        return tiles[0]
+    return next(one for one in tiles if one.pixels < layer.most_pixels and not one.staged)
+
+
+def _launches(tile: Tile, repairs: Tile | None, gpu: Gpu) -> tuple[tuple[Launch, ...], int]:
+    """Of a layer, with what repairs it; and the workspace that they need, in bytes."""
+    if repairs is None:
+        return _pair(tile, gpu, _Place()), _packed_bytes(tile)
+    layer = tile.layer
+    channels = layer.groups * tile.output_groups * tile.channel_groups * layer.product_channels
+    first = _packed_bytes(repairs)
+    tables = first + _packed_bytes(tile)
+    place = _Place(first, tables, channels)
+    again = _Place(0, tables, channels, repairs=True)
+    launches = (*_pair(tile, gpu, place), *_pair(repairs, gpu, again))
+    return launches, tables + 4 * (channels + 2 * layer.batch)
+
+
+def _packed_bytes(tile: Tile) -> int:
+    layer = tile.layer
+    packed = layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
+    if packed // 16 >= 2**31:
+        raise Declined(f"{packed} bytes of packed weights")
+    return packed
+
+
+def _pair(tile: Tile, gpu: Gpu, place: _Place) -> tuple[Launch, Launch]:
+    """What packs a layer's weights, and what computes it."""
     layer = tile.layer
     items = item_count(tile, gpu)
     if max(items, tile.tiles) >= 2**31:
         raise Declined("more than 2^31 tiles")
-    packed = layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
-    if packed // 16 >= 2**31:
-        raise Declined(f"{packed} bytes of packed weights")
-    constants = tuple(_constants(tile, gpu).items())
+    if place.tables_at >= 2**31:
+        raise Declined(f"{place.tables_at} bytes of packed weights")
+    constants = tuple({**_constants(tile, gpu, place), **place._asdict()}.items())
+    blocks = min(ceil_div(_packed_bytes(tile) // 16, PACK_THREADS), MOST_PACK_BLOCKS)
     pack = Launch(
         Kernel("hopper/correlate.cuh", "pack", constants),
-        (min(ceil_div(packed // 16, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
+        (place.table_channels + layer.batch if layer.halves else blocks, 1, 1),
         PACK_THREADS,
-        0,
-        ("weight", "scratch"),
+        REDUCTION_BYTES if layer.halves else 0,
+        ("weight", "input", "scratch", layer.batch),
     )
     correlate = Launch(
         Kernel("hopper/correlate.cuh", "correlate", constants),
@@ -170,7 +225,7 @@ def _launches(tile: Tile, gpu: Gpu) -> tuple[tuple[Launch, Launch], int]:
         tile.shared_bytes,
         ("input", "scratch", "bias", "output", layer.batch),
     )
-    return (pack, correlate), packed
+    return pack, correlate
 
 
 def _key(layers: list[Layer], gpu: Gpu) -> str:
@@ -196,6 +251,7 @@ def _key(layers: list[Layer], gpu: Gpu) -> str:
         "input_grad" if layer.transposed else "forward",
         operands.scalar.removeprefix("fastconv::"),
         operands.precision if operands.scalar == "float" else "-",
+        *(("halves",) if layer.halves else ()),
         "".join("NHWC" if last else "NCHW" for last in _channels_last(operands)),
         f"{layer.batch}x{layer.groups}x{layer.group_in}x{size(layer.in_size)}",
         " + ".join(map(written, layers)),
@@ -227,11 +283,14 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     )
 
 
-def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
+def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
     rows, columns = layer.placing
     split = layer.parts == 2
-    if layer.vector_loads:
+    if layer.halves:
+        most = 2 if split or tile.staged or layer.folding != (1, 1) else 3
+        most = 1 if layer.compensated else most
+    elif layer.vector_loads:
         most = 4 if split else 6
     elif layer.folding != (1, 1):
         most = 2 if split or operands.scalar_bytes == 2 else 3
@@ -239,15 +298,22 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         most = 2
     else:
         most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
+    if split and place.repairs:
+        most -= 1  # registers are needed to find the images
     if tile.staged:
         warps = ceil_div(tile.pitch, 32)
         batch = ceil_div(warps, ceil_div(warps, most))
     else:
         batch = min(range(most, 0, -1), key=lambda n: round_up(tile.units, 32 * LOADER_WARPS * n))
-    producer = 72 if split else 104 if layer.vector_loads else 136
+    producer = 136
+    if split:
+        producer = 88 if layer.halves and not layer.compensated else 72
+    elif layer.vector_loads:
+        producer = 104
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
+        "halves": layer.halves,
         "low_products": layer.low_products,
         "ties_to_even": layer.ties_to_even,
         "compensated": layer.compensated,
@@ -296,6 +362,7 @@ def _constants(tile: Tile, gpu: Gpu) -> dict[str, Constant]:
         "tile_columns": tile.columns,
         "pitch": tile.pitch,
         "lead": tile.lead,
+        "turns": tile.turns,
         "plane_padding": tile.plane_padding,
         "rolling": layer.rolling,
         "segment_tiles": segment_tiles(tile, gpu),

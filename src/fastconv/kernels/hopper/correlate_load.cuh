@@ -1,6 +1,6 @@
 // Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
 #pragma once
-#include "hopper/correlate_tile.cuh"
+#include "hopper/correlate_scale.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -55,18 +55,25 @@ __device__ __forceinline__ unsigned bits_of(Half value) {
 }
 
 // A vector of channels.
-__device__ __forceinline__ Words words_of(const Scalar* elements) {
-  Words result;
+__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const Scalar* const first = elements + k * (kVector / 4);
     if constexpr (sizeof(Scalar) == 4) {
-      result.word[k] = __float_as_uint(widen(*first));
+      vector.word[k] = __float_as_uint(widen(*first));
     } else {
-      result.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
     }
   }
-  return result;
+}
+__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
+}
+__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
+  Channels vector;
+  fill(vector, elements);
+  return vector;
 }
 
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
@@ -98,7 +105,7 @@ struct VectorUnit {
 struct PixelUnit {
   static constexpr int kVectors = 2;
   static constexpr int kCount = kPartPixels / 2;
-  Scalar loaded[2 * kVector];
+  Scalar loaded[2 * kVectorChannels];
 
   __device__ static int plane(int index) { return index / kPlanePixels * 2; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
@@ -114,10 +121,11 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < 2 * kVector; ++j) loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < 2 * kVectorChannels; ++j)
+        loaded[j] = load_element(source + j * kInChannel);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2 * kVector; ++j) {
+      for (int j = 0; j < 2 * kVectorChannels; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
         loaded[j] = load_element(source + j * kInChannel, valid);
       }
@@ -125,7 +133,7 @@ struct PixelUnit {
   }
   __device__ void load_folded(const Place& place, int channel) {
 #pragma unroll
-    for (int j = 0; j < 2 * kVector; ++j) {
+    for (int j = 0; j < 2 * kVectorChannels; ++j) {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
@@ -133,18 +141,10 @@ struct PixelUnit {
           place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
     }
   }
-  __device__ Words vector(int i) const { return words_of(loaded + i * kVector); }
+  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
   __device__ static int offset(int i) { return i * kPlanePixels; }
 };
 
-template <bool kFirst, class First, class Second>
-struct Either {
-  using type = First;
-};
-template <class First, class Second>
-struct Either<false, First, Second> {
-  using type = Second;
-};
 using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
 constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
 
@@ -154,20 +154,21 @@ __device__ __forceinline__ bool unit_exists(int index) {
 
 // Goes through all input stages of a block: of each chunk, of each item.
 struct StageCursor {
+  const Items& items;
   int index;
-  int items;
   Item item;
   int chunk = 0;
   int stage = 0;
 
-  __device__ explicit StageCursor(int items) : index(blockIdx.x), items(items), item(blockIdx.x) {}
-  __device__ bool more() const { return index < items; }
+  __device__ explicit StageCursor(const Items& items)
+      : items(items), index(items.first()), item(index) {}
+  __device__ bool more() const { return index < items.count(); }
   __device__ void advance() {
     if (++stage < item.stages()) return;
     stage = 0;
     if (++chunk < kChunks) return;
     chunk = 0;
-    index += gridDim.x;
+    index = items.after(index);
     if (more()) item = Item(index);
   }
 };
@@ -176,7 +177,7 @@ struct StageCursor {
 struct LoadCursor : StageCursor {
   int batch = 0;
 
-  __device__ explicit LoadCursor(int items) : StageCursor(items) {}
+  __device__ explicit LoadCursor(const Items& items) : StageCursor(items) {}
   __device__ void advance() {
     if (++batch < kBatches) return;
     batch = 0;
@@ -214,41 +215,49 @@ struct Source {
             unit_exists(index)};
   }
   __device__ __forceinline__ int channel_of(int index) const {
-    return channel + Unit::plane(index) * kVector;
+    return channel + Unit::plane(index) * kVectorChannels;
   }
 };
 
-// Starts loading a thread's units of a batch.
-__device__ __forceinline__ void load_batch(const Scalar* input, const LoadCursor& at, int thread,
-                                           Unit (&units)[C::batch]) {
-  const Source source(input, at);
-#pragma unroll
-  for (int k = 0; k < C::batch; ++k) {
-    const int index = thread + kLoaders * (at.batch * C::batch + k);
-    units[k].load(source.find(index), source.channel_of(index));
-  }
-}
+// A thread's units of a batch, and the image they are of.
+struct Batch {
+  Unit units[C::batch];
+  int image;
 
-// Writes them to a stage.
-__device__ __forceinline__ void store_batch(unsigned char* stage, int batch, int thread,
-                                            const Unit (&units)[C::batch]) {
+  // Starts loading them.
+  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
+    const Source source(input, at);
+    image = at.item.image;
 #pragma unroll
-  for (int k = 0; k < C::batch; ++k) {
-    const int index = thread + kLoaders * (batch * C::batch + k);
-    if (!unit_exists(index)) continue;
-    const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
-#pragma unroll
-    for (int i = 0; i < Unit::kVectors; ++i) {
-      store_parts(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i));
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (at.batch * C::batch + k);
+      units[k].load(source.find(index), source.channel_of(index));
     }
   }
-}
+
+  // Writes them to a stage.
+  __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
+                                        Scale& scale) const {
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (batch * C::batch + k);
+      if (!unit_exists(index)) continue;
+      const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+#pragma unroll
+      for (int i = 0; i < Unit::kVectors; ++i) {
+        store_parts<false>(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16,
+                           units[k].vector(i), scale);
+      }
+    }
+  }
+};
 
 // Three warps: load all input stages, a few batches ahead of what they write.
-__device__ __forceinline__ void load_input(const Scalar* input, int items) {
+__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const int lane = thread % 32;
-  Unit units[C::batches_ahead][C::batch];
+  Batch batches[C::batches_ahead];
+  Scale scale(1.0f);
   LoadCursor next(items);
   Ring<C::input_stages> at(1);
   int under_way = 0;
@@ -256,7 +265,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
 #pragma unroll
   for (int i = 0; i < C::batches_ahead - 1; ++i) {
     if (next.more()) {
-      load_batch(input, next, thread, units[i]);
+      batches[i].load(input, next, thread);
       next.advance();
       ++under_way;
     }
@@ -265,16 +274,20 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
 #pragma unroll
     for (int i = 0; i < C::batches_ahead; ++i) {
       if (next.more()) {
-        load_batch(input, next, thread, units[(i + C::batches_ahead - 1) % C::batches_ahead]);
+        batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
         next.advance();
         ++under_way;
       }
       if (under_way == 0) break;
       --under_way;
-      if (batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
-      store_batch(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, units[i]);
+      if (batch == 0) {
+        scale = items.scale(batches[i].image);
+        barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      }
+      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, scale);
       if (++batch == kBatches) {
         batch = 0;
+        items.judge(scale, batches[i].image);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -286,7 +299,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, int items) {
 
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
-__device__ __forceinline__ void copy_input(const Scalar* input, int items) {
+__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
   Ring<C::input_stages> at(1);
   Ring<C::input_stages> landed(0);

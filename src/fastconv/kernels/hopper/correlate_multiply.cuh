@@ -37,6 +37,7 @@ struct Consumer {
   Ring<C::weight_stages> weights{0};
   Ring<C::input_stages> spent_input{0};  // the next to give back
   Ring<C::weight_stages> spent_weights{0};
+  unsigned turn;  // parity
 
   __device__ Consumer() {
     lane = static_cast<int>(threadIdx.x) % 32;
@@ -44,6 +45,7 @@ struct Consumer {
     const int number = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 4;
     warp = number % 4;
     warpgroup = number / 4;
+    turn = warpgroup == 0;
     channel_group = warpgroup % C::channel_groups;
     pixel_group = warpgroup / C::channel_groups;
     input_matrix = matrix(shared_memory() + kInputRing, kPlaneBytes, 128);
@@ -92,6 +94,19 @@ struct Consumer {
     }
   }
 
+  // With `turns`, consumers multiply by turns, so that one does while the other stores.
+  __device__ __forceinline__ void wait_for_turn() {
+    if constexpr (C::turns) {
+      barrier_wait(&barriers().turn[warpgroup], turn);
+      turn ^= 1;
+    }
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (C::turns) {
+      if (lane == 0) barrier_arrive(&barriers().turn[kConsumers - 1 - warpgroup]);
+    }
+  }
+
   // The products of one stage of weights.
   __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
                                            int first_tap, bool accumulate) const {
@@ -106,17 +121,19 @@ struct Consumer {
             input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
 #pragma unroll
         for (int k = 0; k < C::k_steps; ++k) {
-          const Matrix a = left + (j * C::k_steps + k) * (C::parts * kPart);
+          const Matrix a = left + (j * C::k_steps + k) * (kWeightParts * kPart);
           const Matrix b = right + 2 * k * kPlanePixels;
           if (large) {
-            wgmma<C::pixels>(Operand{}, sums, a, b, accumulate);
+            wgmma<C::pixels>(Factor{}, sums, a, b, accumulate);
           } else {
             if constexpr (C::low_products) {
-              wgmma<C::pixels>(Operand{}, sums, a + kPart, b + kPartPixels, accumulate);
+              wgmma<C::pixels>(Factor{}, sums, a + kPart, b + kPartPixels, accumulate);
               accumulate = true;
             }
-            wgmma<C::pixels>(Operand{}, sums, a, b + kPartPixels, accumulate);
-            wgmma<C::pixels>(Operand{}, sums, a + kPart, b, true);
+            // Halves' low parts are enlarged, and a third part of weights makes up for it.
+            const Matrix high = C::halves ? a + 2 * kPart : a;
+            wgmma<C::pixels>(Factor{}, sums, high, b + kPartPixels, accumulate);
+            wgmma<C::pixels>(Factor{}, sums, a + kPart, b, true);
           }
           accumulate = true;
         }
@@ -130,6 +147,7 @@ struct Consumer {
   __device__ __forceinline__ void compute(float (&sums)[kSums], bool first_of_item,
                                           bool last_of_item) {
     bool accumulate = false;
+    wait_for_turn();
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int input_stage = wait_for_input(first_of_item);
@@ -144,6 +162,7 @@ struct Consumer {
         accumulate = true;
       }
     }
+    end_turn();
     wgmma_wait<0>();
     hold_registers(sums);
     release_weights();
@@ -157,6 +176,7 @@ struct Consumer {
     float sums[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+    wait_for_turn();
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int input_stage = wait_for_input(first_of_item);
@@ -168,6 +188,8 @@ struct Consumer {
         // The next wait is over before the products are.
         if (stage < kWeightStages - 1) {
           weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
+        } else if (chunk == kChunks - 1) {
+          end_turn();
         }
         wgmma_wait<0>();
         hold_registers(sums);

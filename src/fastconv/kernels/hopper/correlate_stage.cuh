@@ -1,8 +1,8 @@
 // Contiguous input: fetched by bulk copies, and transposed out of shared memory.
 //
-// Lines come in pieces of 32 bytes' channels, by one bulk copy a channel, some pieces ahead of the
-// one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes before
-// its first pixel, so that rows may begin anywhere.
+// Lines come in pieces of two vectors' channels, by one bulk copy a channel, some pieces ahead of
+// the one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes
+// before its first pixel, so that rows may begin anywhere.
 #pragma once
 #include "hopper/correlate_load.cuh"
 
@@ -17,7 +17,9 @@ static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kF
 struct PieceCursor : StageCursor {
   int piece;
 
-  __device__ PieceCursor(int items, int warp) : StageCursor(items), piece(warp) { settle(); }
+  __device__ PieceCursor(const Items& items, int warp) : StageCursor(items), piece(warp) {
+    settle();
+  }
   __device__ void settle() {
     for (; piece >= kPieces && more(); piece -= kPieces) StageCursor::advance();
   }
@@ -85,53 +87,55 @@ __device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_en
 // A vector of channels of each of some pixels, 32 apart, to their stage.
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
-                                              const Scalar* const (&channels)[kVector],
-                                              unsigned char* target, int first) {
-  Words vectors[C::batch];
+                                              const Scalar* const (&channels)[kVectorChannels],
+                                              unsigned char* target, int first, Scale& scale) {
+  Channels vectors[C::batch];
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
     const bool inside = kInside ? pixel < C::pitch
                                 : static_cast<unsigned>(pixel - piece.before) <
                                       static_cast<unsigned>(piece.columns);
-    Scalar elements[kVector];
+    Scalar elements[kVectorChannels];
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const bool valid = inside && (kInside || piece.has(plane * kVector + j));
+    for (int j = 0; j < kVectorChannels; ++j) {
+      const bool valid = inside && (kInside || piece.has(plane * kVectorChannels + j));
       elements[j] = valid ? channels[j][pixel] : Scalar{};
     }
-    vectors[k] = words_of(elements);
+    vectors[k] = channels_of(elements);
   }
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
-    if (pixel < C::pitch) store_parts(target + pixel * 16, kPartPixels * 16, vectors[k]);
+    if (pixel < C::pitch) {
+      store_parts<false>(target + pixel * 16, kPartPixels * 16, vectors[k], scale);
+    }
   }
 }
 
 // Writes a piece that has arrived to its stage.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
-                                        int lane) {
+                                        int lane, Scale& scale) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
   for (int plane = 0; plane < 2; ++plane) {
-    const Scalar* channels[kVector];  // at the line's first pixel, which may be outside
+    const Scalar* channels[kVectorChannels];  // at the line's first pixel, which may be outside
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const int i = plane * kVector + j;
+    for (int j = 0; j < kVectorChannels; ++j) {
+      const int i = plane * kVectorChannels + j;
       channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
     }
     unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
     if (whole) {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<true>(piece, plane, channels, target, first + lane);
+        convert_batch<true>(piece, plane, channels, target, first + lane, scale);
       }
     } else {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<false>(piece, plane, channels, target, first + lane);
+        convert_batch<false>(piece, plane, channels, target, first + lane, scale);
       }
     }
   }
@@ -139,7 +143,7 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
 
 // Three warps: load all input stages.
 __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
-                                            int items) {
+                                            const Items& items) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // From one lane, for the compiler to see that it is the same for all.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
@@ -161,15 +165,17 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   for (StageCursor stage(items); stage.more(); stage.advance()) {
     barrier_wait(&barriers().input_empty[at.stage], at.parity);
     const Source source(input, stage);
+    Scale scale = items.scale(stage.item.image);
     for (; piece < kPieces; piece += kLoaderWarps) {
       barrier_wait(full + arrived.stage, arrived.parity);
       convert(Piece(source, piece), raw + arrived.stage * kRawElements,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane);
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scale);
       __syncwarp();
       fetch_next(arrived.stage);
       arrived.advance();
     }
     piece -= kPieces;
+    items.judge(scale, stage.item.image);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);

@@ -10,7 +10,6 @@ constexpr int kOutChannels = C::groups * C::group_out;
 constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
-constexpr int kSector = 32 / kScalarBytes;  // elements that memory writes at once
 
 // What is stored of a row: a column for each pixel, or `interleave` columns.
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
@@ -118,22 +117,32 @@ __device__ __forceinline__ void stage_pair(Scalar* target, float first, float se
   }
 }
 
+// What becomes of a sum before it is stored.
+struct Finish {
+  float bias = 0.0f;
+  float factor = 1.0f;  // of halves
+
+  __device__ __forceinline__ float operator()(float sum) const {
+    return C::halves ? fmaf(sum, factor, bias) : sum + bias;
+  }
+};
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
-                                           int half, float bias, int lane) {
+                                           int half, const Finish& finish, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const float first = sums[4 * j + 2 * half] + bias;
-      const float second = sums[4 * j + 2 * half + 1] + bias;
+      const float first = finish(sums[4 * j + 2 * half]);
+      const float second = finish(sums[4 * j + 2 * half + 1]);
       if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
       } else if constexpr (C::column_sums == 2) {
-        stage_pair(target, first, sums[4 * j + 2] + bias);
-        stage_pair(target + 2, second, sums[4 * j + 3] + bias);
+        stage_pair(target, first, finish(sums[4 * j + 2]));
+        stage_pair(target + 2, second, finish(sums[4 * j + 3]));
       } else {
         stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
         stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
@@ -166,17 +175,17 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
 }
 
 // The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
-// begin where the row's memory has a multiple of 32 bytes.
+// begin where the row's memory has a multiple of `lead`.
 struct Window {
   Scalar* row;     // the element in the image's column 0
   int at;          // the stored column of the turn's first pixel, were it in this line
   int begin, end;  // stored columns
-  int beyond;      // how far the row begins beyond a multiple of 32 bytes, in elements
+  int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
 
   __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
       : row(row) {
     at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
-    beyond = kRowsAligned ? 0 : misalignment(row, kSector);
+    beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
     end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
     begin = max(C::lead > 0 ? max(begin, 0) : begin, at);
@@ -221,7 +230,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
 }
 
 // Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
-__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const float (&bias)[2],
+__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
                                            Scalar* staging, const Target& target, int warp,
                                            int lane) {
   constexpr int kHalves = 2 / C::column_sums;
@@ -240,7 +249,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
       }
       __syncwarp();
       Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
-      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, bias[half], lane);
+      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, finish[half], lane);
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
@@ -270,7 +279,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const flo
 // Sums of 16 channels to pixels of 64 channels.
 template <class T>
 __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
-                                             const float (&bias)[2], int warp, int lane) {
+                                             const Finish (&finish)[2], int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; i += 2) {
     const int j = turn * (C::pass_pixels / 8) + i;
@@ -280,7 +289,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
-        rows[k] = narrow_pair(T{}, sums[first] + bias[k % 2], sums[first + 1] + bias[k % 2]);
+        rows[k] = narrow_pair(T{}, finish[k % 2](sums[first]), finish[k % 2](sums[first + 1]));
       }
       const int pixel = 8 * (i + lane / 16) + lane % 8;
       store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
@@ -290,7 +299,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
         const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
         if (8 * (j + k / 4) < C::pixels) {
           staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
-              narrow<T>(sums[4 * j + k] + bias[k / 2 % 2]);
+              narrow<T>(finish[k / 2 % 2](sums[4 * j + k]));
         }
       }
     }
@@ -298,7 +307,7 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
 }
 
 // Channels-last outputs: each pixel's 64 channels are neighbours.
-__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const float (&bias)[2],
+__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
@@ -307,7 +316,7 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const f
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
     warpgroup_sync(warpgroup);
-    stage_pixels(sums, staging, turn, bias, warp, lane);
+    stage_pixels(sums, staging, turn, finish, warp, lane);
     warpgroup_sync(warpgroup);
     using Stored = Vector<Scalar, kStored>;
 #pragma unroll 4

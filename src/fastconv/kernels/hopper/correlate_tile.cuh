@@ -7,8 +7,13 @@
 namespace fastconv {
 namespace hopper {
 
+// What is multiplied: elements as they are, or float32 numbers as float16 (see
+// correlate_scale.cuh).
+using Factor = Either<C::halves, Float16, Operand>::type;
+constexpr int kVectorChannels = C::halves ? 8 : kVector;  // in 16 bytes
+
 constexpr int kChunkPlanes = 2 * C::k_steps;
-constexpr int kChunkChannels = kChunkPlanes * kVector;
+constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
 constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
 
 // Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
@@ -52,7 +57,8 @@ constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 constexpr int kOutputs = 64;  // channels of a product
 constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);
 constexpr int kProductBytes = kOutputs * 32;
-constexpr int kTapBytes = C::k_steps * C::parts * C::channel_groups * kProductBytes;
+constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
+constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // A product's row, counted among those of the same column: two sums of a pixel's columns are eight
@@ -73,11 +79,11 @@ constexpr int kStagingBytes =
     kScalarBytes *
     (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
-// Space for input on its way in (`staged`): pieces of a line, of 32 bytes' channels, as they lie in
-// memory. Every loading warp has raw_slots of its own.
+// Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
+// in memory. Every loading warp has raw_slots of its own.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
-constexpr int kPieceChannels = 2 * kVector;
+constexpr int kPieceChannels = 2 * kVectorChannels;
 constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
 constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
 constexpr int kRawElements = kPieceChannels * kRawChannel;
@@ -88,7 +94,8 @@ constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
 constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * kRawSlots <=
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) +
+                      8 * (kConsumers + kRawSlots) <=
                   C::shared_bytes,
               "");
 static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
@@ -99,6 +106,7 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier weights_full[C::weight_stages];
   Barrier weights_empty[C::weight_stages];
+  Barrier turn[kConsumers];  // the other consumer has its products under way
   Barrier raw_full[kRawSlots > 0 ? kRawSlots : 1];
 };
 
@@ -160,38 +168,7 @@ struct Item {
   }
 };
 
-// --- Vectors of channels -------------------------------------------------------------------------
-
-// 16 bytes in registers.
-struct alignas(16) Words {
-  unsigned word[4];
-
-  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
-};
-
-// Writes a vector of channels as the tensor core wants it: floats rounded to TF32, or in two such
-// parts, part_bytes apart; 16-bit types as they are.
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
-  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
-#pragma unroll
-    for (unsigned& word : vector.word) {
-      const float value = __uint_as_float(word);
-      word = __float_as_uint(C::ties_to_even ? round_to_even_tf32(value)
-                                             : round_operand_to_tf32(value));
-    }
-  } else if constexpr (sizeof(Scalar) == 4) {
-    Words low;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float value = __uint_as_float(vector.word[i]);
-      const float high = round_to_tf32(value);
-      vector.word[i] = __float_as_uint(high);
-      low.word[i] = __float_as_uint(round_to_tf32(value - high));
-    }
-    *reinterpret_cast<Words*>(target + part_bytes) = low;
-  }
-  *reinterpret_cast<Words*>(target) = vector;
-}
+// --- Channels ------------------------------------------------------------------------------------
 
 // A channel of the group as the products have it: one of the input's, at one of its phases.
 struct FoldedChannel {

@@ -29,8 +29,11 @@ SHORT_SUM = 128  # terms
 SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large terms only
 LONG_SUM = 240  # products
 LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
+MOST_RESIDENT_BYTES = 110 * 1024  # of weights that stay in shared memory
 MOST_PIXELS = {1: 256, 2: 168}  # by parts
 MOST_STAGE_PRODUCTS = 8
+HALVES_CHANNELS = 16
+LEAST_FILLED = 4  # channels of a vector of float16
 MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
 
 
@@ -55,7 +58,8 @@ def _layer(problem: Problem, operands: Operands) -> Layer:
 
 def forward_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     layer = _layer(problem, operands)
-    return [[min(layer, _folded(layer), key=lambda one: one.steps * one.taps)]]
+    layer = min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
+    return [[layer], *([[replace(layer, halves=True)]] if _fits_halves(layer) else [])]
 
 
 def input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
@@ -70,7 +74,10 @@ def input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
     whole = None if operands.output_channels_last else interleaved(columns)
     ways = [columns] if whole is None else [columns, [whole]]
     layer = _layer(problem, operands)
-    return [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+    found = [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+    if count == 1 and _fits_halves(found[0][0]):
+        found.append([replace(found[0][0], halves=True)])
+    return found
 
 
 def _phase_layer(layer: Layer, row: Phase, column: Phase) -> Layer:
@@ -193,14 +200,25 @@ class Layer:
     image_size: tuple[int, int]
     folding: tuple[int, int] = (1, 1)
     placing: tuple[Placing, Placing] = (Placing(), Placing())
+    halves: bool = False  # float32 multiplied as float16, see correlate_scale.cuh
 
     @property
     def vector(self) -> int:
+        """Elements in 16 bytes of a tensor."""
         return self.operands.vector
+
+    @property
+    def vector_channels(self) -> int:
+        """Channels in 16 bytes of what is multiplied."""
+        return 8 if self.halves else self.vector
 
     @property
     def parts(self) -> int:
         return limits.parts(self.operands)
+
+    @property
+    def weight_parts(self) -> int:
+        return 3 if self.halves and self.parts == 2 else self.parts
 
     @property
     def vector_loads(self) -> bool:
@@ -279,7 +297,7 @@ class Layer:
     @property
     def low_products(self) -> bool:
         """Whether the products of low parts count: in short sums, which round little themselves."""
-        return self.parts == 2 and self.terms <= SHORT_SUM
+        return self.parts == 2 and self.terms <= SHORT_SUM and not self.halves
 
     @property
     def compensated(self) -> bool:
@@ -342,7 +360,7 @@ class Layer:
     @property
     def steps(self) -> int:
         """Of 32 bytes of channels, that the products of a tap need."""
-        return ceil_div(self.group_in, 2 * self.vector)
+        return ceil_div(self.group_in, 2 * self.vector_channels)
 
     @cached_property
     def rolling(self) -> bool:
@@ -367,6 +385,12 @@ class Layer:
     def chunks(self) -> int:
         return ceil_div(self.steps, self.k_steps)
 
+    @property
+    def stays(self) -> bool:
+        """Whether all weights of 128 channels fit beside the rest: no stage is waited for."""
+        tap = self.k_steps * self.weight_parts * 2 * OUTPUTS * 32
+        return self.halves and self.taps * tap <= MOST_RESIDENT_BYTES
+
     @cached_property
     def stage_taps(self) -> int:
         products = STAGE_PRODUCTS
@@ -374,7 +398,7 @@ class Layer:
             products = LONG_SUM_PRODUCTS if self.compensated else products
             products = SHORT_SUM_PRODUCTS if self.low_products else products
         wanted = products / self.k_steps
-        if self.parts == 2 and self.rolling:
+        if self.parts == 2 and self.rolling and not self.stays:
             # One consumer should multiply while the other stores, and they can drift apart by no
             # more than the stages there are.
             wanted = 1
@@ -386,7 +410,7 @@ class Layer:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
         channels = self.product_channels
         outputs = self.group_out / (ceil_div(self.group_out, channels) * channels)
-        return outputs * self.terms / (self.steps * 2 * self.vector * self.taps)
+        return outputs * self.terms / (self.steps * 2 * self.vector_channels * self.taps)
 
 
 def _folded(layer: Layer) -> Layer:
@@ -401,6 +425,24 @@ def _folded(layer: Layer) -> Layer:
         kernel=(ceil_div(layer.kernel[0], rows), ceil_div(layer.kernel[1], columns)),
         stride=(layer.stride[0] // rows, layer.stride[1] // columns),
         folding=(rows, columns),
+    )
+
+
+def _fits_halves(layer: Layer) -> bool:
+    """Whether float32 can be multiplied as float16 (see ``correlate_scale.cuh``).
+
+    Not channels-last, which is not loaded so; not short sums in two parts, which need products of
+    their low parts; not fewer channels than a product has; and not where the last vector has so few
+    that often all of them are small.
+    """
+    operands = layer.operands
+    filled = (layer.group_in - 1) % 8 + 1
+    return (
+        operands.scalar == "float"
+        and not operands.input_channels_last
+        and not layer.low_products
+        and layer.group_in >= HALVES_CHANNELS
+        and filled >= LEAST_FILLED
     )
 
 

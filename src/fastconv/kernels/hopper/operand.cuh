@@ -21,6 +21,15 @@ struct OperandOf<bfloat16> {
   using type = Bfloat16;
 };
 
+template <bool kFirst, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
+};
+
 using C = Config;
 using Scalar = C::Scalar;
 using Operand = OperandOf<Scalar>::type;

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
-from fastconv.kernels.hopper.layers import Layer
+from fastconv.kernels.hopper.layers import MOST_RESIDENT_BYTES, Layer
 from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, together
 
 LOADER_WARPS = 3
@@ -17,17 +17,25 @@ PRODUCT_BYTES = OUTPUTS * 32
 
 MOST_WEIGHT_STAGES = 10
 ENOUGH_WEIGHT_STAGES = 6
-MOST_RESIDENT_BYTES = 100 * 1024
 WEIGHTS_LATENCY = 1500.0  # cycles
 
 # Estimated cycles of one processor.
 STORE_BYTES = 15.0  # a cycle
+LINE_STORE_BYTES = 15.5  # of whole lines of the cache, four sectors
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
 STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts of sectors
-# To load 16 bytes of channels, by bytes of an element: as vectors, in pieces, pixel by pixel.
-LOAD_CYCLES = {4: (2.8, 0.7, 3.2), 2: (2.5, 0.9, 5.0)}
-PIECE_CYCLES = {4: 450.0, 2: 600.0}  # for the bulk copies of a piece, be they short or long
+# To load 16 bytes of channels, by their number and their bytes in memory: as vectors, in pieces,
+# pixel by pixel, the same of strides.
+LOAD_CYCLES = {
+    (4, 4): (2.8, 0.7, 2.6, 4.5),
+    (8, 2): (2.5, 0.9, 5.0, 5.0),
+    (8, 4): (5.6, 1.6, 6.4, 6.4),
+}
+PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # for its copies, short or long
+FOLDED_LOSS = 1.3  # where each channel is somewhere else
+SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # more for numbers in two parts
+PASS_CYCLES = 1000.0  # to wait for sums to be gone, of a tile that leaves in several passes
 RAW_SLOTS = (0, 1, 2)  # pieces that a loading warp has under way, 0 for pixel by pixel
 ONE_SLOT_LOSS = 1.25  # a warp with one waits for it
 WEIGHT_BYTES = 24.0
@@ -94,10 +102,11 @@ class Tile:
 
     @property
     def raw_bytes(self) -> int:
-        """Of a piece: a line of 32 bytes' channels."""
+        """Of a piece: a line of two vectors' channels."""
         layer = self.layer
         pixels = min(self.pitch, layer.in_size[1])
-        return 32 * round_up(pixels + layer.vector - 1, layer.vector)
+        line = round_up(pixels + layer.vector - 1, layer.vector) * layer.operands.scalar_bytes
+        return 2 * layer.vector_channels * line
 
     @property
     def plane_padding(self) -> int:
@@ -126,7 +135,7 @@ class Tile:
 
     @property
     def tap_bytes(self) -> int:
-        return self.layer.k_steps * self.layer.parts * self.channel_groups * PRODUCT_BYTES
+        return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
 
     @property
     def weight_bytes(self) -> int:
@@ -164,6 +173,15 @@ class Tile:
         )
 
     @property
+    def turns(self) -> bool:
+        """Whether consumers multiply by turns, so that one does while the other stores.
+
+        Where they need not wait for each other's weights, and storing takes longer anyway: a
+        consumer alone does not keep the tensor cores quite as busy as two.
+        """
+        return self.layer.halves and self.resident and self.work["stores"] >= self.work["products"]
+
+    @property
     def staging_bytes(self) -> int:
         """Of each consumer."""
         operands, vector = self.layer.operands, self.layer.vector
@@ -182,6 +200,7 @@ class Tile:
             + CONSUMERS * self.staging_bytes
             + LOADER_WARPS * self.raw_slots * (self.raw_bytes + 8)
             + 16 * (self.input_stages + self.weight_stages)
+            + 8 * CONSUMERS
         )
 
     @property
@@ -227,14 +246,19 @@ class Tile:
         steps = layer.chunks * layer.taps * layer.k_steps * layer.products
         rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
-        size = layer.operands.scalar_bytes
-        kind = 0 if layer.vector_loads else 1 if self.staged else 2
-        loads = vectors * (LOAD_CYCLES[size][kind] + 0.8 * (layer.parts - 1))
+        channels, size = layer.vector_channels, layer.operands.scalar_bytes
+        kind = 3 if layer.slots > 1 else 2
+        if layer.vector_loads or self.staged:
+            kind = 0 if layer.vector_loads else 1
+        split = SPLIT_CYCLES[channels] * (layer.parts - 1)
+        folded = FOLDED_LOSS if layer.folding != (1, 1) else 1.0
+        loads = vectors * (LOAD_CYCLES[channels, size][kind] * folded + split)
         if self.staged:
-            loads += vectors / (2 * self.pitch) * PIECE_CYCLES[size]
+            loads += vectors / (2 * self.pitch) * PIECE_CYCLES[channels, size]
             loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
-        outputs = CONSUMERS * OUTPUTS * self.rows * self.columns * layer.written
-        stored = STORE_BYTES
+        columns = min(self.columns, layer.out_size[1] / self.strips)
+        outputs = CONSUMERS * OUTPUTS * self.rows * columns * layer.written
+        stored = LINE_STORE_BYTES if self.lead * size == 4 * 32 else STORE_BYTES
         if layer.strided_stores:
             stored = STRIDED_STORE_BYTES
         elif not (self.bulk_stores or layer.operands.output_channels_last):
@@ -251,7 +275,8 @@ class Tile:
 
     @property
     def tile_cycles(self) -> float:
-        return TILE_CYCLES + together(*self.work.values())
+        passes = ceil_div(self.pixels, self.pass_pixels)
+        return TILE_CYCLES + PASS_CYCLES * (passes - 1) + together(*self.work.values())
 
     def cycles(self, processors: int) -> float:
         """What the whole layer takes, estimated."""
@@ -270,7 +295,10 @@ class Tile:
         choices = [(fewest_inputs, *choice) for choice in passes]
         if self.layer.copied and not self.layer.rolling:
             choices = [(3, *choice) for choice in passes[:4]] + choices
-        for inputs, count, buffers in choices:
+        needs = [(self.fewest_weight_stages, choice) for choice in choices]
+        if self.output_groups * self.layer.groups == 1:
+            needs = [(self.all_weight_stages, choice) for choice in choices[:3]] + needs
+        for fewest, (inputs, count, buffers) in needs:
             if buffers == self.layer.column_sums == 2:
                 continue  # sums leave in one piece, and by the next tile it is gone
             tile = replace(
@@ -280,9 +308,9 @@ class Tile:
                 input_stages=inputs,
             )
             stages = (budget - tile.shared_bytes) // (self.weight_bytes + 16)
-            if stages < self.fewest_weight_stages:
+            if stages < fewest:
                 continue
-            tile = replace(tile, weight_stages=min(stages, self.most_weight_stages))
+            tile = replace(tile, weight_stages=min(stages, max(fewest, self.most_weight_stages)))
             more = (budget - tile.shared_bytes) // (self.input_bytes + 16)
             most = fewest_inputs + more_inputs
             return replace(tile, input_stages=min(inputs + more, max(most, inputs)))
@@ -319,12 +347,13 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
         if width <= most:
             yield Tile(layer, channel_groups, 1, width)
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
-        # has its own strips.
+        # has its own strips: of whole sectors, or of whole lines of the cache.
         own = layer.whole_rows and layer.interleave == 1 and width % sector
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Tile(layer, channel_groups, 1, columns)
-        for columns in _strip_widths(width + sector - 1, most - sector, sector) if own else ():
-            yield Tile(layer, channel_groups, 1, columns, sector)
+        for lead in (sector, 4 * sector) if own else ():
+            for columns in _strip_widths(width + lead - 1, most - lead, lead):
+                yield Tile(layer, channel_groups, 1, columns, lead)
         if layer.rolling or layer.stack > 1:
             continue
         for rows in range(2, rows_of_phase + 1):

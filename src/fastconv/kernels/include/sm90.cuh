@@ -246,6 +246,23 @@ __device__ __forceinline__ float round_to_even_tf32(float value) {
   return __uint_as_float(bits);
 }
 
+// Two numbers, not NaN, to float16: to nearest, ties away from zero; `first` in the lower half.
+__device__ __forceinline__ unsigned round_to_halves(float first, float second) {
+  unsigned bits;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(bits)
+      : "f"(__uint_as_float(__float_as_uint(second) + 0x1000u)),
+        "f"(__uint_as_float(__float_as_uint(first) + 0x1000u)));
+  return bits;
+}
+
+// The larger of two numbers, or NaN if one is.
+__device__ __forceinline__ float larger(float first, float second) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
+  return result;
+}
+
 // --- Warpgroups ----------------------------------------------------------------------------------
 
 // Sets the registers of each thread of the calling warpgroup. All of a block's together must not

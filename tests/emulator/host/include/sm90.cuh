@@ -100,6 +100,14 @@ inline float round_to_even_tf32(float value) {
   return __uint_as_float((bits + 0x0fffu + (bits >> 13 & 1u)) & 0xffffe000u);
 }
 
+inline unsigned round_to_halves(float first, float second) {
+  return floats_to_halves(round_to_tf32(first), round_to_tf32(second));
+}
+
+inline float larger(float first, float second) {
+  return first != first || second != second ? __uint_as_float(0x7fffffffu) : max(first, second);
+}
+
 template <int kRegisters>
 inline void give_back_registers() {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");

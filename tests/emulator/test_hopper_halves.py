@@ -1,0 +1,194 @@
+"""correlate.cuh with float32 multiplied as float16: scales, and the repair of what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulator import precompile
+from emulator.driver import run_both_orders
+from emulator.test_hopper_correlate import (
+    DEEP,
+    EVERYWHERE,
+    FEW,
+    NARROW,
+    ONE,
+    ROLLING,
+    SMALL,
+    STRIPS,
+    WIDE,
+    Choice,
+    named,
+    planner_of,
+)
+from emulator.works import (
+    Case,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    assert_correct,
+    check,
+    in_batch,
+    new_output,
+    run,
+)
+
+MODES = ("tf32", "ieee")
+
+
+def _work(
+    case: Case,
+    mode: str,
+    direction: str = "forward",
+    choose: Choice | None = None,
+    **options: Any,
+) -> Work:
+    options.setdefault("gpu", FEW)
+    return Work(case, planner_of(direction, choose, halves=True), precision=mode, **options)
+
+
+WORKS = [
+    *(_work(EVERYWHERE, mode) for mode in MODES),
+    _work(EVERYWHERE, "ieee", other_format=True, aligned=False),
+    *(_work(ROLLING, mode) for mode in MODES),
+    *(_work(WIDE, mode, choose=named(f"{slots} staged"), gpu=ONE)
+      for mode, slots in zip(MODES, (1, 2), strict=True)),
+    _work(STRIPS, "tf32", gpu=SMALL),
+    _work(NARROW, "ieee", gpu=ONE),
+    _work(Case("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _work(Case("folded", (2, 5, 23, 26), (64, 5, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
+    _work(Case("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
+    _work(Case("groups", (2, 40, 6, 9), (144, 20, 3, 3), groups=2), "ieee"),
+    _work(Case("whole lines", (2, 16, 5, 301), (128, 16, 3, 3)), "tf32", choose=named("+32"),
+          gpu=ONE),
+    _work(DEEP, "tf32", gpu=SMALL),
+    _work(Case("strips", (1, 16, 6, 301), (128, 16, 3, 3)), "ieee", gpu=ONE),
+    _work(Case("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+          "ieee", "input_grad"),
+]  # fmt: skip
+
+THREE = [
+    _work(Case("three images", (3, 24, 12, 9), (72, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
+    for mode in MODES
+]
+ALONE = _work(Case("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = [*WORKS, *THREE, ALONE, in_batch(ALONE)]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_against_float64(work: Work) -> None:
+    check(work)
+
+
+def test_works_cover_all_branches() -> None:
+    launches = [work.plan.launches for work in WORKS]
+    assert all([launch.kernel.entry for launch in one] == ["pack", "correlate"] * 2
+               for one in launches)  # fmt: skip
+    first = [dict(one[1].kernel.constants) for one in launches]
+    second = [dict(one[3].kernel.constants) for one in launches]
+    assert all(one["halves"] and not one["repairs"] for one in first)
+    assert all(one["repairs"] and not one["halves"] for one in second)
+    for name in ("staged", "rolling", "resident", "turns", "transposed", "out_channels_last"):
+        assert {one[name] for one in first} == {False, True}, name
+    assert {one["raw_slots"] for one in first} == {0, 1, 2}
+    assert {one["lead"] for one in first} == {0, 8, 32}
+    assert {(one["turns"], one["parts"]) for one in first} == {*product((False, True), (1, 2))}
+
+
+def _first_half(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What float16 alone gives; and the tables: of channels, of images' scales, of their marks."""
+    plan, output = work.plan, new_output(work)
+    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
+    named = {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias}
+    run_both_orders(plan.launches[:2], {**named, "output": output, "scratch": scratch})
+    constants = dict(plan.launches[1].kernel.constants)
+    channels, batch = constants["table_channels"], work.case.input[0]
+    tables = scratch[constants["tables_at"] :]
+    factors, scales, marks = tables.split([4 * channels, 4 * batch, 4 * batch])
+    return output, factors.view(torch.float), scales.view(torch.float), marks.view(torch.int)
+
+
+@pytest.mark.parametrize("work", THREE, ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e4, 1e-12, 1e15])
+def test_numbers_of_any_size_need_no_repair(work: Work, size: float) -> None:
+    tensors = Tensors.random(work)
+    tensors = replace(
+        tensors, input=tensors.input * size, weight=tensors.weight * 3e-3, bias=tensors.bias * size
+    )
+    tensors.input[:, :, :3] = 0  # as after a ReLU
+    output, factors, scales, marks = _first_half(work, tensors)
+    assert factors.ne(0).all()
+    assert scales.ne(0).all()
+    assert not marks.any()
+    assert_correct(work, tensors, output)
+
+
+# What becomes of the middle one of three images, and whether it shows in a sample.
+BEYOND = {
+    "small rows": lambda image: image[:, 4:9].mul_(1e-12),
+    "one small vector": lambda image: image[:8, 5, 5].mul_(1e-20),
+    "too large for any scale": lambda image: image.mul_(1e30),
+    "too small for any scale": lambda image: image.mul_(1e-30),
+}
+
+
+@pytest.mark.parametrize("work", THREE, ids=str)
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_images_that_do_not_fit_are_repaired(work: Work, beyond: str) -> None:
+    tensors = Tensors.random(work)
+    before = run(work, tensors)
+    tensors = replace(tensors, input=tensors.input.clone(), bias=torch.zeros_like(tensors.bias))
+    unchanged = run(work, tensors)
+    BEYOND[beyond](tensors.input[1])
+    output, factors, scales, marks = _first_half(work, tensors)
+    assert factors.ne(0).all()
+    assert [bool(mark) or not scale for mark, scale in zip(marks, scales, strict=True)] == [
+        *(False, True, False)
+    ]
+    if beyond == "small rows":
+        with pytest.raises(AssertionError, match="elements are wrong"):
+            assert_correct(work, tensors, output)
+    actual = run(work, tensors)
+    assert_correct(work, tensors, actual)
+    assert actual[::2].equal(unchanged[::2])
+    assert not before.equal(actual)
+
+
+@pytest.mark.parametrize("work", THREE, ids=str)
+def test_weights_that_do_not_fit_are_repaired(work: Work) -> None:
+    tensors = Tensors.random(work)
+    tensors.weight[3, :8, 1, 1] *= 1e-12
+    output, factors, _, _ = _first_half(work, tensors)
+    assert factors[: len(tensors.weight)].eq(0).nonzero().tolist() == [[3]]
+    assert output.isnan().all()  # nothing is computed twice
+    assert_correct(work, tensors, run(work, tensors))
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan], ids=["infinity", "NaN"])
+def test_what_is_no_number_is_repaired(number: float) -> None:
+    work = THREE[0]
+    tensors = Tensors.random(work)
+    tensors.input[1, 4, 3, 3] = number
+    expected = run(replace(work, planner=planner_of("forward")), tensors)
+    actual = run(work, tensors)
+    assert (
+        actual[1].equal(expected[1])
+        if number == torch.inf
+        else actual[1].isnan().equal(expected[1].isnan())
+    )
+    assert not actual[1].isfinite().all()
+    assert actual[::2].isfinite().all()
+
+
+def test_an_image_does_not_depend_on_its_batch() -> None:
+    assert_alone_as_in_batch(ALONE)
