@@ -2941,7 +2941,7 @@ constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
 // number in the sample. Others of it may be 2^4 times as large.
 constexpr int kWeightExponent = 14;
 constexpr int kImageExponent = 11;
-constexpr int kMostExponent = 60;  // of what is scaled: scales, and products of two, are normal
+constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
 
 // What a vector's largest number has to reach, once scaled. From 2^-14 on, float16 has all bits;
 // the low parts of weights, and weights 2^-11 times as large, have no scale of their own.

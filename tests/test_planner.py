@@ -222,13 +222,14 @@ def test_weight_gradients() -> None:
 @pytest.mark.parametrize("size", [(512, 512), (1, 10**5), (10**5, 64)], ids=str)
 @pytest.mark.parametrize("outputs", [128, 4])
 @pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
 def test_planning_takes_no_time(
-    kernel: int, outputs: int, size: tuple[int, int], channels_last: bool
+    mode: str, kernel: int, outputs: int, size: tuple[int, int], channels_last: bool
 ) -> None:
     """The first call of a shape waits for it."""
     pad = kernel // 2
     problem = _problem((4, 64, *size), (outputs, 64, kernel, kernel), padding=(pad,) * 4)
-    operands = _operands(problem, "bfloat16", channels_last)
+    operands = _operands(problem, mode, channels_last)
     start = time.thread_time()
     planner.forward(problem, operands, H200)
     assert time.thread_time() - start < 0.5

@@ -119,7 +119,7 @@ def _first_half(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, T
 
 
 @pytest.mark.parametrize("work", THREE, ids=str)
-@pytest.mark.parametrize("size", [1.0, 1e-6, 3e4, 1e-12, 1e15])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e4, 1e-12, 1e14])
 def test_numbers_of_any_size_need_no_repair(work: Work, size: float) -> None:
     tensors = Tensors.random(work)
     tensors = replace(

@@ -94,7 +94,10 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     layers, tiles = _best_way(ways, gpu)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
-    repairs = _repairs(layers[0], gpu) if layers[0].halves else None
+    repairs = None
+    if layers[0].halves:
+        repairs = _repairs(layers[0], gpu)
+        explanation += (f"beyond float16's range, in TF32: {_explain(repairs, gpu)}",)
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
         launches, scratch = zip(*(_launches(tile, repairs, gpu) for tile in chosen), strict=True)
