@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -112,7 +113,13 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
         )
 
 
-def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list[Tile]]]:
+@lru_cache(maxsize=16)
+def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
+    """All tiles that fit, the best first; kept, for a plan asks for them more than once."""
+    return tuple(tiles_of(views(layer), gpu))
+
+
+def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[tuple[Tile, ...]]]:
     """The layers of the way that takes an image the least, and each one's tiles, the best first.
 
     Sums differ between ways, so the batch must not decide.
@@ -121,7 +128,7 @@ def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list
     for layers in ways:
         try:
             _check(layers, gpu)
-            possible.append((layers, [tiles_of(views(layer), gpu) for layer in layers]))
+            possible.append((layers, [_tiles(layer, gpu) for layer in layers]))
         except Declined as reason:
             reasons.append(reason)
     if not possible:
@@ -130,7 +137,7 @@ def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[list
     return min(possible, key=_cost)
 
 
-def _cost(way: tuple[list[Layer], list[list[Tile]]]) -> float:
+def _cost(way: tuple[list[Layer], list[tuple[Tile, ...]]]) -> float:
     layers, tiles = way
     fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
     more = LAYER_COST * len(layers)
@@ -176,7 +183,7 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     or of pieces under way.
     """
     layer = replace(layer, halves=False)
-    tiles = tiles_of(views(layer), gpu)
+    tiles = _tiles(layer, gpu)
     if layer.parts == 1:
         return tiles[0]
     return next(one for one in tiles if one.pixels < layer.most_pixels and not one.staged)
@@ -267,7 +274,7 @@ def _channels_last(operands: Operands) -> tuple[bool, bool]:
     return operands.input_channels_last, operands.output_channels_last
 
 
-def _explanation(tiles: list[Tile], gpu: Gpu) -> Iterator[str]:
+def _explanation(tiles: tuple[Tile, ...], gpu: Gpu) -> Iterator[str]:
     rows, columns = tiles[0].layer.placing
     phase = "" if rows.step == columns.step == 1 else f"phase {rows.at}, {columns.at}: "
     yield f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"
