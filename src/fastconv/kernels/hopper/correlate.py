@@ -293,33 +293,42 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     )
 
 
+def _most_at_once(tile: Tile, place: _Place) -> int:
+    """Units that a loading thread has registers for."""
+    layer, split = tile.layer, tile.layer.parts == 2
+    folded, floats = layer.folding != (1, 1), layer.operands.scalar_bytes == 4
+    if layer.halves:
+        most = 1 if layer.compensated else 2 if split or tile.staged or folded else 3
+    elif layer.vector_loads:
+        most = 4 if split else 6
+    elif folded:
+        most = 3 if floats and not split else 2
+    elif split:
+        most = 2 if tile.staged else 4
+    else:
+        most = 5 if floats else 3
+    return most - 1 if split and place.repairs else most  # to find the images takes some
+
+
+def _batch(tile: Tile, place: _Place) -> int:
+    """Units that a thread loads at once, so that few are left over for the last batch."""
+    most = _most_at_once(tile, place)
+    if tile.staged:
+        warps = ceil_div(tile.pitch, 32)
+        return ceil_div(warps, ceil_div(warps, most))
+    return min(range(most, 0, -1), key=lambda n: round_up(tile.units, 32 * LOADER_WARPS * n))
+
+
+def _producer_registers(layer: Layer) -> int:
+    if layer.parts == 2:  # consumers keep sums twice
+        return 88 if layer.halves and not layer.compensated else 72
+    return 104 if layer.vector_loads else 136
+
+
 def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
     rows, columns = layer.placing
-    split = layer.parts == 2
-    if layer.halves:
-        most = 2 if split or tile.staged or layer.folding != (1, 1) else 3
-        most = 1 if layer.compensated else most
-    elif layer.vector_loads:
-        most = 4 if split else 6
-    elif layer.folding != (1, 1):
-        most = 2 if split or operands.scalar_bytes == 2 else 3
-    elif split and tile.staged:
-        most = 2
-    else:
-        most = 4 if split else 5 if operands.scalar_bytes == 4 else 3
-    if split and place.repairs:
-        most -= 1  # registers are needed to find the images
-    if tile.staged:
-        warps = ceil_div(tile.pitch, 32)
-        batch = ceil_div(warps, ceil_div(warps, most))
-    else:
-        batch = min(range(most, 0, -1), key=lambda n: round_up(tile.units, 32 * LOADER_WARPS * n))
-    producer = 136
-    if split:
-        producer = 88 if layer.halves and not layer.compensated else 72
-    elif layer.vector_loads:
-        producer = 104
+    producer = _producer_registers(layer)
     return {
         "Scalar": operands.scalar,
         "parts": layer.parts,
@@ -383,8 +392,8 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "resident": tile.resident,
         "pass_pixels": tile.pass_pixels,
         "buffers": tile.buffers,
-        "batch": batch,
-        "batches_ahead": 1 if split else 2,
+        "batch": _batch(tile, place),
+        "batches_ahead": 1 if layer.parts == 2 else 2,
         "producer_registers": producer,
         "consumer_registers": limits.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
