@@ -6117,11 +6117,11 @@ FORWARD_FLOAT_IEEE_1 = tuple(
         out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
-        vector_stores=False, bulk_stores=True, channel_groups=1, stack=1, pixels=160,
-        tile_rows=1, tile_columns=152, pitch=162, lead=8, turns=False, plane_padding=0,
-        rolling=True, segment_tiles=19, k_steps=2, stage_taps=1, input_stages=6,
-        weight_stages=7, resident=False, pass_pixels=160, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=224992, packed_at=0,
+        vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=96,
+        tile_rows=1, tile_columns=88, pitch=98, lead=8, turns=False, plane_padding=0,
+        rolling=True, segment_tiles=31, k_steps=2, stage_taps=1, input_stages=4,
+        weight_stages=9, resident=True, pass_pixels=96, buffers=1, batch=3, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=224480, packed_at=0,
         tables_at=258048, table_channels=128, repairs=True,
     ).items()
 )
@@ -6144,7 +6144,7 @@ TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE_1,
-            grid=132, block=384, shared_bytes=224992,
+            grid=132, block=384, shared_bytes=224480,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),

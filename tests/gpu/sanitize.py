@@ -26,6 +26,7 @@ import oracle
 from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import direct, hopper, planner
+from fastconv.kernels.hopper import correlate
 from fastconv.problem import Problem
 
 WEIGHT_GRAD = importlib.import_module(hopper.weight_grad.__module__)
@@ -158,11 +159,13 @@ def main() -> int:
 def tensor_core_checks() -> list[bool]:
     correct = []
     # As if there were two processors: blocks have several tiles to compute, and large ones. Weight
-    # gradients are so small that they would be left to the portable kernels.
+    # gradients are so small that they would be left to the portable kernels, images that they would
+    # not be computed in float16.
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
         mock.patch.object(WEIGHT_GRAD, "_portable_cycles", return_value=math.inf),
+        mock.patch.object(correlate, "HALVES_CYCLES", 0.0),
     ):
         for index, arguments in enumerate(TENSOR_CORE_PROBLEMS.values()):
             for turn, memory_format in enumerate(FORMATS):

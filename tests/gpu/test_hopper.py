@@ -24,6 +24,7 @@ from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import hopper, planner
+from fastconv.kernels.hopper import correlate
 from fastconv.problem import Problem
 from gpu.helpers import (
     CUDA,
@@ -45,6 +46,16 @@ pytestmark = [
     pytest.mark.usefixtures("_poisoned_memory"),
     pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _float16_for_small_images() -> Iterator[None]:
+    """As it is for those that are worth it."""
+    with mock.patch.object(correlate, "HALVES_CYCLES", 0.0):
+        backend._ready.cache_clear()
+        yield
+    backend._ready.cache_clear()
+
 
 modes = pytest.mark.parametrize("mode", MODES)
 layouts = pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)

@@ -40,6 +40,7 @@ LEAST_PRODUCTS = 64.0
 # more of a small batch, which must not decide. Three products of float16 are better than estimated.
 LAYER_COST = 0.05
 HALVES_COST = {1: 0.05, 2: -0.25}  # by parts
+HALVES_CYCLES = 2.5e5  # of an image, at least: what those launches take is its share of a batch
 REDUCTION_BYTES = 4 * (PACK_THREADS // 32)  # of shared memory, for the largest of a block's numbers
 
 
@@ -141,9 +142,9 @@ def _cost(way: tuple[list[Layer], list[tuple[Tile, ...]]]) -> float:
     layers, tiles = way
     fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
     more = LAYER_COST * len(layers)
-    if layers[0].halves:
-        more += HALVES_COST[layers[0].parts]
-    return sum(fastest) * (1 + more)
+    if not layers[0].halves:
+        return sum(fastest) * (1 + more)
+    return max(sum(fastest) * (1 + more + HALVES_COST[layers[0].parts]), HALVES_CYCLES)
 
 
 def _why(tiles: list[Tile]) -> str:

@@ -25,12 +25,12 @@ LINE_STORE_BYTES = 15.5  # of whole lines of the cache, four sectors
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
 STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts of sectors
-# To load 16 bytes of channels, by their number and their bytes in memory: as vectors, in pieces,
-# pixel by pixel, the same of strides.
+# To load 16 bytes of channels, by their number and their bytes in memory: as vectors; in pieces;
+# pixel by pixel, of one row; of several; of strides.
 LOAD_CYCLES = {
-    (4, 4): (2.8, 0.7, 2.6, 4.5),
-    (8, 2): (2.5, 0.9, 5.0, 5.0),
-    (8, 4): (5.6, 1.6, 6.4, 6.4),
+    (4, 4): (2.8, 0.7, 3.2, 2.6, 4.5),
+    (8, 2): (2.5, 0.9, 5.0, 5.0, 5.0),
+    (8, 4): (5.6, 1.6, 6.4, 6.4, 6.4),
 }
 PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # for its copies, short or long
 FOLDED_LOSS = 1.3  # where each channel is somewhere else
@@ -247,7 +247,7 @@ class Tile:
         rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
         channels, size = layer.vector_channels, layer.operands.scalar_bytes
-        kind = 3 if layer.slots > 1 else 2
+        kind = 4 if layer.slots > 1 else 3 if self.rows > 1 else 2
         if layer.vector_loads or self.staged:
             kind = 0 if layer.vector_loads else 1
         split = SPLIT_CYCLES[channels] * (layer.parts - 1)
@@ -349,9 +349,10 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
         # has its own strips: of whole sectors, or of whole lines of the cache.
         own = layer.whole_rows and layer.interleave == 1 and width % sector
+        leads = (sector, 4 * sector) if layer.halves else (sector,)
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Tile(layer, channel_groups, 1, columns)
-        for lead in (sector, 4 * sector) if own else ():
+        for lead in leads if own else ():
             for columns in _strip_widths(width + lead - 1, most - lead, lead):
                 yield Tile(layer, channel_groups, 1, columns, lead)
         if layer.rolling or layer.stack > 1:
