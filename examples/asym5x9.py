@@ -92,8 +92,8 @@ SOURCES["hopper/correlate.cuh"] = r"""
 // An input stage is either the halo tile of a chunk of the input channels, or, with `rolling`, one
 // row of all channels: then a block walks down the image, and each row is loaded once.
 //
-// Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has not
-// are computed once more by a kernel without (`repairs`): see correlate_scale.cuh.
+// Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has
+// not are computed once more by a kernel without (`repairs`): see correlate_scale.cuh.
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
