@@ -159,7 +159,8 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch) {
   const Items items(scratch, batch);
-  if (items.none() || items.first() >= items.count()) return;
+  if (items.none()) return;  // at a glance
+  if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -2173,7 +2174,8 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
 """
 
 SOURCES["hopper/correlate_weights.cuh"] = r"""
-// Weights: packed as the tensor cores want them, and streamed to shared memory.
+// Weights: packed as the tensor cores want them, and streamed to shared memory. The kernel that
+// packs them as float16 finds scales first: theirs, and those of the images.
 #include "hopper/correlate_load.cuh"
 
 namespace fastconv {
@@ -2629,34 +2631,6 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
   return {load_or_zero(&source->bits, valid)};
 }
 
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-template <class Half>
-__device__ __forceinline__ unsigned bits_of(Half value) {
-  return value.bits;
-}
-
-// A vector of channels.
-__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const Scalar* const first = elements + k * (kVector / 4);
-    if constexpr (sizeof(Scalar) == 4) {
-      vector.word[k] = __float_as_uint(widen(*first));
-    } else {
-      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
-    }
-  }
-}
-__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
-}
-__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
-  Channels vector;
-  fill(vector, elements);
-  return vector;
-}
-
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
 
 // What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
@@ -3067,6 +3041,34 @@ struct Numbers {
 };
 
 using Channels = Either<C::halves, Numbers, Words>::type;
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class Half>
+__device__ __forceinline__ unsigned bits_of(Half value) {
+  return value.bits;
+}
+
+// A vector of elements.
+__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Scalar* const first = elements + k * (kVector / 4);
+    if constexpr (sizeof(Scalar) == 4) {
+      vector.word[k] = __float_as_uint(widen(*first));
+    } else {
+      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+    }
+  }
+}
+__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
+}
+__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
+  Channels vector;
+  fill(vector, elements);
+  return vector;
+}
 
 // How numbers become float16: multiplied by a power of two. Keeps what is needed to tell whether
 // all of them fit: of each vector's largest number, but for zeros, the largest and the smallest.

@@ -108,7 +108,8 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch) {
   const Items items(scratch, batch);
-  if (items.none() || items.first() >= items.count()) return;
+  if (items.none()) return;  // at a glance
+  if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {

@@ -187,7 +187,8 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     tiles = _tiles(layer, gpu)
     if layer.parts == 1:
         return tiles[0]
-    return next(one for one in tiles if one.pixels < layer.most_pixels and not one.staged)
+    fits = (one for one in tiles if one.pixels < layer.most_pixels and not one.staged)
+    return next(fits, tiles[0])
 
 
 def _launches(tile: Tile, repairs: Tile | None, gpu: Gpu) -> tuple[tuple[Launch, ...], int]:

@@ -48,34 +48,6 @@ __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
   return {load_or_zero(&source->bits, valid)};
 }
 
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-template <class Half>
-__device__ __forceinline__ unsigned bits_of(Half value) {
-  return value.bits;
-}
-
-// A vector of channels.
-__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const Scalar* const first = elements + k * (kVector / 4);
-    if constexpr (sizeof(Scalar) == 4) {
-      vector.word[k] = __float_as_uint(widen(*first));
-    } else {
-      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
-    }
-  }
-}
-__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
-}
-__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
-  Channels vector;
-  fill(vector, elements);
-  return vector;
-}
-
 constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
 
 // What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage

@@ -20,6 +20,34 @@ struct Numbers {
 
 using Channels = Either<C::halves, Numbers, Words>::type;
 
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class Half>
+__device__ __forceinline__ unsigned bits_of(Half value) {
+  return value.bits;
+}
+
+// A vector of elements.
+__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Scalar* const first = elements + k * (kVector / 4);
+    if constexpr (sizeof(Scalar) == 4) {
+      vector.word[k] = __float_as_uint(widen(*first));
+    } else {
+      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+    }
+  }
+}
+__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
+}
+__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
+  Channels vector;
+  fill(vector, elements);
+  return vector;
+}
+
 // How numbers become float16: multiplied by a power of two. Keeps what is needed to tell whether
 // all of them fit: of each vector's largest number, but for zeros, the largest and the smallest.
 struct HalfScale {

@@ -1,4 +1,5 @@
-// Weights: packed as the tensor cores want them, and streamed to shared memory.
+// Weights: packed as the tensor cores want them, and streamed to shared memory. The kernel that
+// packs them as float16 finds scales first: theirs, and those of the images.
 #pragma once
 #include "hopper/correlate_load.cuh"
 

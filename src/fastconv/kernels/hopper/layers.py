@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.family import Declined, Operands
 from fastconv.kernels.hopper import limits
-from fastconv.kernels.hopper.limits import OUTPUTS
+from fastconv.kernels.hopper.limits import OUTPUTS, PRODUCT_BYTES
 from fastconv.problem import Problem
 
 # A chunk should hold this many products for each pair of barriers.
@@ -388,7 +388,7 @@ class Layer:
     @property
     def stays(self) -> bool:
         """Whether all weights of 128 channels fit beside the rest: no stage is waited for."""
-        tap = self.k_steps * self.weight_parts * 2 * OUTPUTS * 32
+        tap = self.k_steps * self.weight_parts * 2 * PRODUCT_BYTES
         return self.halves and self.taps * tap <= MOST_RESIDENT_BYTES
 
     @cached_property

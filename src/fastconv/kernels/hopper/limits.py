@@ -11,6 +11,7 @@ from fastconv.problem import Problem
 THREADS = 384
 CONSUMERS = 2  # warpgroups
 OUTPUTS = 64  # channels of a product
+PRODUCT_BYTES = OUTPUTS * 32  # of its weights
 LEAST_GROUP = 8  # channels
 LAUNCH_REGISTERS = 168  # of a thread, for three warpgroups
 MOST_IMAGE = 2**30  # elements: offsets within an image are 32-bit numbers

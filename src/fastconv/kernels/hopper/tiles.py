@@ -10,10 +10,9 @@ from functools import cached_property
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.hopper.layers import MOST_RESIDENT_BYTES, Layer
-from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, together
+from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, PRODUCT_BYTES, together
 
 LOADER_WARPS = 3
-PRODUCT_BYTES = OUTPUTS * 32
 
 MOST_WEIGHT_STAGES = 10
 ENOUGH_WEIGHT_STAGES = 6
@@ -285,9 +284,9 @@ class Tile:
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
 
-        First of all weights, so that they arrive in time; then sums on their way out, in as few
-        passes as possible; then more input. But asynchronous copies can be under way while others
-        are waited for only if there are three stages for them.
+        First of all weights: all of them if they can stay, or so many that they arrive in time.
+        Then sums on their way out, in as few passes as possible; then more input. But asynchronous
+        copies can be under way while others are waited for only if there are three stages for them.
         """
         fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
         more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
