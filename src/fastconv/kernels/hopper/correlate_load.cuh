@@ -61,12 +61,14 @@ struct VectorUnit {
 
   __device__ static int plane(int index) { return index % kChunkPlanes; }
   __device__ static int pixel(int index) { return index / kChunkPlanes; }
-  __device__ static bool valid(const Place& place, int channel) {
-    return place.inside() && (kWholeChunks || channel < C::group_in);
+  __device__ static bool row_exists(const Place& place, int channel) {
+    return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
+           (kWholeChunks || channel < C::group_in);
   }
   __device__ void load(const Place& place, int channel) {
     const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
-    loaded = Words::of(load_or_zero(source, valid(place, channel)));
+    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+    loaded = Words::of(load_or_zero(source, valid));
   }
   __device__ Words vector(int) const { return loaded; }
   __device__ static int offset(int) { return 0; }
@@ -177,14 +179,18 @@ struct Source {
   // Where the first pixel of a unit lies.
   __device__ __forceinline__ Place find(int index) const {
     const int pixel = Unit::pixel(index);
-    const int slot = pixel / kSlotPixels;
-    const int line = pixel % kSlotPixels / C::pitch;
-    const int position = pixel % kSlotPixels % C::pitch;
+    Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
+    place.exists = unit_exists(index);
+    return place;
+  }
+  // Where a pixel of one of a plane's lines lies.
+  __device__ __forceinline__ Place find_in_line(int index, int position) const {
+    const int slot = index / kStageRows;
+    const int line = index % kStageRows;
     const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
     const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
     const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
-    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left,
-            unit_exists(index)};
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
@@ -269,10 +275,41 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   }
 }
 
+// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
+// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
+struct LineCopy {
+  static constexpr int kLineStep = kLoaders / kChunkPlanes;
+  static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
+  static_assert(!C::vector_loads || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
+  int plane, pixel;
+
+  __device__ explicit LineCopy(int thread)
+      : plane(thread % kChunkPlanes), pixel(thread / kChunkPlanes) {}
+
+  __device__ __forceinline__ void start(const Source& source, int line,
+                                        unsigned char* stage) const {
+    const Place place = source.find_in_line(line, pixel);
+    const int channel = source.channel + plane * kVectorChannels;
+    const bool exists = VectorUnit::row_exists(place, channel);
+    const Scalar* const from = place.address(channel);
+    unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int on = i * kLineStep;
+      if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
+        const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
+                            static_cast<unsigned>(C::in_width);
+        copy_async<16>(to + on * 16, from + on * (C::stride_width * kInColumn), exists && inside);
+      }
+    }
+  }
+};
+
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
+  const LineCopy copy(thread);
   Ring<C::input_stages> at(1);
   Ring<C::input_stages> landed(0);
   const auto arrive = [&] {
@@ -282,29 +319,21 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     landed.advance();
   };
   constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
+  constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;
+  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
   int under_way = 0;
-  for (LoadCursor next(items); next.more(); next.advance()) {
+  for (StageCursor next(items); next.more(); next.advance()) {
     const Source source(input, next);
-    if (next.batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
     unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
-#pragma unroll
-    for (int k = 0; k < C::batch; ++k) {
-      const int index = thread + kLoaders * (next.batch * C::batch + k);
-      const Place place = source.find(index);
-      const int channel = source.channel_of(index);
-      if (place.exists) {
-        copy_async<16>(stage + (Unit::plane(index) * kPlanePixels + Unit::pixel(index)) * 16,
-                       place.address(channel), VectorUnit::valid(place, channel));
-      }
-    }
-    if (next.batch == kBatches - 1) {
-      copy_async_commit();
-      at.advance();
-      if (++under_way > kAhead) {
-        copy_async_wait<kAhead>();
-        arrive();
-        --under_way;
-      }
+#pragma unroll kLinesAtOnce
+    for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
+    copy_async_commit();
+    at.advance();
+    if (++under_way > kAhead) {
+      copy_async_wait<kAhead>();
+      arrive();
+      --under_way;
     }
   }
   copy_async_wait<0>();
