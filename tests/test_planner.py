@@ -315,8 +315,10 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     channels_of_vector = 8 if c["halves"] else vector
     weight_parts = 3 if c["halves"] and c["parts"] == 2 else c["parts"]
     assert not c["halves"] or (c["Scalar"] == "float" and not c["in_channels_last"])
-    assert not c["turns"] or c["resident"]
     chunks = ceil_div(c["group_in"], 2 * c["k_steps"] * channels_of_vector)
+    if c["turns"]:
+        assert c["resident"]
+        assert c["rolling"] or chunks <= c["input_stages"]
     row_unit = gcd(c["stride_height"], c["dilation_height"])
     row_phases, row_step = c["stride_height"] // row_unit, c["dilation_height"] // row_unit
     column_unit = gcd(c["stride_width"], c["dilation_width"])
@@ -346,6 +348,22 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     assert c["lead"] + c["tile_columns"] + (c["tile_rows"] - 1) * c["pitch"] <= c["pixels"]
     slack = max(0, c["pixels"] + halo - c["tile_rows"] * c["pitch"])
 
+    # Rows that go on with the next one, which lies behind them, in memory and in the last strip.
+    if c["wraps"]:
+        strips = ceil_div(c["out_width"] + c["lead"] - 1, c["tile_columns"])
+        last = c["out_width"] - (strips - 1) * c["tile_columns"]
+        assert last > 0
+        assert last + halo + 2 * c["lead"] - 1 <= c["pixels"] <= c["pass_pixels"]
+        steps = ("stride_height", "stride_width", "fold_height", "fold_width")
+        assert {c[name] for name in (*steps, "out_step_height", "out_step_width")} == {1}
+        assert not c["staged"] or c["in_width"] == c["out_width"] + halo
+
+    if c["joint_stores"]:
+        assert c["out_channels_last"]
+        assert c["channel_groups"] == 2
+        assert c["stack"] == c["column_sums"] == 1
+        assert not c["turns"]
+
     # Rings: nobody waits for a stage that is given back only after the wait.
     per_tile = chunks * taps // c["stage_taps"]
     assert not c["resident"] or c["weight_stages"] == per_tile
@@ -368,7 +386,10 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
         row = c["interleave"] * c["pass_pixels"]
         staged = 4 * c["buffers"] * 8 * (round_up(row + vector - 8, 16) + 8)
     assert staged * scalar_bytes % 16 == 0
-    line = ceil_div(min(c["pitch"], c["in_width"]) + vector - 1, vector) * 16
+    rows_aligned = c["tile_columns"] == c["out_width"] and c["in_width"] % vector == 0
+    beyond = 0 if rows_aligned and c["padding_left"] >= 0 else vector - 1
+    pixels = c["pitch"] if c["wraps"] else min(c["pitch"], c["in_width"])
+    line = ceil_div(pixels + beyond, vector) * 16
     used = 16 + (
         c["input_stages"] * (input_bytes + 16)
         + c["weight_stages"] * (c["stage_taps"] * tap_bytes + 16)
@@ -402,6 +423,7 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     # What is copied 16 bytes at a time.
     assert not c["vector_loads"] or (c["in_channels_last"] and c["group_in"] % vector == 0)
     assert c["staged"] == (c["raw_slots"] > 0)
+    assert c["staged"] or not c["bulk_loads"]
     if c["staged"]:
         assert not c["in_channels_last"]
         assert c["stride_width"] == folded == 1

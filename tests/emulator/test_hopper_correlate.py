@@ -93,6 +93,11 @@ def _staged(work: Work, slots: int = 2) -> Work:
     return _chosen(work, named(f" {slots} staged"))
 
 
+def _copied(work: Work) -> Work:
+    """The same work with lines that lanes copy."""
+    return _chosen(work, named(" 2 copied"))
+
+
 # In every mode and layout.
 EVERYWHERE = Case(
     "everywhere", (2, 24, 9, 21), (120, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
@@ -153,6 +158,21 @@ WORKS = [
                           (2, 1, 0, 1)), "tf32")),
     _staged(_input_grad(Case("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "bfloat16")),
+    # Lines that lanes copy: the same; and whole rows that are aligned.
+    *(_copied(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
+    *(_copied(_forward(Case("copied, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
+      for mode in ("tf32", "float16")),
+    _copied(_forward(Case("copied, aligned", (2, 40, 9, 16), (72, 40, 3, 3), padding=(2, 2, 2, 2),
+                          dilation=(2, 2)), "bfloat16", gpu=ONE)),
+    _copied(_forward(Case("copied, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
+                          dilation=(1, 3)), "ieee", gpu=ONE)),
+    _copied(_input_grad(Case("copied, padding beyond the kernel", (1, 64, 8, 24), (18, 64, 3, 3),
+                             padding=(3, 3, 4, 4)), "tf32")),
+    # Consumers that store a pixel's channels together.
+    *(_forward(Case("joint", (2, 16, 5, 37), (128, 16, 1, 1)), mode, channels_last=True)
+      for mode in ("tf32", "bfloat16")),
+    _forward(Case("joint, single channels", (1, 16, 6, 9), (125, 16, 1, 1)), "float16",
+             channels_last=True),
     # Sums so long that totals are compensated.
     _forward(Case("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     # Strides: phases of rows and columns, in planes of their own or as channels.
@@ -343,8 +363,9 @@ def test_works_cover_all_branches() -> None:
         return {constants[name] for constants in everything}
 
     for name in (
-        *("in_channels_last", "out_channels_last", "vector_loads", "staged"),
-        *("vector_stores", "bulk_stores", "rolling", "resident", "transposed"),
+        *("in_channels_last", "out_channels_last", "vector_loads", "staged", "bulk_loads"),
+        *("vector_stores", "bulk_stores", "joint_stores", "wraps", "turns"),
+        *("rolling", "resident", "transposed"),
         *("low_products", "compensated"),
     ):
         assert values(name) == {False, True}, name

@@ -58,6 +58,7 @@ WORKS = [
     *(_work(ROLLING, mode) for mode in MODES),
     *(_work(WIDE, mode, choose=named(f"{slots} staged"), gpu=ONE)
       for mode, slots in zip(MODES, (1, 2), strict=True)),
+    *(_work(NARROW, mode, choose=named("2 copied"), gpu=ONE) for mode in MODES),
     _work(STRIPS, "tf32", gpu=SMALL),
     _work(NARROW, "ieee", gpu=ONE),
     _work(Case("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
@@ -98,7 +99,8 @@ def test_works_cover_all_branches() -> None:
     second = [dict(one[3].kernel.constants) for one in launches]
     assert all(one["halves"] and not one["repairs"] for one in first)
     assert all(one["repairs"] and not one["halves"] for one in second)
-    for name in ("staged", "rolling", "resident", "turns", "transposed", "out_channels_last"):
+    loads = ("staged", "bulk_loads", "rolling", "resident")
+    for name in (*loads, "turns", "wraps", "transposed", "out_channels_last"):
         assert {one[name] for one in first} == {False, True}, name
     assert {one["raw_slots"] for one in first} == {0, 1, 2}
     assert {one["lead"] for one in first} == {0, 8, 32}

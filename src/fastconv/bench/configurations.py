@@ -28,9 +28,9 @@ _CHOSEN = (
     "block_taps", "stage_rows", "stage_columns", "vector", "vector_input", "vector_grad",
     "two_level", "flush_channels", "flush_units", "packed", "blocks_per_sm", "parts",
     "channel_groups", "stack", "pixels", "tile_rows", "tile_columns", "pitch", "lead",
-    "staged", "raw_slots", "rolling", "segment_tiles", "k_steps", "input_stages", "weight_stages",
-    "resident", "pass_pixels", "bulk_stores", "vector_loads", "vector_stores", "row_at",
-    "column_at", "column_sums", "interleave",
+    "staged", "raw_slots", "bulk_loads", "rolling", "segment_tiles", "k_steps", "input_stages",
+    "weight_stages", "resident", "pass_pixels", "bulk_stores", "vector_loads", "vector_stores",
+    "joint_stores", "wraps", "turns", "row_at", "column_at", "column_sums", "interleave",
 )  # fmt: skip
 
 

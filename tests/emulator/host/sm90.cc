@@ -404,6 +404,19 @@ void wgmma_wait(Site site, int pending) {
   exchange(site, ~0u, 0, 0);  // a warp's lanes wait as one
 }
 
+namespace {
+
+void arrive_and_wait(Site site, WarpgroupBarrier& barrier, int threads) {
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  wait(site, [&barrier, generation] { return barrier.generation != generation; });
+}
+
+}  // namespace
+
 void warpgroup_barrier(Site site, int number) {
   WarpgroupBarrier& barrier = warpgroup_barriers[number];
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
@@ -411,12 +424,11 @@ void warpgroup_barrier(Site site, int number) {
   if (barrier.warpgroup != warpgroup) {
     fail("warpgroup %d waits at barrier %d of warpgroup %d", warpgroup, number, barrier.warpgroup);
   }
-  const unsigned generation = barrier.generation;
-  if (++barrier.arrived == kWarpgroup) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-  }
-  wait(site, [&barrier, generation] { return barrier.generation != generation; });
+  arrive_and_wait(site, barrier, kWarpgroup);
+}
+
+void two_warpgroups_barrier(Site site, int number) {
+  arrive_and_wait(site, warpgroup_barriers[number], 2 * kWarpgroup);
 }
 
 void in_unison(unsigned long long what) {

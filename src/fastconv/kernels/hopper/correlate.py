@@ -289,7 +289,7 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     return (
         f"{tile.cycles(gpu.processors):.3g}: {tile.channel_groups * OUTPUTS} channels x "
         f"{tile.rows} rows x {tile.columns} pixels ({tile.pixels}), "
-        f"{f'{tile.raw_slots} staged pieces, ' if tile.staged else ''}"
+        f"{f'{tile.loads} pieces, ' if tile.staged else ''}"
         f"{ceil_div(tile.tiles, gpu.processors)} rounds of: "
         f"{work}; {tile.shared_bytes // 1024} KiB shared"
     )
@@ -372,6 +372,7 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "vector_loads": layer.vector_loads,
         "staged": tile.staged,
         "raw_slots": tile.raw_slots,
+        "bulk_loads": tile.bulk_loads,
         "vector_stores": operands.output_channels_last
         and operands.aligned
         and layer.group_out % layer.vector == 0,
@@ -383,6 +384,8 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "tile_columns": tile.columns,
         "pitch": tile.pitch,
         "lead": tile.lead,
+        "joint_stores": tile.joint_stores,
+        "wraps": tile.wraps,
         "turns": tile.turns,
         "plane_padding": tile.plane_padding,
         "rolling": layer.rolling,

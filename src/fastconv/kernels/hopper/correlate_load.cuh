@@ -187,9 +187,13 @@ struct Source {
   __device__ __forceinline__ Place find_in_line(int index, int position) const {
     const int slot = index / kStageRows;
     const int line = index % kStageRows;
-    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
     const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    if (C::wraps && x >= kPaddedWidth) {
+      x -= kPaddedWidth;
+      ++y;
+    }
     return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {

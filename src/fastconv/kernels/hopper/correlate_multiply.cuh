@@ -24,6 +24,9 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
   }
 }
 
+static_assert(!C::turns || (C::resident && (C::rolling || kChunks <= C::input_stages)),
+              "a consumer that takes turns needs all of a tile before the other gives any back");
+
 // A warpgroup that multiplies and stores; what it keeps from one tile to the next.
 struct Consumer {
   int lane;

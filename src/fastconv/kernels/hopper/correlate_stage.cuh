@@ -1,8 +1,9 @@
-// Contiguous input: fetched by bulk copies, and transposed out of shared memory.
+// Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
 //
-// Lines come in pieces of two vectors' channels, by one bulk copy a channel, some pieces ahead of
-// the one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes
-// before its first pixel, so that rows may begin anywhere.
+// Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
+// transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
+// 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
+// rows may begin anywhere.
 #pragma once
 #include "hopper/correlate_load.cuh"
 
@@ -48,8 +49,15 @@ struct Piece {
     channel = source.channel + k_step * kPieceChannels;
     target = 2 * k_step * kPlanePixels + line * C::pitch;
     before = max(-x, 0);
-    const bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
-    columns = exists ? max(min(C::pitch, C::in_width - x) - before, 0) : 0;
+    bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
+    int end = C::in_width - x;
+    if constexpr (C::wraps) {
+      // Beyond the row lies the next, if there is one; which may be all that there is.
+      if (y == -1) before = end;
+      if (y + 1 < C::in_height) end += C::in_width;
+      exists = exists || y == -1;
+    }
+    columns = exists ? max(min(C::pitch, end) - before, 0) : 0;
     first = source.group + (channel * kInChannel + y * kInRow + x + before);
   }
   __device__ __forceinline__ bool has(int of_piece) const {
@@ -57,14 +65,15 @@ struct Piece {
   }
   // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
   __device__ __forceinline__ int shift(int of_piece) const {
+    if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
     return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
   }
 };
 
 // Starts to copy a piece: each of the first lanes its channel.
-__device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_end, Scalar* raw,
-                                      Barrier* full, int lane) {
+__device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
+                                            Scalar* raw, Barrier* full, int lane) {
   if (lane >= kPieceChannels) return;
   int bytes = 0;
   if (piece.columns > 0 && piece.has(lane)) {
@@ -82,6 +91,28 @@ __device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_en
   }
   // The phase ends with the last lane's arrival, and all of the bytes.
   barrier_arrive_expect(full, bytes);
+}
+
+// The same, each lane 16 bytes at a time.
+__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
+                                              Scalar* raw, int lane) {
+  constexpr int kOfChannel = kRawChannel / kVector;
+  constexpr int kOfPiece = kPieceChannels * kOfChannel;
+#pragma unroll 4
+  for (int i = lane; i < kOfPiece; i += 32) {
+    const int channel = i / kOfChannel;
+    const int at = i % kOfChannel * kVector;
+    const int count = piece.shift(channel) + piece.columns;
+    if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
+    const Scalar* const source = piece.first + (channel * kInChannel - piece.shift(channel) + at);
+    Scalar* const target = raw + channel * kRawChannel + at;
+    if (kInImage % kVector != 0 && source + kVector > input_end) {
+      // The tensor ends within these 16 bytes.
+      for (int j = 0; j < count - at; ++j) target[j] = source[j];
+    } else {
+      copy_async<16>(target, source, true);
+    }
+  }
 }
 
 // A vector of channels of each of some pixels, 32 apart, to their stage.
@@ -153,10 +184,15 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   PieceCursor next(items, warp);
   const auto fetch_next = [&](int slot) {
     if (next.more()) {
-      fetch(Piece(Source(input, next), next.piece), input_end, raw + slot * kRawElements,
-            full + slot, lane);
+      const Piece piece(Source(input, next), next.piece);
+      if constexpr (C::bulk_loads) {
+        fetch_lines(piece, input_end, raw + slot * kRawElements, full + slot, lane);
+      } else {
+        fetch_vectors(piece, input_end, raw + slot * kRawElements, lane);
+      }
       next.advance();
     }
+    if constexpr (!C::bulk_loads) copy_async_commit();  // maybe of nothing: groups are counted
   };
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
@@ -167,7 +203,12 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
     const Source source(input, stage);
     Scale scale = items.scale(stage.item.image);
     for (; piece < kPieces; piece += kLoaderWarps) {
-      barrier_wait(full + arrived.stage, arrived.parity);
+      if constexpr (C::bulk_loads) {
+        barrier_wait(full + arrived.stage, arrived.parity);
+      } else {
+        copy_async_wait<C::raw_slots - 1>();
+        __syncwarp();
+      }
       convert(Piece(source, piece), raw + arrived.stage * kRawElements,
               shared_memory() + kInputRing + at.stage * kInputBytes, lane, scale);
       __syncwarp();

@@ -73,21 +73,21 @@ struct Target {
     }
   }
 
-  // Stores an element, or a vector of channels, and clears what is beside it.
+  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
-                                        const Stored& value) const {
+                                        const Stored& value, bool valid) const {
 #pragma unroll
     for (int i = C::row_begin; i < C::row_end; ++i) {
       const int y = image_row(product_row, line, i);
-      if (!kRowsInside && y >= C::image_height) break;
       Scalar* const row = row_start(product_row, y);
 #pragma unroll
       for (int j = kStoredBegin; j < kStoredEnd; ++j) {
         const int x = kStoredStep * stored_column + j;
-        if (!kStoredInside && x >= C::image_width) break;
-        *reinterpret_cast<Stored*>(row + x * kOutColumn) =
-            i == C::row_at && j == kStoredAt ? value : Stored{};
+        store_if(
+            reinterpret_cast<Stored*>(row + x * kOutColumn),
+            i == C::row_at && j == kStoredAt ? value : Stored{},
+            valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
       }
     }
   }
@@ -117,6 +117,22 @@ __device__ __forceinline__ void stage_pair(Scalar* target, float first, float se
   }
 }
 
+// The same in a row that goes on with the next one (`wraps`), for a pixel so far past its end: kGap
+// of those count for nothing, and the others close up.
+__device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float first, float second) {
+  if constexpr (C::out_width % 2 == 0 && kGap % 2 == 0) {
+    if (past < 0) stage_pair(target, first, second);
+    if (past >= kGap) stage_pair(target - kGap, first, second);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Scalar value = narrow<Scalar>(i == 0 ? first : second);
+      if (past + i < 0) target[i] = value;
+      if (past + i >= kGap) target[i - kGap] = value;
+    }
+  }
+}
+
 // What becomes of a sum before it is stored.
 struct Finish {
   float bias = 0.0f;
@@ -129,8 +145,10 @@ struct Finish {
 
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
-__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
-                                           int half, const Finish& finish, int lane) {
+template <bool kWrapped>
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
+                                           int turn, int half, const Finish& finish, int lane) {
+  const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
@@ -138,7 +156,9 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
       const float first = finish(sums[4 * j + 2 * half]);
       const float second = finish(sums[4 * j + 2 * half + 1]);
-      if constexpr (C::interleave == 1) {
+      if constexpr (kWrapped) {
+        stage_wrapped(target, 8 * i + past, first, second);
+      } else if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
       } else if constexpr (C::column_sums == 2) {
         stage_pair(target, first, finish(sums[4 * j + 2]));
@@ -175,20 +195,27 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
 }
 
 // The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
-// begin where the row's memory has a multiple of `lead`.
+// begin where the row's memory has a multiple of `lead`; if the strip also `wraps`, so do the next
+// row's own, and what it has before them is stored as this row's columns beyond its end.
 struct Window {
   Scalar* row;     // the element in the image's column 0
   int at;          // the stored column of the turn's first pixel, were it in this line
   int begin, end;  // stored columns
   int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
 
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int turn)
       : row(row) {
     at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
     beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
-    end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
-    begin = max(C::lead > 0 ? max(begin, 0) : begin, at);
+    int first = C::lead > 0 ? 0 : begin;
+    int last = kStoredWidth;
+    if constexpr (C::wraps) {
+      if (y > 0) first = round_up(beyond, C::lead) - beyond;
+      if (y + 1 < C::image_height) last = round_up(last + beyond, C::lead) - beyond;
+    }
+    end = min(min(begin + kStoredColumns, at + kStoredPass), last);
+    begin = max(max(begin, first), at);
   }
 };
 
@@ -203,7 +230,7 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
   for (int line = 0; line < C::tile_rows; ++line) {
     const int y = target.image_row(first, line, C::row_at);
     if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, line, turn);
+    const Window window(target.row_start(first + lane, y), target, y, line, turn);
     store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
                   window.begin, window.end);
   }
@@ -220,7 +247,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
       const int y = target.image_row(first, line, image_row);
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, line, turn);
+        const Window window(target.row_start(first + i, y), target, y, line, turn);
         for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
           *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
@@ -249,7 +276,13 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
       }
       __syncwarp();
       Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
-      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, finish[half], lane);
+      Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
+      const int row_end = C::out_width - target.column + C::lead;  // in pixels
+      if (C::wraps && row_end < C::pixels) {
+        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], lane);
+      } else {
+        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], lane);
+      }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
@@ -267,7 +300,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
             if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
                 target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
-                           buffer[channel * kRowPitch + staged]);
+                           buffer[channel * kRowPitch + staged], true);
             }
           }
         }
@@ -306,29 +339,60 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
   }
 }
 
-// Channels-last outputs: each pixel's 64 channels are neighbours.
+// Channels-last outputs: each pixel's 64 channels are neighbours. With `joint_stores`, so are those
+// of both consumers, which store them together.
+constexpr int kStoring = C::joint_stores ? kConsumers : 1;  // consumers
+static_assert(!C::joint_stores || (C::out_channels_last && C::channel_groups == kConsumers &&
+                                   kStackChannels == kOutputs && !C::turns),
+              "the same pixels at the same time");
+
+__device__ __forceinline__ void storing_sync(int warpgroup) {
+  if constexpr (C::joint_stores) {
+    two_warpgroups_sync(kConsumers);
+  } else {
+    warpgroup_sync(warpgroup);
+  }
+}
+
 __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
+  using Stored = Either<C::vector_stores, uint4, Scalar>::type;
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kStores = kOutputs / kStored;
+  constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
+  constexpr int kStep = kStoring * 128 / kStores;          // pixels that are stored at once
+  constexpr int kAtOnce = 4;  // of a thread's stores, so that they do not wait for each other
+  const int thread = (C::joint_stores ? 128 * warpgroup : 0) + 32 * warp + lane;
+  const int channel = thread % kStores * kStored;
+  const int product_row = channel % kOutputs;
+  // Whose sums: this consumer's, or those of the one before or after it.
+  const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
+  const Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
+  Target owner = target;
+  owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
-    warpgroup_sync(warpgroup);
+    storing_sync(warpgroup);
     stage_pixels(sums, staging, turn, finish, warp, lane);
-    warpgroup_sync(warpgroup);
-    using Stored = Vector<Scalar, kStored>;
-#pragma unroll 4
-    for (int i = 32 * warp + lane; i < C::pass_pixels * kStores; i += 128) {
-      const int product_row = i % kStores * kStored;
-      const int pixel = turn * C::pass_pixels + i / kStores;
-      const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
-      const int at = pixel - line * C::pitch;
-      if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
-        target.store(
-            product_row, line, target.column + at,
-            *reinterpret_cast<const Stored*>(staging + i / kStores * kPixelPitch + product_row));
+    storing_sync(warpgroup);
+    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
+#pragma unroll 1
+    for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
+      Stored values[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int pixel = min(first + k * kStep, count - 1);
+        values[k] = *reinterpret_cast<const Stored*>(staged + pixel * kPixelPitch);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int pixel = turn * C::pass_pixels + first + k * kStep;
+        const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+        const int at = pixel - line * C::pitch;
+        owner.store(product_row, line, target.column + at, values[k],
+                    first + k * kStep < count && line < C::tile_rows && at < columns &&
+                        owner.exists(product_row, line));
       }
     }
   }

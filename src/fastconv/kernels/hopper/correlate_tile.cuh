@@ -79,13 +79,32 @@ constexpr int kStagingBytes =
     kScalarBytes *
     (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
+// With a lead, rows begin up to lead - 1 columns before the image.
+constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+
+// With `wraps`, a row's last strip goes on with the next row: a line of the tile has what it reads
+// behind what this row reads, and so kGap columns between the rows' outputs.
+constexpr int kGap = (C::kernel_width - 1) * C::dilation_width;
+constexpr int kPaddedWidth = C::out_width + kGap;
+static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, in one pass");
+static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
+                            C::out_width + kGap + 2 * C::lead - 1 <=
+                                (kStrips - 1) * C::tile_columns + C::pixels),
+              "the last strip has room for a lead of the next row");
+static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
+                            C::fold_height * C::fold_width == 1 && C::out_step_height == 1),
+              "the next row reads the next row");
+static_assert(!C::wraps || !C::staged || C::in_width == kPaddedWidth, "neighbours in memory");
+
 // Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
-// in memory. Every loading warp has raw_slots of its own.
+// in memory. Every loading warp has raw_slots of its own. Whole rows may all begin at multiples of
+// 16 bytes.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = 2 * kVectorChannels;
-constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
-constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
+constexpr int kRawLine = C::wraps || C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
+constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
 constexpr int kRawElements = kPieceChannels * kRawChannel;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
 
@@ -132,8 +151,6 @@ struct Ring {
 // --- Work items ----------------------------------------------------------------------------------
 
 constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
-// With a lead, rows begin up to lead - 1 columns before the image.
-constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
 constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
 constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
 constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;

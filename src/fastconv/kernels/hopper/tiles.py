@@ -20,7 +20,8 @@ WEIGHTS_LATENCY = 1500.0  # cycles
 
 # Estimated cycles of one processor.
 STORE_BYTES = 15.0  # a cycle
-LINE_STORE_BYTES = 15.5  # of whole lines of the cache, four sectors
+LINE_STORE_BYTES = 16.2  # of whole lines of the cache, four sectors
+WRAPPED_GAIN = 1.13  # where rows' ends share none either
 SHARED_SECTOR_BYTES = 7.0  # where neighbouring tiles write the same 32 bytes
 SINGLE_STORE_BYTES = 6.0  # where rows are not aligned alike
 STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts of sectors
@@ -28,14 +29,19 @@ STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts 
 # pixel by pixel, of one row; of several; of strides.
 LOAD_CYCLES = {
     (4, 4): (2.8, 0.7, 3.2, 2.6, 4.5),
-    (8, 2): (2.5, 0.9, 5.0, 5.0, 5.0),
-    (8, 4): (5.6, 1.6, 6.4, 6.4, 6.4),
+    (8, 2): (2.0, 0.9, 5.0, 5.0, 5.0),
+    (8, 4): (5.6, 1.6, 6.4, 6.1, 6.4),
 }
 PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # for its copies, short or long
 FOLDED_LOSS = 1.3  # where each channel is somewhere else
 SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # more for numbers in two parts
 PASS_CYCLES = 1000.0  # to wait for sums to be gone, of a tile that leaves in several passes
-RAW_SLOTS = (0, 1, 2)  # pieces that a loading warp has under way, 0 for pixel by pixel
+# The same of lanes: for a piece; for one that begins anywhere, more; for each 16 bytes of a lane.
+COPY_CYCLES = (150.0, 200.0, 40.0)
+MOST_COPIED_BYTES = 1024  # of a line, by lanes
+# How input gets in: pieces that a loading warp has under way, 0 for pixel by pixel; and whether by
+# bulk copies.
+LOADS = ((0, False), (1, True), (2, True), (2, False))
 ONE_SLOT_LOSS = 1.25  # a warp with one waits for it
 WEIGHT_BYTES = 24.0
 TILE_CYCLES = 1500.0  # to start and to end a tile
@@ -54,6 +60,7 @@ class Tile:
     columns: int
     lead: int = 0
     raw_slots: int = 0
+    bulk_loads: bool = False
     pass_pixels: int = 0
     buffers: int = 1
     input_stages: int = 0
@@ -63,11 +70,17 @@ class Tile:
     def name(self) -> str:
         """Tells it from all other tiles of its layer."""
         height, width = self.layer.out_size
-        loads = f"{self.raw_slots} staged" if self.staged else "pixels"
         return (
             f"{height}x{width} in {self.channel_groups}x{self.rows}x{self.columns}+{self.lead} "
-            f"{loads}"
+            f"{self.loads}"
         )
+
+    @property
+    def loads(self) -> str:
+        """How input gets in, and how many pieces of it a loading warp has under way."""
+        if not self.staged:
+            return "pixels"
+        return f"{self.raw_slots} {'staged' if self.bulk_loads else 'copied'}"
 
     @cached_property
     def pixels(self) -> int:
@@ -91,21 +104,36 @@ class Tile:
         """Pixels from one row to the next, in shared memory."""
         vector, interleave = self.layer.vector, self.layer.interleave
         pitch = self.lead + self.columns + self.layer.column_halo
-        whole = self.rows > 1 and interleave * self.columns % vector == 0
+        whole = self.rows > 1 and interleave * self.columns % vector == 0 and self.layer.whole_rows
         return round_up(pitch, vector // interleave) if whole else pitch
 
     @property
     def staged(self) -> bool:
-        """Whether input goes through shared memory as it is, on its way in."""
+        """Whether input goes through shared memory as it is, on its way in.
+
+        By bulk copies of lines (``bulk_loads``), or by each lane 16 bytes.
+        """
         return self.raw_slots > 0
 
     @property
     def raw_bytes(self) -> int:
         """Of a piece: a line of two vectors' channels."""
+        return 16 * self.raw_vectors
+
+    @property
+    def raw_vectors(self) -> int:
+        """The same in 16 bytes."""
         layer = self.layer
-        pixels = min(self.pitch, layer.in_size[1])
-        line = round_up(pixels + layer.vector - 1, layer.vector) * layer.operands.scalar_bytes
-        return 2 * layer.vector_channels * line
+        pixels = self.pitch if self.wraps else min(self.pitch, layer.in_size[1])
+        pixels += 0 if self.raw_aligned else layer.vector - 1
+        return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
+
+    @property
+    def raw_aligned(self) -> bool:
+        """Whether pieces are whole rows, which all begin at multiples of 16 bytes."""
+        layer = self.layer
+        whole = self.strips == 1 and layer.padding[1] >= 0
+        return whole and layer.in_size[1] % layer.vector == 0
 
     @property
     def plane_padding(self) -> int:
@@ -175,10 +203,31 @@ class Tile:
     def turns(self) -> bool:
         """Whether consumers multiply by turns, so that one does while the other stores.
 
-        Where they need not wait for each other's weights, and storing takes longer anyway: a
-        consumer alone does not keep the tensor cores quite as busy as two.
+        Where they need not wait for each other's weights or input, and storing takes longer anyway:
+        a consumer alone does not keep the tensor cores quite as busy as two, least of all with
+        TF32's numbers in two parts.
         """
-        return self.layer.halves and self.resident and self.work["stores"] >= self.work["products"]
+        layer = self.layer
+        if layer.halves:
+            allowed = layer.rolling or layer.chunks <= self.input_stages
+        else:
+            allowed = layer.rolling and layer.parts == 1
+        return allowed and self.resident and self.stores_bind and not self.joint_stores
+
+    @property
+    def joint_stores(self) -> bool:
+        """Whether consumers store a pixel's channels together: more neighbours in memory."""
+        return (
+            self.layer.operands.output_channels_last
+            and self.channel_groups == CONSUMERS
+            and self.layer.product_channels == OUTPUTS
+            and self.stores_bind
+        )
+
+    @property
+    def stores_bind(self) -> bool:
+        """Whether storing takes longer than multiplying."""
+        return self.work["stores"] >= self.work["products"]
 
     @property
     def staging_bytes(self) -> int:
@@ -228,6 +277,26 @@ class Tile:
         return self.layer.whole_rows and (self.rows == 1 or alike)
 
     @property
+    def wraps(self) -> bool:
+        """Whether a row's last strip goes on with the next row, to the end of a sector or a line.
+
+        Then no two strips write to the same one. The next row's outputs have to be this row's
+        neighbours in memory, as has its input if it is copied, and there has to be room for them.
+        """
+        layer = self.layer
+        width, before = layer.out_size[1], (self.strips - 1) * self.columns
+        padded = width + layer.column_halo
+        return (
+            self.lead > 0
+            and layer.stride == layer.folding == (1, 1)
+            and layer.placing[0].step == layer.placing[1].step == 1
+            and self.pass_pixels >= self.pixels
+            and before < width
+            and width + layer.column_halo + 2 * self.lead - 1 <= before + self.pixels
+            and (not self.staged or layer.in_size[1] == padded)
+        )
+
+    @property
     def shares_sectors(self) -> bool:
         """Whether neighbouring strips write to the same 32 bytes."""
         operands = self.layer.operands
@@ -253,11 +322,12 @@ class Tile:
         folded = FOLDED_LOSS if layer.folding != (1, 1) else 1.0
         loads = vectors * (LOAD_CYCLES[channels, size][kind] * folded + split)
         if self.staged:
-            loads += vectors / (2 * self.pitch) * PIECE_CYCLES[channels, size]
+            loads += vectors / (2 * self.pitch) * self.piece_cycles
             loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
         columns = min(self.columns, layer.out_size[1] / self.strips)
         outputs = CONSUMERS * OUTPUTS * self.rows * columns * layer.written
         stored = LINE_STORE_BYTES if self.lead * size == 4 * 32 else STORE_BYTES
+        stored *= WRAPPED_GAIN if self.wraps else 1
         if layer.strided_stores:
             stored = STRIDED_STORE_BYTES
         elif not (self.bulk_stores or layer.operands.output_channels_last):
@@ -271,6 +341,22 @@ class Tile:
             "stores": outputs * layer.operands.scalar_bytes / stored,
             "weights": 0.0 if self.resident else weights / WEIGHT_BYTES,
         }
+
+    @property
+    def piece_cycles(self) -> float:
+        """What it takes to fetch a piece, beside what each of its pixels takes.
+
+        Of short lines also what lanes take that have no pixel.
+        """
+        layer = self.layer
+        kind = layer.vector_channels, layer.operands.scalar_bytes
+        if self.bulk_loads:
+            return PIECE_CYCLES[kind]
+        idle = round_up(self.pitch, 32) - self.pitch
+        start, anywhere, copy = COPY_CYCLES
+        start += 0 if self.raw_aligned else anywhere
+        copies = copy * ceil_div(self.raw_vectors, 32)
+        return start + copies + 2 * idle * LOAD_CYCLES[kind][1]
 
     @property
     def tile_cycles(self) -> float:
@@ -319,10 +405,11 @@ class Tile:
 def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the best first."""
     candidates = (
-        replace(tile, raw_slots=raw_slots)
+        replace(tile, raw_slots=raw_slots, bulk_loads=bulk)
         for view in views
         for tile in _candidates(view)
-        for raw_slots in (RAW_SLOTS if view.lines else (0,))
+        for raw_slots, bulk in (LOADS if view.lines else LOADS[:1])
+        if raw_slots == 0 or bulk or tile.pitch * view.operands.scalar_bytes <= MOST_COPIED_BYTES
     )
     fitted = (
         tile.fitted(gpu.shared_bytes_per_block)

@@ -123,7 +123,23 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- Loads and conversions -----------------------------------------------------------------------
+// --- Loads, stores and conversions ---------------------------------------------------------------
+
+// Stores an element if it is `valid`; or 16 bytes, at once and without a branch.
+template <class T>
+__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
+  if (valid) *global = value;
+}
+__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
+      : "memory");
+}
 
 // The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
 // `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
@@ -279,6 +295,11 @@ __device__ __forceinline__ void take_registers() {
 // Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
 __device__ __forceinline__ void warpgroup_sync(int number) {
   asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
+}
+
+// The same for two warpgroups, which have a number of their own for it.
+__device__ __forceinline__ void two_warpgroups_sync(int number) {
+  asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
 }
 
 // Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l

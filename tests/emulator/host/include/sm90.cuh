@@ -61,6 +61,11 @@ inline void bulk_store_wait(emulator::Site site = emulator::here("bulk_store_wai
 
 inline void fence_async_shared() {}
 
+template <class T>
+inline void store_if(T* global, const T& value, bool valid) {
+  if (valid) *global = value;
+}
+
 inline unsigned short load_or_zero(const unsigned short* global, bool valid) {
   return valid ? *global : static_cast<unsigned short>(0);
 }
@@ -121,6 +126,11 @@ inline void take_registers() {
 
 inline void warpgroup_sync(int number, emulator::Site site = emulator::here("warpgroup_sync")) {
   emulator::warpgroup_barrier(site, number);
+}
+
+inline void two_warpgroups_sync(int number,
+                                emulator::Site site = emulator::here("two_warpgroups_sync")) {
+  emulator::two_warpgroups_barrier(site, number);
 }
 
 inline void store_transposed(void* column, const unsigned (&rows)[4],
