@@ -52,7 +52,7 @@ PROBLEMS = {
 
 # The same, for tensor cores where there are any: rows that blocks walk down, several rows at once,
 # rows stacked in a product, strides, gradients in phases and with zeros, weights that do not stay,
-# blocks of pixels, strips.
+# blocks of pixels, strips, lines that lanes copy.
 TENSOR_CORE_PROBLEMS = {
     "rolling": ((1, 16, 7, 130), (32, 16, 3, 2), (1, 1), (1, 1, 1, 0), (1, 1), 1),
     "narrow": ((2, 24, 9, 7), (72, 24, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
@@ -67,6 +67,8 @@ TENSOR_CORE_PROBLEMS = {
     "grouped": ((1, 32, 6, 20), (64, 16, 3, 2), (1, 1), (1, 1, 0, 0), (1, 1), 2),
     "few outputs": ((1, 40, 20, 66), (6, 40, 3, 4), (1, 1), (1, 2, 2, 1), (1, 1), 1),
     "few inputs": ((2, 5, 24, 70), (72, 5, 3, 3), (1, 1), (0, 0, 0, 0), (2, 1), 1),
+    "rows that go on": ((1, 16, 5, 301), (128, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    "short lines": ((1, 64, 12, 56), (128, 64, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
 }
 MODES = (
     (torch.float32, "tf32"),
