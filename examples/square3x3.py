@@ -1645,11 +1645,12 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
 """
 
 SOURCES["hopper/correlate_stage.cuh"] = r"""
-// Contiguous input: fetched by bulk copies, and transposed out of shared memory.
+// Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
 //
-// Lines come in pieces of two vectors' channels, by one bulk copy a channel, some pieces ahead of
-// the one that a warp transposes, rounds or splits. A copy starts at the multiple of 16 bytes
-// before its first pixel, so that rows may begin anywhere.
+// Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
+// transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
+// 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
+// rows may begin anywhere.
 #include "hopper/correlate_load.cuh"
 
 namespace fastconv {
@@ -1694,8 +1695,15 @@ struct Piece {
     channel = source.channel + k_step * kPieceChannels;
     target = 2 * k_step * kPlanePixels + line * C::pitch;
     before = max(-x, 0);
-    const bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
-    columns = exists ? max(min(C::pitch, C::in_width - x) - before, 0) : 0;
+    bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
+    int end = C::in_width - x;
+    if constexpr (C::wraps) {
+      // Beyond the row lies the next, if there is one; which may be all that there is.
+      if (y == -1) before = end;
+      if (y + 1 < C::in_height) end += C::in_width;
+      exists = exists || y == -1;
+    }
+    columns = exists ? max(min(C::pitch, end) - before, 0) : 0;
     first = source.group + (channel * kInChannel + y * kInRow + x + before);
   }
   __device__ __forceinline__ bool has(int of_piece) const {
@@ -1703,14 +1711,15 @@ struct Piece {
   }
   // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
   __device__ __forceinline__ int shift(int of_piece) const {
+    if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
     return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
   }
 };
 
 // Starts to copy a piece: each of the first lanes its channel.
-__device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_end, Scalar* raw,
-                                      Barrier* full, int lane) {
+__device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
+                                            Scalar* raw, Barrier* full, int lane) {
   if (lane >= kPieceChannels) return;
   int bytes = 0;
   if (piece.columns > 0 && piece.has(lane)) {
@@ -1728,6 +1737,28 @@ __device__ __forceinline__ void fetch(const Piece& piece, const Scalar* input_en
   }
   // The phase ends with the last lane's arrival, and all of the bytes.
   barrier_arrive_expect(full, bytes);
+}
+
+// The same, each lane 16 bytes at a time.
+__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
+                                              Scalar* raw, int lane) {
+  constexpr int kOfChannel = kRawChannel / kVector;
+  constexpr int kOfPiece = kPieceChannels * kOfChannel;
+#pragma unroll 4
+  for (int i = lane; i < kOfPiece; i += 32) {
+    const int channel = i / kOfChannel;
+    const int at = i % kOfChannel * kVector;
+    const int count = piece.shift(channel) + piece.columns;
+    if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
+    const Scalar* const source = piece.first + (channel * kInChannel - piece.shift(channel) + at);
+    Scalar* const target = raw + channel * kRawChannel + at;
+    if (kInImage % kVector != 0 && source + kVector > input_end) {
+      // The tensor ends within these 16 bytes.
+      for (int j = 0; j < count - at; ++j) target[j] = source[j];
+    } else {
+      copy_async<16>(target, source, true);
+    }
+  }
 }
 
 // A vector of channels of each of some pixels, 32 apart, to their stage.
@@ -1799,10 +1830,15 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   PieceCursor next(items, warp);
   const auto fetch_next = [&](int slot) {
     if (next.more()) {
-      fetch(Piece(Source(input, next), next.piece), input_end, raw + slot * kRawElements,
-            full + slot, lane);
+      const Piece piece(Source(input, next), next.piece);
+      if constexpr (C::bulk_loads) {
+        fetch_lines(piece, input_end, raw + slot * kRawElements, full + slot, lane);
+      } else {
+        fetch_vectors(piece, input_end, raw + slot * kRawElements, lane);
+      }
       next.advance();
     }
+    if constexpr (!C::bulk_loads) copy_async_commit();  // maybe of nothing: groups are counted
   };
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
@@ -1813,7 +1849,12 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
     const Source source(input, stage);
     Scale scale = items.scale(stage.item.image);
     for (; piece < kPieces; piece += kLoaderWarps) {
-      barrier_wait(full + arrived.stage, arrived.parity);
+      if constexpr (C::bulk_loads) {
+        barrier_wait(full + arrived.stage, arrived.parity);
+      } else {
+        copy_async_wait<C::raw_slots - 1>();
+        __syncwarp();
+      }
       convert(Piece(source, piece), raw + arrived.stage * kRawElements,
               shared_memory() + kInputRing + at.stage * kInputBytes, lane, scale);
       __syncwarp();
@@ -1908,21 +1949,21 @@ struct Target {
     }
   }
 
-  // Stores an element, or a vector of channels, and clears what is beside it.
+  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
-                                        const Stored& value) const {
+                                        const Stored& value, bool valid) const {
 #pragma unroll
     for (int i = C::row_begin; i < C::row_end; ++i) {
       const int y = image_row(product_row, line, i);
-      if (!kRowsInside && y >= C::image_height) break;
       Scalar* const row = row_start(product_row, y);
 #pragma unroll
       for (int j = kStoredBegin; j < kStoredEnd; ++j) {
         const int x = kStoredStep * stored_column + j;
-        if (!kStoredInside && x >= C::image_width) break;
-        *reinterpret_cast<Stored*>(row + x * kOutColumn) =
-            i == C::row_at && j == kStoredAt ? value : Stored{};
+        store_if(
+            reinterpret_cast<Stored*>(row + x * kOutColumn),
+            i == C::row_at && j == kStoredAt ? value : Stored{},
+            valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
       }
     }
   }
@@ -1952,6 +1993,22 @@ __device__ __forceinline__ void stage_pair(Scalar* target, float first, float se
   }
 }
 
+// The same in a row that goes on with the next one (`wraps`), for a pixel so far past its end: kGap
+// of those count for nothing, and the others close up.
+__device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float first, float second) {
+  if constexpr (C::out_width % 2 == 0 && kGap % 2 == 0) {
+    if (past < 0) stage_pair(target, first, second);
+    if (past >= kGap) stage_pair(target - kGap, first, second);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Scalar value = narrow<Scalar>(i == 0 ? first : second);
+      if (past + i < 0) target[i] = value;
+      if (past + i >= kGap) target[i - kGap] = value;
+    }
+  }
+}
+
 // What becomes of a sum before it is stored.
 struct Finish {
   float bias = 0.0f;
@@ -1964,8 +2021,10 @@ struct Finish {
 
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
-__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int turn,
-                                           int half, const Finish& finish, int lane) {
+template <bool kWrapped>
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
+                                           int turn, int half, const Finish& finish, int lane) {
+  const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
@@ -1973,7 +2032,9 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
       const float first = finish(sums[4 * j + 2 * half]);
       const float second = finish(sums[4 * j + 2 * half + 1]);
-      if constexpr (C::interleave == 1) {
+      if constexpr (kWrapped) {
+        stage_wrapped(target, 8 * i + past, first, second);
+      } else if constexpr (C::interleave == 1) {
         stage_pair(target, first, second);
       } else if constexpr (C::column_sums == 2) {
         stage_pair(target, first, finish(sums[4 * j + 2]));
@@ -2010,20 +2071,27 @@ __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged,
 }
 
 // The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
-// begin where the row's memory has a multiple of `lead`.
+// begin where the row's memory has a multiple of `lead`; if the strip also `wraps`, so do the next
+// row's own, and what it has before them is stored as this row's columns beyond its end.
 struct Window {
   Scalar* row;     // the element in the image's column 0
   int at;          // the stored column of the turn's first pixel, were it in this line
   int begin, end;  // stored columns
   int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
 
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int line, int turn)
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int turn)
       : row(row) {
     at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
     beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
     begin = target.column - (C::lead > 0 ? beyond : 0);
-    end = min(min(begin + kStoredColumns, at + kStoredPass), kStoredWidth);
-    begin = max(C::lead > 0 ? max(begin, 0) : begin, at);
+    int first = C::lead > 0 ? 0 : begin;
+    int last = kStoredWidth;
+    if constexpr (C::wraps) {
+      if (y > 0) first = round_up(beyond, C::lead) - beyond;
+      if (y + 1 < C::image_height) last = round_up(last + beyond, C::lead) - beyond;
+    }
+    end = min(min(begin + kStoredColumns, at + kStoredPass), last);
+    begin = max(max(begin, first), at);
   }
 };
 
@@ -2038,7 +2106,7 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
   for (int line = 0; line < C::tile_rows; ++line) {
     const int y = target.image_row(first, line, C::row_at);
     if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, line, turn);
+    const Window window(target.row_start(first + lane, y), target, y, line, turn);
     store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
                   window.begin, window.end);
   }
@@ -2055,7 +2123,7 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
       const int y = target.image_row(first, line, image_row);
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, line, turn);
+        const Window window(target.row_start(first + i, y), target, y, line, turn);
         for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
           *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
         }
@@ -2084,7 +2152,13 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
       }
       __syncwarp();
       Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
-      stage_rows(sums, buffer + lane / 4 * kRowPitch + shift, turn, half, finish[half], lane);
+      Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
+      const int row_end = C::out_width - target.column + C::lead;  // in pixels
+      if (C::wraps && row_end < C::pixels) {
+        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], lane);
+      } else {
+        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], lane);
+      }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
         __syncwarp();
@@ -2102,7 +2176,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
             if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
                 target.column + at < kStoredWidth && target.exists(first + channel, line)) {
               target.store(first + channel, line, target.column + at,
-                           buffer[channel * kRowPitch + staged]);
+                           buffer[channel * kRowPitch + staged], true);
             }
           }
         }
@@ -2141,29 +2215,60 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
   }
 }
 
-// Channels-last outputs: each pixel's 64 channels are neighbours.
+// Channels-last outputs: each pixel's 64 channels are neighbours. With `joint_stores`, so are those
+// of both consumers, which store them together.
+constexpr int kStoring = C::joint_stores ? kConsumers : 1;  // consumers
+static_assert(!C::joint_stores || (C::out_channels_last && C::channel_groups == kConsumers &&
+                                   kStackChannels == kOutputs && !C::turns),
+              "the same pixels at the same time");
+
+__device__ __forceinline__ void storing_sync(int warpgroup) {
+  if constexpr (C::joint_stores) {
+    two_warpgroups_sync(kConsumers);
+  } else {
+    warpgroup_sync(warpgroup);
+  }
+}
+
 __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
+  using Stored = Either<C::vector_stores, uint4, Scalar>::type;
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kStores = kOutputs / kStored;
+  constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
+  constexpr int kStep = kStoring * 128 / kStores;          // pixels that are stored at once
+  constexpr int kAtOnce = 4;  // of a thread's stores, so that they do not wait for each other
+  const int thread = (C::joint_stores ? 128 * warpgroup : 0) + 32 * warp + lane;
+  const int channel = thread % kStores * kStored;
+  const int product_row = channel % kOutputs;
+  // Whose sums: this consumer's, or those of the one before or after it.
+  const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
+  const Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
+  Target owner = target;
+  owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
-    warpgroup_sync(warpgroup);
+    storing_sync(warpgroup);
     stage_pixels(sums, staging, turn, finish, warp, lane);
-    warpgroup_sync(warpgroup);
-    using Stored = Vector<Scalar, kStored>;
-#pragma unroll 4
-    for (int i = 32 * warp + lane; i < C::pass_pixels * kStores; i += 128) {
-      const int product_row = i % kStores * kStored;
-      const int pixel = turn * C::pass_pixels + i / kStores;
-      const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
-      const int at = pixel - line * C::pitch;
-      if (line < C::tile_rows && at < columns && target.exists(product_row, line)) {
-        target.store(
-            product_row, line, target.column + at,
-            *reinterpret_cast<const Stored*>(staging + i / kStores * kPixelPitch + product_row));
+    storing_sync(warpgroup);
+    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
+#pragma unroll 1
+    for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
+      Stored values[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int pixel = min(first + k * kStep, count - 1);
+        values[k] = *reinterpret_cast<const Stored*>(staged + pixel * kPixelPitch);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int pixel = turn * C::pass_pixels + first + k * kStep;
+        const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+        const int at = pixel - line * C::pitch;
+        owner.store(product_row, line, target.column + at, values[k],
+                    first + k * kStep < count && line < C::tile_rows && at < columns &&
+                        owner.exists(product_row, line));
       }
     }
   }
@@ -2394,6 +2499,9 @@ __device__ __forceinline__ int tap_offset(int stage, int first_row, int tap) {
            (first_row + tap_row / kRowPhases) * C::pitch + column;
   }
 }
+
+static_assert(!C::turns || (C::resident && (C::rolling || kChunks <= C::input_stages)),
+              "a consumer that takes turns needs all of a tile before the other gives any back");
 
 // A warpgroup that multiplies and stores; what it keeps from one tile to the next.
 struct Consumer {
@@ -2644,12 +2752,14 @@ struct VectorUnit {
 
   __device__ static int plane(int index) { return index % kChunkPlanes; }
   __device__ static int pixel(int index) { return index / kChunkPlanes; }
-  __device__ static bool valid(const Place& place, int channel) {
-    return place.inside() && (kWholeChunks || channel < C::group_in);
+  __device__ static bool row_exists(const Place& place, int channel) {
+    return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
+           (kWholeChunks || channel < C::group_in);
   }
   __device__ void load(const Place& place, int channel) {
     const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
-    loaded = Words::of(load_or_zero(source, valid(place, channel)));
+    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+    loaded = Words::of(load_or_zero(source, valid));
   }
   __device__ Words vector(int) const { return loaded; }
   __device__ static int offset(int) { return 0; }
@@ -2760,14 +2870,22 @@ struct Source {
   // Where the first pixel of a unit lies.
   __device__ __forceinline__ Place find(int index) const {
     const int pixel = Unit::pixel(index);
-    const int slot = pixel / kSlotPixels;
-    const int line = pixel % kSlotPixels / C::pitch;
-    const int position = pixel % kSlotPixels % C::pitch;
-    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
+    place.exists = unit_exists(index);
+    return place;
+  }
+  // Where a pixel of one of a plane's lines lies.
+  __device__ __forceinline__ Place find_in_line(int index, int position) const {
+    const int slot = index / kStageRows;
+    const int line = index % kStageRows;
+    int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
     const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
-    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left,
-            unit_exists(index)};
+    int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    if (C::wraps && x >= kPaddedWidth) {
+      x -= kPaddedWidth;
+      ++y;
+    }
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
@@ -2852,10 +2970,41 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   }
 }
 
+// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
+// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
+struct LineCopy {
+  static constexpr int kLineStep = kLoaders / kChunkPlanes;
+  static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
+  static_assert(!C::vector_loads || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
+  int plane, pixel;
+
+  __device__ explicit LineCopy(int thread)
+      : plane(thread % kChunkPlanes), pixel(thread / kChunkPlanes) {}
+
+  __device__ __forceinline__ void start(const Source& source, int line,
+                                        unsigned char* stage) const {
+    const Place place = source.find_in_line(line, pixel);
+    const int channel = source.channel + plane * kVectorChannels;
+    const bool exists = VectorUnit::row_exists(place, channel);
+    const Scalar* const from = place.address(channel);
+    unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int on = i * kLineStep;
+      if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
+        const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
+                            static_cast<unsigned>(C::in_width);
+        copy_async<16>(to + on * 16, from + on * (C::stride_width * kInColumn), exists && inside);
+      }
+    }
+  }
+};
+
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
+  const LineCopy copy(thread);
   Ring<C::input_stages> at(1);
   Ring<C::input_stages> landed(0);
   const auto arrive = [&] {
@@ -2865,29 +3014,21 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     landed.advance();
   };
   constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
+  constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;
+  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
   int under_way = 0;
-  for (LoadCursor next(items); next.more(); next.advance()) {
+  for (StageCursor next(items); next.more(); next.advance()) {
     const Source source(input, next);
-    if (next.batch == 0) barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
     unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
-#pragma unroll
-    for (int k = 0; k < C::batch; ++k) {
-      const int index = thread + kLoaders * (next.batch * C::batch + k);
-      const Place place = source.find(index);
-      const int channel = source.channel_of(index);
-      if (place.exists) {
-        copy_async<16>(stage + (Unit::plane(index) * kPlanePixels + Unit::pixel(index)) * 16,
-                       place.address(channel), VectorUnit::valid(place, channel));
-      }
-    }
-    if (next.batch == kBatches - 1) {
-      copy_async_commit();
-      at.advance();
-      if (++under_way > kAhead) {
-        copy_async_wait<kAhead>();
-        arrive();
-        --under_way;
-      }
+#pragma unroll kLinesAtOnce
+    for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
+    copy_async_commit();
+    at.advance();
+    if (++under_way > kAhead) {
+      copy_async_wait<kAhead>();
+      arrive();
+      --under_way;
     }
   }
   copy_async_wait<0>();
@@ -3247,13 +3388,32 @@ constexpr int kStagingBytes =
     kScalarBytes *
     (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
+// With a lead, rows begin up to lead - 1 columns before the image.
+constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+
+// With `wraps`, a row's last strip goes on with the next row: a line of the tile has what it reads
+// behind what this row reads, and so kGap columns between the rows' outputs.
+constexpr int kGap = (C::kernel_width - 1) * C::dilation_width;
+constexpr int kPaddedWidth = C::out_width + kGap;
+static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, stored at once");
+static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
+                            C::out_width + kGap + 2 * C::lead - 1 <=
+                                (kStrips - 1) * C::tile_columns + C::pixels),
+              "the last strip has room for a lead of the next row");
+static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
+                            C::fold_height * C::fold_width == 1 && C::out_step_height == 1),
+              "the next row reads the next row");
+static_assert(!C::wraps || !C::staged || C::in_width == kPaddedWidth, "neighbours in memory");
+
 // Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
-// in memory. Every loading warp has raw_slots of its own.
+// in memory. Every loading warp has raw_slots of its own. Whole rows may all begin at multiples of
+// 16 bytes.
 constexpr int kLoaderWarps = 3;
 constexpr int kRawSlots = C::staged ? kLoaderWarps * C::raw_slots : 0;
 constexpr int kPieceChannels = 2 * kVectorChannels;
-constexpr int kRawLine = C::pitch < C::in_width ? C::pitch : C::in_width;
-constexpr int kRawChannel = round_up(kRawLine + kVector - 1, kVector);  // elements
+constexpr int kRawLine = C::wraps || C::pitch < C::in_width ? C::pitch : C::in_width;
+constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width % kVector == 0;
+constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
 constexpr int kRawElements = kPieceChannels * kRawChannel;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
 
@@ -3300,8 +3460,6 @@ struct Ring {
 // --- Work items ----------------------------------------------------------------------------------
 
 constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
-// With a lead, rows begin up to lead - 1 columns before the image.
-constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
 constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
 constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
 constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
@@ -3772,7 +3930,23 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- Loads and conversions -----------------------------------------------------------------------
+// --- Loads, stores and conversions ---------------------------------------------------------------
+
+// Stores an element if it is `valid`; or 16 bytes, at once and without a branch.
+template <class T>
+__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
+  if (valid) *global = value;
+}
+__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
+      : "memory");
+}
 
 // The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
 // `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
@@ -3928,6 +4102,11 @@ __device__ __forceinline__ void take_registers() {
 // Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
 __device__ __forceinline__ void warpgroup_sync(int number) {
   asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
+}
+
+// The same for two warpgroups, which have a number of their own for it.
+__device__ __forceinline__ void two_warpgroups_sync(int number) {
+  asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
 }
 
 // Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
@@ -5976,13 +6155,13 @@ FORWARD_FLOAT_TF32_0 = tuple(
         tap_step_width=1, image_height=1022, image_width=1022, out_step_height=1,
         out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, staged=True, raw_slots=1,
+        out_channels_last=False, vector_loads=False, staged=True, raw_slots=1, bulk_loads=True,
         vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=256,
-        tile_rows=1, tile_columns=224, pitch=258, lead=32, turns=True, plane_padding=0,
-        rolling=True, segment_tiles=31, k_steps=1, stage_taps=3, input_stages=8,
-        weight_stages=3, resident=True, pass_pixels=256, buffers=1, batch=2, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=221400, packed_at=73728,
-        tables_at=110592, table_channels=128, repairs=False,
+        tile_rows=1, tile_columns=224, pitch=258, lead=32, joint_stores=False, wraps=True,
+        turns=True, plane_padding=0, rolling=True, segment_tiles=31, k_steps=1, stage_taps=3,
+        input_stages=8, weight_stages=3, resident=True, pass_pixels=256, buffers=1, batch=2,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=221400,
+        packed_at=73728, tables_at=110592, table_channels=128, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_TF32_1 = tuple(
@@ -5997,13 +6176,13 @@ FORWARD_FLOAT_TF32_1 = tuple(
         tap_step_width=1, image_height=1022, image_width=1022, out_step_height=1,
         out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, staged=True, raw_slots=2,
+        out_channels_last=False, vector_loads=False, staged=True, raw_slots=2, bulk_loads=True,
         vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=216,
-        tile_rows=1, tile_columns=208, pitch=218, lead=8, turns=False, plane_padding=0,
-        rolling=True, segment_tiles=31, k_steps=2, stage_taps=3, input_stages=4,
-        weight_stages=3, resident=True, pass_pixels=224, buffers=1, batch=4, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=232112, packed_at=0,
-        tables_at=110592, table_channels=128, repairs=True,
+        tile_rows=1, tile_columns=208, pitch=218, lead=8, joint_stores=False, wraps=True,
+        turns=True, plane_padding=0, rolling=True, segment_tiles=31, k_steps=2, stage_taps=3,
+        input_stages=4, weight_stages=3, resident=True, pass_pixels=224, buffers=1, batch=4,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=232112,
+        packed_at=0, tables_at=110592, table_channels=128, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
@@ -6098,12 +6277,13 @@ FORWARD_FLOAT_IEEE_0 = tuple(
         out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
-        vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=160,
-        tile_rows=1, tile_columns=152, pitch=162, lead=8, turns=True, plane_padding=0,
-        rolling=True, segment_tiles=31, k_steps=1, stage_taps=3, input_stages=7,
-        weight_stages=3, resident=True, pass_pixels=160, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=88, consumer_registers=208, shared_bytes=226352, packed_at=147456,
-        tables_at=258048, table_channels=128, repairs=False,
+        bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
+        pixels=160, tile_rows=1, tile_columns=152, pitch=162, lead=8, joint_stores=False,
+        wraps=True, turns=True, plane_padding=0, rolling=True, segment_tiles=31, k_steps=1,
+        stage_taps=3, input_stages=7, weight_stages=3, resident=True, pass_pixels=160,
+        buffers=1, batch=2, batches_ahead=1, producer_registers=88, consumer_registers=208,
+        shared_bytes=226352, packed_at=147456, tables_at=258048, table_channels=128,
+        repairs=False,
     ).items()
 )
 FORWARD_FLOAT_IEEE_1 = tuple(
@@ -6119,12 +6299,12 @@ FORWARD_FLOAT_IEEE_1 = tuple(
         out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
-        vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=96,
-        tile_rows=1, tile_columns=88, pitch=98, lead=8, turns=False, plane_padding=0,
-        rolling=True, segment_tiles=31, k_steps=2, stage_taps=1, input_stages=4,
-        weight_stages=9, resident=True, pass_pixels=96, buffers=1, batch=3, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=224480, packed_at=0,
-        tables_at=258048, table_channels=128, repairs=True,
+        bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
+        pixels=96, tile_rows=1, tile_columns=88, pitch=98, lead=8, joint_stores=False,
+        wraps=True, turns=False, plane_padding=0, rolling=True, segment_tiles=31, k_steps=2,
+        stage_taps=1, input_stages=4, weight_stages=9, resident=True, pass_pixels=96, buffers=1,
+        batch=3, batches_ahead=1, producer_registers=72, consumer_registers=216,
+        shared_bytes=224480, packed_at=0, tables_at=258048, table_channels=128, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(

@@ -86,7 +86,7 @@ constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0),
 // behind what this row reads, and so kGap columns between the rows' outputs.
 constexpr int kGap = (C::kernel_width - 1) * C::dilation_width;
 constexpr int kPaddedWidth = C::out_width + kGap;
-static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, in one pass");
+static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, stored at once");
 static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
                             C::out_width + kGap + 2 * C::lead - 1 <=
                                 (kStrips - 1) * C::tile_columns + C::pixels),
