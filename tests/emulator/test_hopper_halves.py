@@ -69,6 +69,7 @@ WORKS = [
           gpu=ONE),
     _work(DEEP, "tf32", gpu=SMALL),
     _work(Case("strips", (1, 16, 6, 301), (128, 16, 3, 3)), "ieee", gpu=ONE),
+    _work(Case("turns", (1, 16, 5, 322), (128, 16, 3, 3)), "ieee", gpu=ONE),
     _work(Case("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
           "ieee", "input_grad"),
 ]  # fmt: skip
