@@ -76,6 +76,10 @@ SOURCES["hopper/correlate.cuh"] = r"""
 // Narrow images: a tile of several rows is one line of pixels, rows pitch apart. The columns
 // between two rows are computed and thrown away.
 //
+// Rows that are no whole sectors of memory: strips begin where memory has a whole one, in each row
+// and channel somewhere else (`lead`), and the last strip of a row goes on with the next row as far
+// as the sector that they share (`wraps`).
+//
 // Phases of contiguous rows with a column stride of 2: the sums of both columns (`column_sums`)
 // share the 64 rows of a product, with zero weights where only one has a tap; or one column is
 // zero. Both are stored as one row (`interleave`).
