@@ -32,13 +32,13 @@ LOAD_CYCLES = {
     (8, 2): (2.0, 0.9, 5.0, 5.0, 5.0),
     (8, 4): (5.6, 1.6, 6.4, 6.1, 6.4),
 }
-PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # for its copies, short or long
+PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # for its bulk copies, short or long
+# If lanes copy it: in any case; more where lines begin anywhere; for each 16 bytes of all lanes.
+COPY_CYCLES = (150.0, 200.0, 40.0)
+MOST_COPIED_BYTES = 1024  # of a line, by lanes
 FOLDED_LOSS = 1.3  # where each channel is somewhere else
 SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # more for numbers in two parts
 PASS_CYCLES = 1000.0  # to wait for sums to be gone, of a tile that leaves in several passes
-# The same of lanes: for a piece; for one that begins anywhere, more; for each 16 bytes of a lane.
-COPY_CYCLES = (150.0, 200.0, 40.0)
-MOST_COPIED_BYTES = 1024  # of a line, by lanes
 # How input gets in: pieces that a loading warp has under way, 0 for pixel by pixel; and whether by
 # bulk copies.
 LOADS = ((0, False), (1, True), (2, True), (2, False))
