@@ -3407,7 +3407,8 @@ static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
 static_assert(!C::wraps || (C::stride_height == 1 && C::stride_width == 1 &&
                             C::fold_height * C::fold_width == 1 && C::out_step_height == 1),
               "the next row reads the next row");
-static_assert(!C::wraps || !C::staged || C::in_width == kPaddedWidth, "neighbours in memory");
+static_assert(!C::wraps || !C::staged || (C::padding_left == 0 && C::in_width == kPaddedWidth),
+              "neighbours in memory");
 
 // Space for input on its way in (`staged`): pieces of a line, of two vectors' channels, as they lie
 // in memory. Every loading warp has raw_slots of its own. Whole rows may all begin at multiples of

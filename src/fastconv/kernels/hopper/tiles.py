@@ -285,15 +285,16 @@ class Tile:
         """
         layer = self.layer
         width, before = layer.out_size[1], (self.strips - 1) * self.columns
-        padded = width + layer.column_halo
+        read = width + layer.column_halo
+        unpadded = layer.padding[1] == 0 and layer.in_size[1] == read
         return (
             self.lead > 0
             and layer.stride == layer.folding == (1, 1)
             and layer.placing[0].step == layer.placing[1].step == 1
             and self.pass_pixels >= self.pixels
             and before < width
-            and width + layer.column_halo + 2 * self.lead - 1 <= before + self.pixels
-            and (not self.staged or layer.in_size[1] == padded)
+            and read + 2 * self.lead - 1 <= before + self.pixels
+            and (unpadded or not self.staged)
         )
 
     @property
