@@ -356,6 +356,7 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
         assert last + halo + 2 * c["lead"] - 1 <= c["pixels"] <= c["pass_pixels"]
         steps = ("stride_height", "stride_width", "fold_height", "fold_width")
         assert {c[name] for name in (*steps, "out_step_height", "out_step_width")} == {1}
+        assert scalar_bytes == 4 or not c["vector_loads"]
         if c["staged"]:
             assert c["padding_left"] == 0
             assert c["in_width"] == c["out_width"] + halo

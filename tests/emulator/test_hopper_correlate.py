@@ -175,6 +175,8 @@ WORKS = [
                      "tf32", gpu=ONE), named("+8 pixels")),
     _staged(_input_grad(Case("going on, padded on one side", (1, 64, 5, 299), (16, 64, 3, 3),
                              padding=(1, 1, 4, 0)), "tf32", gpu=ONE)),
+    *(_forward(Case("going on", (1, 16, 9, 300), (64, 16, 3, 3)), mode, channels_last=True,
+               other_format=True, gpu=ONE) for mode in ("tf32", "bfloat16")),
     # Consumers that store a pixel's channels together.
     *(_forward(Case("joint", (2, 16, 5, 37), (128, 16, 1, 1)), mode, channels_last=True)
       for mode in ("tf32", "bfloat16")),

@@ -180,20 +180,20 @@ struct Source {
   __device__ __forceinline__ Place find(int index) const {
     const int pixel = Unit::pixel(index);
     Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
+    if (C::wraps && place.x + C::padding_left >= kPaddedWidth) {
+      place.x -= kPaddedWidth;
+      ++place.y;
+    }
     place.exists = unit_exists(index);
     return place;
   }
-  // Where a pixel of one of a plane's lines lies.
+  // Where a pixel of one of a plane's lines lies, if it does not go on with the next row.
   __device__ __forceinline__ Place find_in_line(int index, int position) const {
     const int slot = index / kStageRows;
     const int line = index % kStageRows;
-    int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
     const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
-    if (C::wraps && x >= kPaddedWidth) {
-      x -= kPaddedWidth;
-      ++y;
-    }
+    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
     return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
   }
   __device__ __forceinline__ int channel_of(int index) const {
@@ -312,6 +312,7 @@ struct LineCopy {
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
+  static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const LineCopy copy(thread);
   Ring<C::input_stages> at(1);

@@ -281,7 +281,8 @@ class Tile:
         """Whether a row's last strip goes on with the next row, to the end of a sector or a line.
 
         Then no two strips write to the same one. The next row's outputs have to be this row's
-        neighbours in memory, as has its input if it is copied, and there has to be room for them.
+        neighbours in memory, and so has its input if lines are fetched in pieces; there has to be
+        room for them; and copies of vectors have no condition for it.
         """
         layer = self.layer
         width, before = layer.out_size[1], (self.strips - 1) * self.columns
@@ -295,6 +296,7 @@ class Tile:
             and before < width
             and read + 2 * self.lead - 1 <= before + self.pixels
             and (unpadded or not self.staged)
+            and not layer.copied
         )
 
     @property
