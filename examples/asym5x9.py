@@ -1212,7 +1212,6 @@ SOURCES["hopper/correlate_stage.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-constexpr int kLines = kRowSlots * kStageRows;  // of a stage's plane
 constexpr int kPieces = C::k_steps * kLines;
 static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
 
@@ -2570,8 +2569,7 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
     landed.advance();
   };
-  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
-  constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;
+  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;                          // stages
   constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
   int under_way = 0;
   for (StageCursor next(items); next.more(); next.advance()) {
@@ -2911,7 +2909,8 @@ static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / 
 constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
 static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
 constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
-constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_padding;
+constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // of a plane
+constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 // Products come in eights of pixels: the last may reach a little beyond the tile's last row.

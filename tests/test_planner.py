@@ -348,9 +348,10 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     assert c["lead"] + c["tile_columns"] + (c["tile_rows"] - 1) * c["pitch"] <= c["pixels"]
     slack = max(0, c["pixels"] + halo - c["tile_rows"] * c["pitch"])
 
+    strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
+
     # Rows that go on with the next one, which lies behind them, in memory and in the last strip.
     if c["wraps"]:
-        strips = ceil_div(c["out_width"] + c["lead"] - 1, c["tile_columns"])
         last = c["out_width"] - (strips - 1) * c["tile_columns"]
         assert last > 0
         assert last + halo + 2 * c["lead"] - 1 <= c["pixels"] <= c["pass_pixels"]
@@ -389,8 +390,8 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
         row = c["interleave"] * c["pass_pixels"]
         staged = 4 * c["buffers"] * 8 * (round_up(row + vector - 8, 16) + 8)
     assert staged * scalar_bytes % 16 == 0
-    rows_aligned = c["tile_columns"] == c["out_width"] and c["in_width"] % vector == 0
-    beyond = 0 if rows_aligned and c["padding_left"] >= 0 else vector - 1
+    rows_aligned = strips == 1 and c["padding_left"] >= 0 and c["in_width"] % vector == 0
+    beyond = 0 if rows_aligned else vector - 1
     pixels = c["pitch"] if c["wraps"] else min(c["pitch"], c["in_width"])
     line = ceil_div(pixels + beyond, vector) * 16
     used = 16 + (
@@ -413,7 +414,6 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     assert sums < consumer
 
     # 32-bit numbers: of work items, and of elements within an image.
-    strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
     tiles = ceil_div(ceil_div(c["out_height"], row_step), rows)
     segments = ceil_div(tiles, c["segment_tiles"])
     items = outputs * strips * segments * row_step * c["groups"] * correlate.arguments[-1]

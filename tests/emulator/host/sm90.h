@@ -48,6 +48,7 @@ void wgmma_wait(Site site, int pending);
 // Waits for the 128 threads of a warpgroup. `number` is that of the barrier, which no other
 // warpgroup may use.
 void warpgroup_barrier(Site site, int number);
+// The same for two warpgroups together.
 void two_warpgroups_barrier(Site site, int number);
 
 // Notes that the thread has executed an instruction that its warpgroup has to execute in unison.

@@ -323,8 +323,7 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
     if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
     landed.advance();
   };
-  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;  // stages
-  constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;
+  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;                          // stages
   constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
   int under_way = 0;
   for (StageCursor next(items); next.more(); next.advance()) {

@@ -10,7 +10,6 @@
 namespace fastconv {
 namespace hopper {
 
-constexpr int kLines = kRowSlots * kStageRows;  // of a stage's plane
 constexpr int kPieces = C::k_steps * kLines;
 static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
 

@@ -45,7 +45,8 @@ static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / 
 constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
 static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
 constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
-constexpr int kPlanePixels = kRowSlots * kColumnSlots * kSlotPixels + C::plane_padding;
+constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // of a plane
+constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 // Products come in eights of pixels: the last may reach a little beyond the tile's last row.

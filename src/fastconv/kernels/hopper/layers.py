@@ -213,6 +213,11 @@ class Layer:
         return 8 if self.halves else self.vector
 
     @property
+    def vector_kind(self) -> tuple[int, int]:
+        """The same, and a channel's bytes in memory."""
+        return self.vector_channels, self.operands.scalar_bytes
+
+    @property
     def parts(self) -> int:
         return limits.parts(self.operands)
 

@@ -317,13 +317,10 @@ class Tile:
         steps = layer.chunks * layer.taps * layer.k_steps * layer.products
         rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
-        channels, size = layer.vector_channels, layer.operands.scalar_bytes
-        kind = 4 if layer.slots > 1 else 3 if self.rows > 1 else 2
-        if layer.vector_loads or self.staged:
-            kind = 0 if layer.vector_loads else 1
-        split = SPLIT_CYCLES[channels] * (layer.parts - 1)
+        size = layer.operands.scalar_bytes
+        split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
         folded = FOLDED_LOSS if layer.folding != (1, 1) else 1.0
-        loads = vectors * (LOAD_CYCLES[channels, size][kind] * folded + split)
+        loads = vectors * (self.vector_cycles * folded + split)
         if self.staged:
             loads += vectors / (2 * self.pitch) * self.piece_cycles
             loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
@@ -346,20 +343,29 @@ class Tile:
         }
 
     @property
+    def vector_cycles(self) -> float:
+        """What it takes to load 16 bytes of channels."""
+        layer = self.layer
+        vectors, pieces, row, rows, strides = LOAD_CYCLES[layer.vector_kind]
+        if layer.vector_loads:
+            return vectors
+        if self.staged:
+            return pieces
+        return strides if layer.slots > 1 else rows if self.rows > 1 else row
+
+    @property
     def piece_cycles(self) -> float:
         """What it takes to fetch a piece, beside what each of its pixels takes.
 
         Of short lines also what lanes take that have no pixel.
         """
-        layer = self.layer
-        kind = layer.vector_channels, layer.operands.scalar_bytes
         if self.bulk_loads:
-            return PIECE_CYCLES[kind]
+            return PIECE_CYCLES[self.layer.vector_kind]
         idle = round_up(self.pitch, 32) - self.pitch
         start, anywhere, copy = COPY_CYCLES
         start += 0 if self.raw_aligned else anywhere
         copies = copy * ceil_div(self.raw_vectors, 32)
-        return start + copies + 2 * idle * LOAD_CYCLES[kind][1]
+        return start + copies + 2 * idle * self.vector_cycles
 
     @property
     def tile_cycles(self) -> float:
