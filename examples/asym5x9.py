@@ -1978,16 +1978,18 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
                                     C::groups * kOutputGroups * C::channel_groups * kStackChannels,
                   "a factor for each row of the products");
     const Tables tables{scratch, batch};
-    const int block = static_cast<int>(blockIdx.x);
-    const int image = block - C::table_channels;
-    if (image < 0) {
-      const float factor = pack_channel(weight, packed, block);
-      if (threadIdx.x == 0) tables.channels()[block] = factor;
-    } else {
-      const float scale = sample(input + static_cast<long long>(image) * kInImage);
-      if (threadIdx.x == 0) {
-        tables.images()[image] = scale;
-        tables.marks()[image] = 0;
+#pragma unroll 1
+    for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {
+      const int image = i - C::table_channels;
+      if (image < 0) {
+        const float factor = pack_channel(weight, packed, i);
+        if (threadIdx.x == 0) tables.channels()[i] = factor;
+      } else {
+        const float scale = sample(input + static_cast<long long>(image) * kInImage);
+        if (threadIdx.x == 0) {
+          tables.images()[image] = scale;
+          tables.marks()[image] = 0;
+        }
       }
     }
   } else {

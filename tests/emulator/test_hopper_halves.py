@@ -37,6 +37,7 @@ from emulator.works import (
     new_output,
     run,
 )
+from fastconv.kernels.hopper import correlate
 
 MODES = ("tf32", "ieee")
 
@@ -90,6 +91,13 @@ def _compiled() -> None:
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_against_float64(work: Work) -> None:
     check(work)
+
+
+def test_blocks_that_pack_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output channels and images, one after the other."""
+    monkeypatch.setattr(correlate, "MOST_PACK_BLOCKS", 5)
+    assert THREE[0].plan.launches[0].grid == (5, 1, 1)
+    check(THREE[0])
 
 
 def test_works_cover_all_branches() -> None:

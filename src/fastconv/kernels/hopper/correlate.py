@@ -222,10 +222,12 @@ def _pair(tile: Tile, gpu: Gpu, place: _Place) -> tuple[Launch, Launch]:
     if place.tables_at >= 2**31:
         raise Declined(f"{place.tables_at} bytes of packed weights")
     constants = tuple({**_constants(tile, gpu, place), **place._asdict()}.items())
-    blocks = min(ceil_div(_packed_bytes(tile) // 16, PACK_THREADS), MOST_PACK_BLOCKS)
+    blocks = ceil_div(_packed_bytes(tile) // 16, PACK_THREADS)
+    if layer.halves:
+        blocks = place.table_channels + layer.batch
     pack = Launch(
         Kernel("hopper/correlate.cuh", "pack", constants),
-        (place.table_channels + layer.batch if layer.halves else blocks, 1, 1),
+        (min(blocks, MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
         REDUCTION_BYTES if layer.halves else 0,
         ("weight", "input", "scratch", layer.batch),

@@ -99,7 +99,7 @@ class Tile:
     def stage_rows(self) -> int:
         return 1 if self.layer.rolling else self.halo_rows
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
         vector, interleave = self.layer.vector, self.layer.interleave
@@ -389,7 +389,8 @@ class Tile:
         choices = [(fewest_inputs, *choice) for choice in passes]
         if self.layer.copied and not self.layer.rolling:
             choices = [(3, *choice) for choice in passes[:4]] + choices
-        needs = [(self.fewest_weight_stages, choice) for choice in choices]
+        in_time = self.fewest_weight_stages
+        needs = [(in_time, choice) for choice in choices]
         if self.output_groups * self.layer.groups == 1:
             needs = [(self.all_weight_stages, choice) for choice in choices[:3]] + needs
         for fewest, (inputs, count, buffers) in needs:
