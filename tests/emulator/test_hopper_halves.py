@@ -96,16 +96,16 @@ def test_against_float64(work: Work) -> None:
 def test_blocks_that_pack_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output channels and images, one after the other."""
     monkeypatch.setattr(correlate, "MOST_PACK_BLOCKS", 5)
-    assert THREE[0].plan.launches[0].grid == (5, 1, 1)
+    assert [one.grid for one in THREE[0].plan.launches[:2]] == [(5, 1, 1)] * 2
     check(THREE[0])
 
 
 def test_works_cover_all_branches() -> None:
     launches = [work.plan.launches for work in WORKS]
-    assert all([launch.kernel.entry for launch in one] == ["pack", "correlate"] * 2
+    assert all([launch.kernel.entry for launch in one] == ["scale", *["pack", "correlate"] * 2]
                for one in launches)  # fmt: skip
-    first = [dict(one[1].kernel.constants) for one in launches]
-    second = [dict(one[3].kernel.constants) for one in launches]
+    first = [dict(one[2].kernel.constants) for one in launches]
+    second = [dict(one[4].kernel.constants) for one in launches]
     assert all(one["halves"] and not one["repairs"] for one in first)
     assert all(one["repairs"] and not one["halves"] for one in second)
     loads = ("staged", "bulk_loads", "rolling", "resident")
@@ -121,11 +121,13 @@ def _first_half(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, T
     plan, output = work.plan, new_output(work)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     read = {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias}
-    run_both_orders(plan.launches[:2], {**read, "output": output, "scratch": scratch})
-    constants = dict(plan.launches[1].kernel.constants)
-    channels, batch = constants["table_channels"], work.case.input[0]
+    run_both_orders(plan.launches[:3], {**read, "output": output, "scratch": scratch})
+    constants = dict(plan.launches[2].kernel.constants)
+    channels, columns = constants["table_channels"], constants["table_columns"]
+    batch = work.case.input[0]
     tables = scratch[constants["tables_at"] :]
-    factors, scales, marks = tables.split([4 * channels, 4 * batch, 4 * batch])
+    sizes = [4 * channels, 4 * columns * (1 + batch), 4 * batch, 4 * batch]
+    factors, _, scales, marks = tables.split(sizes)
     return output, factors.view(torch.float), scales.view(torch.float), marks.view(torch.int)
 
 
@@ -172,10 +174,75 @@ def test_images_that_do_not_fit_are_repaired(work: Work, beyond: str) -> None:
     assert not actual[1].equal(unchanged[1])
 
 
+# The same of single channels, which others of the same vector hide; weights make up for it.
+HIDDEN = {
+    "a small channel": lambda image: image[5].mul_(2.0**-28),
+    "small but for one number": lambda image: (
+        image[5].mul_(2.0**-32),
+        image[5, 3, 4].fill_(2.0**-22),
+    ),
+    "nothing but a small number": lambda image: (image[5].zero_(), image[5, 3, 4].fill_(2.0**-30)),
+}
+
+
 @pytest.mark.parametrize("work", THREE, ids=str)
-def test_weights_that_do_not_fit_are_repaired(work: Work) -> None:
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_channels_are_judged_by_themselves(work: Work, hidden: str) -> None:
+    """An output that sees one channel alone is exact, whatever the size of the others."""
     tensors = Tensors.random(work)
-    tensors.weight[3, :8, 1, 1] *= 1e-12
+    tensors.bias.zero_()
+    tensors.weight[3] = 0
+    tensors.weight[3, 5] = torch.randn(3, 3)
+    HIDDEN[hidden](tensors.input[1])
+    _, factors, scales, marks = _first_half(work, tensors)
+    assert factors.ne(0).all()
+    assert scales.ne(0).all()
+    assert marks.ne(0).tolist() == [False, True, False]
+    assert_correct(work, tensors, run(work, tensors))
+
+
+def test_channels_of_zeros_fit() -> None:
+    """As after a ReLU that lets nothing through; and few numbers, if float16 has them."""
+    work = THREE[0]
+    tensors = Tensors.random(work)
+    tensors.input[:, 3] = 0
+    tensors.input[:, 9] = 0
+    tensors.input[:, 9, 4, 4] = 1e-3
+    output, _, _, marks = _first_half(work, tensors)
+    assert not marks.any()
+    assert_correct(work, tensors, output)
+
+
+def _powers(count: int) -> Tensor:
+    """Of two, from 2^-40 to 2^40, the ends included."""
+    exponents = torch.randint(-40, 41, (count,))
+    exponents[0], exponents[-1] = -40, 40
+    return torch.exp2(exponents.float())
+
+
+@pytest.mark.parametrize("work", THREE, ids=str)
+def test_units_do_not_matter(work: Work) -> None:
+    """Scaled input channels with the inverse on their weights, output channels and images."""
+    tensors = Tensors.random(work)
+    tensors.bias.zero_()
+    images, channels, outputs, _ = *work.case.input[:2], *work.case.weight[:2]
+    image, channel, output = (_powers(count) for count in (images, channels, outputs))
+    scaled = replace(
+        tensors,
+        input=tensors.input * channel[:, None, None] * image[:, None, None, None],
+        weight=tensors.weight / channel[:, None, None] * output[:, None, None, None],
+    )
+    _, _, _, marks = _first_half(work, scaled)
+    assert not marks.any()
+    expected = run(work, tensors) * output[:, None, None] * image[:, None, None, None]
+    assert run(work, scaled).equal(expected)
+
+
+@pytest.mark.parametrize("work", THREE, ids=str)
+@pytest.mark.parametrize("small", [(3, slice(8), 1, 1), (3, 5)], ids=["vector", "filter"])
+def test_weights_that_do_not_fit_are_repaired(work: Work, small: tuple[Any, ...]) -> None:
+    tensors = Tensors.random(work)
+    tensors.weight[small] *= 1e-12
     output, factors, _, _ = _first_half(work, tensors)
     assert factors[: len(tensors.weight)].eq(0).nonzero().tolist() == [[3]]
     assert output.isnan().all()  # nothing is computed twice

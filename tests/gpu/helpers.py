@@ -25,6 +25,11 @@ CUDA = torch.device("cuda")
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 
+def is_hopper() -> bool:
+    """Whether the GPU has the tensor cores that ``kernels/hopper`` is for."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def free_memory(needed_bytes: int) -> Iterator[None]:
     """For fixtures: so much of the GPU's memory is free, or the test skipped; freed afterwards."""
     torch.cuda.empty_cache()

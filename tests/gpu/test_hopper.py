@@ -32,19 +32,15 @@ from gpu.helpers import (
     PLACES,
     arguments_of,
     free_memory,
+    is_hopper,
     precompile,
     tensor_core_convolutions,
 )
 from strategies import Convolution
 
-
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
 pytestmark = [
     pytest.mark.usefixtures("_poisoned_memory"),
-    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
+    pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 
 

@@ -151,6 +151,12 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace hopper
 }  // namespace fastconv
 
+extern "C" __global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
+  using namespace fastconv::hopper;
+  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
          int batch) {

@@ -30,6 +30,7 @@ from fastconv.kernels.hopper.limits import OUTPUTS, THREADS
 from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segment_tiles, tiles_of
 
 PACK_THREADS = 256
+SCALE_THREADS = 1024
 MOST_PACK_BLOCKS = 4096
 EXPLAINED = 5  # tiles
 # Multiply-adds a cycle, by channels in 16 bytes: of the tensor cores, and how many must count for
@@ -41,7 +42,6 @@ LEAST_PRODUCTS = 64.0
 LAYER_COST = 0.05
 HALVES_COST = {1: 0.05, 2: -0.25}  # by parts
 HALVES_CYCLES = 2.5e5  # of an image, at least: what those launches take is its share of a batch
-REDUCTION_BYTES = 4 * (PACK_THREADS // 32)  # of shared memory, for the largest of a block's numbers
 
 
 def plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
@@ -173,7 +173,8 @@ class _Place(NamedTuple):
 
     packed_at: int = 0
     tables_at: int = 0
-    table_channels: int = 0
+    table_channels: int = 0  # of outputs, and of inputs
+    table_columns: int = 0
     repairs: bool = False
 
 
@@ -199,10 +200,13 @@ def _launches(tile: Tile, repairs: Tile | None, gpu: Gpu) -> tuple[tuple[Launch,
     channels = layer.groups * tile.output_groups * tile.channel_groups * layer.product_channels
     first = _packed_bytes(repairs)
     tables = first + _packed_bytes(tile)
-    place = _Place(first, tables, channels)
-    again = _Place(0, tables, channels, repairs=True)
-    launches = (*_pair(tile, gpu, place), *_pair(repairs, gpu, again))
-    return launches, tables + 4 * (channels + 2 * layer.batch)
+    columns = layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels
+    place = _Place(first, tables, channels, columns)
+    again = place._replace(packed_at=0, repairs=True)
+    pair = _pair(tile, gpu, place)
+    launches = (_scale(layer, pair[0].kernel), *pair, *_pair(repairs, gpu, again))
+    images = layer.batch * (columns + 2)
+    return launches, tables + 4 * (channels + columns + images)
 
 
 def _packed_bytes(tile: Tile) -> int:
@@ -211,6 +215,23 @@ def _packed_bytes(tile: Tile) -> int:
     if packed // 16 >= 2**31:
         raise Declined(f"{packed} bytes of packed weights")
     return packed
+
+
+def _reduction_bytes(threads: int) -> int:
+    """Of shared memory, to combine a number of each of a block's threads."""
+    return 4 * (threads // 32)
+
+
+def _scale(layer: Layer, pack: Kernel) -> Launch:
+    """What finds the scales of input channels, for a kernel that packs."""
+    channels = layer.groups * layer.group_in // (layer.folding[0] * layer.folding[1])
+    return Launch(
+        replace(pack, entry="scale"),
+        (min(channels, MOST_PACK_BLOCKS), 1, 1),
+        SCALE_THREADS,
+        _reduction_bytes(SCALE_THREADS),
+        ("weight", "scratch", layer.batch),
+    )
 
 
 def _pair(tile: Tile, gpu: Gpu, place: _Place) -> tuple[Launch, Launch]:
@@ -229,7 +250,7 @@ def _pair(tile: Tile, gpu: Gpu, place: _Place) -> tuple[Launch, Launch]:
         Kernel("hopper/correlate.cuh", "pack", constants),
         (min(blocks, MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
-        REDUCTION_BYTES if layer.halves else 0,
+        _reduction_bytes(PACK_THREADS) if layer.halves else 0,
         ("weight", "input", "scratch", layer.batch),
     )
     correlate = Launch(
@@ -302,7 +323,7 @@ def _most_at_once(tile: Tile, place: _Place) -> int:
     layer, split = tile.layer, tile.layer.parts == 2
     folded, floats = layer.folding != (1, 1), layer.operands.scalar_bytes == 4
     if layer.halves:
-        most = 1 if layer.compensated else 2 if split or tile.staged or folded else 3
+        most = 1 if layer.compensated else 2
     elif layer.vector_loads:
         most = 4 if split else 6
     elif folded:

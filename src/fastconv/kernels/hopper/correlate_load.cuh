@@ -199,17 +199,23 @@ struct Source {
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
   }
+  // Where its first channel is in the tables.
+  __device__ __forceinline__ int column_of(int its_group) const {
+    return its_group * kGroupColumns + channel;
+  }
 };
 
-// A thread's units of a batch, and the image they are of.
+// A thread's units of a batch, the image they are of, and the first channel's column.
 struct Batch {
   Unit units[C::batch];
   int image;
+  int column;
 
   // Starts loading them.
   __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
     const Source source(input, at);
     image = at.item.image;
+    column = source.column_of(at.item.group);
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
       const int index = thread + kLoaders * (at.batch * C::batch + k);
@@ -219,16 +225,19 @@ struct Batch {
 
   // Writes them to a stage.
   __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
-                                        Scale& scale) const {
+                                        const ChunkPowers& powers, Range& range) const {
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
       const int index = thread + kLoaders * (batch * C::batch + k);
       if (!unit_exists(index)) continue;
       const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+      const int channel = Unit::plane(index) * kVectorChannels;
 #pragma unroll
       for (int i = 0; i < Unit::kVectors; ++i) {
-        store_parts<false>(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16,
-                           units[k].vector(i), scale);
+        const Scale scale = powers.of(channel + i * kVectorChannels);
+        store_input(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i),
+                    scale, range);
+        if (powers.strict) range.see_strictly(units[k].vector(i), scale);
       }
     }
   }
@@ -239,7 +248,8 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const int lane = thread % 32;
   Batch batches[C::batches_ahead];
-  Scale scale(1.0f);
+  Range range;
+  ChunkPowers powers(thread / 32);
   LoadCursor next(items);
   Ring<C::input_stages> at(1);
   int under_way = 0;
@@ -263,13 +273,14 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
       if (under_way == 0) break;
       --under_way;
       if (batch == 0) {
-        scale = items.scale(batches[i].image);
+        powers.load(items, batches[i].image, batches[i].column);
         barrier_wait(&barriers().input_empty[at.stage], at.parity);
       }
-      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, scale);
+      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, powers,
+                       range);
       if (++batch == kBatches) {
         batch = 0;
-        items.judge(scale, batches[i].image);
+        items.judge(range, batches[i].image);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);

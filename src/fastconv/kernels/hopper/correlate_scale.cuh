@@ -1,11 +1,20 @@
 // float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
 //
-// Each image is scaled by a power of two that a sample of its numbers decides, and each output
-// channel's weights by one that the largest of them decides; sums are scaled back as they are
-// stored. Whether all numbers fit is seen as they are converted. If an image's do not, it is
-// marked, and a second kernel (`repairs`) computes it once more, in TF32; if weights do not, it
-// computes all images, and the first none. Nothing but an image's own numbers and the weights
-// decides.
+// Numbers are scaled by powers of two: those of an input channel by one that the size of its
+// weights decides, the weights by its inverse, so that it does not matter in which units a channel
+// is given; each image by one that a sample of its numbers decides, and each output channel's
+// weights by one that the largest of them decides. Sums are scaled back as they are stored.
+//
+// Below 2^-14, float16 has fewer bits, and what it loses is absolute. So numbers fit if
+//   - of each vector of 8 channels, the largest number is not below that, and
+//   - what is lost is nothing beside the channel as a whole (of weights: the filter, an output and
+//     an input channel's taps): its mean square is large enough, or none of its numbers is below.
+// An image's channel is proven to be large enough by the sample, for what is in it is a part of
+// the sum of squares; in channels where it is not, loaders look at every number (`strict`).
+//
+// If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
+// TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
+// numbers and the weights decides.
 #pragma once
 #include "hopper/correlate_vector.cuh"
 
@@ -25,6 +34,16 @@ constexpr int kMostExponent = 50;  // of what is scaled: products of two scales 
 constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
+// The root mean square, of a channel or of a filter, beside which it does not matter what smaller
+// numbers lose. That is 2^-24 at most, 2^-25 and 2^-36 in two parts (weights and input), of which
+// the root mean square is 0.6: so at most 6e-7 of the channel's or the filter's norm, 2e-8 in two
+// parts.
+constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
+constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
+
+// Input channels as the tables have them: those of the products, of one group after the other.
+constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
+
 // Tables in the workspace.
 struct Tables {
   unsigned char* scratch;
@@ -34,8 +53,15 @@ struct Tables {
   __device__ __forceinline__ float* channels() const {
     return reinterpret_cast<float*>(scratch + C::tables_at);
   }
+  // What an input channel's numbers are multiplied by, and its weights divided by.
+  __device__ __forceinline__ float* columns() const { return channels() + C::table_channels; }
+  // The same times the image's scale: all that its numbers are multiplied by. Negative if each of
+  // them has to fit.
+  __device__ __forceinline__ float* powers(int image) const {
+    return columns() + (1ll + image) * C::table_columns;
+  }
   // An image's scale; 0 if none will do.
-  __device__ __forceinline__ float* images() const { return channels() + C::table_channels; }
+  __device__ __forceinline__ float* images() const { return powers(batch); }
   // Not 0 for images some of whose numbers do not fit.
   __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
 };
@@ -80,31 +106,87 @@ struct Items {
     return index;
   }
 
-  // What an image's numbers are multiplied by.
-  __device__ __forceinline__ Scale scale(int image) const {
-    return Scale(C::halves ? tables.images()[image] : 1.0f);
-  }
   // Marks the image if not all numbers that the warp has seen since the last call fit.
-  __device__ __forceinline__ void judge(HalfScale& range, int image) const {
+  __device__ __forceinline__ void judge(HalfRange& range, int image) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
-    range = HalfScale(range.scale);
+    range = HalfRange();
   }
-  __device__ __forceinline__ void judge(NoScale&, int) const {}
+  __device__ __forceinline__ void judge(NoRange&, int) const {}
 };
 
-// The larger of all threads' numbers, in a block of whole warps.
-__device__ __forceinline__ float block_largest(float number) {
-  auto* const of_warps = reinterpret_cast<float*>(shared_memory());
+// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
+struct ChunkPowers {
+  const float* powers;
+  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
+  bool strict = false;  // whether one is negative
+
+  __device__ explicit ChunkPowers(int warp)
+      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
+
+  __device__ __forceinline__ void load(const Items& items, int image, int column) {
+    const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
+    if (!C::halves || at == begin) return;
+    at = begin;
+    const float* const source = items.tables.powers(image) + column;
+    if constexpr (!kPowersCopied) powers = source;
+    strict = false;
+    __syncwarp();  // the last ones have been read
+#pragma unroll
+    for (int first = 0; first < kChunkChannels; first += 32) {
+      const int i = first + static_cast<int>(threadIdx.x) % 32;
+      const float power = i < kChunkChannels ? source[i] : 0.0f;
+      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
+      strict = strict || power < 0.0f;
+    }
+    strict = __any_sync(~0u, strict);  // and all have been written
+  }
+  // Of the vector that begins with a channel of the chunk.
+  __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
+};
+
+// All lanes' values, combined in a fixed order.
+template <class Value, class Combine>
+__device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
 #pragma unroll
   for (int flip = 16; flip > 0; flip /= 2) {
-    number = larger(number, __shfl_xor_sync(~0u, number, flip));
+    value = combine(value, __shfl_xor_sync(~0u, value, flip));
   }
+  return value;
+}
+
+// All threads' values, in a block of whole warps.
+template <class Value, class Combine>
+__device__ __forceinline__ Value block_combined(Value value, Combine combine) {
+  auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
+  value = warp_combined(value, combine);
   __syncthreads();  // the last call's have been read
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = number;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
-  for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) number = larger(number, of_warps[i]);
-  return number;
+  value = of_warps[0];
+  for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) value = combine(value, of_warps[i]);
+  return value;
+}
+__device__ __forceinline__ float block_largest(float number) {
+  return block_combined(number, larger);
+}
+template <class Value>
+__device__ __forceinline__ Value sum_of(Value first, Value second) {
+  return first + second;
+}
+
+constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
+
+// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
+// add up to `exponents`; 1 if there are none.
+__device__ __forceinline__ float mean_power(int exponents, int count) {
+  if (count == 0) return 1.0f;
+  const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
+  return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
+}
+// One divided by a power of two.
+__device__ __forceinline__ float inverse(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
 // The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too

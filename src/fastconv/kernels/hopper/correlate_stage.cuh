@@ -118,7 +118,8 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
                                               const Scalar* const (&channels)[kVectorChannels],
-                                              unsigned char* target, int first, Scale& scale) {
+                                              unsigned char* target, int first, const Scale& scale,
+                                              Range& range) {
   Channels vectors[C::batch];
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
@@ -138,14 +139,14 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
     if (pixel < C::pitch) {
-      store_parts<false>(target + pixel * 16, kPartPixels * 16, vectors[k], scale);
+      store_input(target + pixel * 16, kPartPixels * 16, vectors[k], scale, range);
     }
   }
 }
 
-// Writes a piece that has arrived to its stage.
+// Writes a piece that has arrived to its stage; `scales` are those of its two vectors.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
-                                        int lane, Scale& scale) {
+                                        int lane, const Scale (&scales)[2], Range& range) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
@@ -160,13 +161,28 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
     if (whole) {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<true>(piece, plane, channels, target, first + lane, scale);
+        convert_batch<true>(piece, plane, channels, target, first + lane, scales[plane], range);
       }
     } else {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<false>(piece, plane, channels, target, first + lane, scale);
+        convert_batch<false>(piece, plane, channels, target, first + lane, scales[plane], range);
       }
+    }
+  }
+}
+
+// Looks at every number of those channels of a piece in which each counts.
+__device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
+                                        const ChunkPowers& powers, int of_chunk, Range& range) {
+#pragma unroll 1
+  for (int i = 0; i < kPieceChannels; ++i) {
+    const float power = powers.powers[of_chunk + i];
+    if (power >= 0.0f || !piece.has(i)) continue;
+    const Scalar* const channel = raw + i * kRawChannel + piece.shift(i);
+    for (int pixel = lane; pixel < piece.columns; pixel += 32) {
+      const float number = widen(channel[pixel]);
+      range.see(number, number * power);
     }
   }
 }
@@ -196,26 +212,32 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
   Ring<C::raw_slots> arrived(0);
+  ChunkPowers powers(warp);
   int piece = warp;
   for (StageCursor stage(items); stage.more(); stage.advance()) {
     barrier_wait(&barriers().input_empty[at.stage], at.parity);
     const Source source(input, stage);
-    Scale scale = items.scale(stage.item.image);
+    Range range;
+    powers.load(items, stage.item.image, source.column_of(stage.item.group));
     for (; piece < kPieces; piece += kLoaderWarps) {
+      const int of_chunk = piece % C::k_steps * kPieceChannels;
+      const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
       if constexpr (C::bulk_loads) {
         barrier_wait(full + arrived.stage, arrived.parity);
       } else {
         copy_async_wait<C::raw_slots - 1>();
         __syncwarp();
       }
-      convert(Piece(source, piece), raw + arrived.stage * kRawElements,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scale);
+      const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
+      convert(Piece(source, piece), arrived_raw,
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scales, range);
+      if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
       __syncwarp();
       fetch_next(arrived.stage);
       arrived.advance();
     }
     piece -= kPieces;
-    items.judge(scale, stage.item.image);
+    items.judge(range, stage.item.image);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);

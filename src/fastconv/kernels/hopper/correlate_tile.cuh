@@ -114,7 +114,12 @@ constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
-constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
+constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
+// Of each loading warp, what a chunk's channels are multiplied by. Long lines' pieces read it from
+// memory, which takes little beside them.
+constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
+constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
+constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
 static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) +
                       8 * (kConsumers + kRawSlots) <=
                   C::shared_bytes,

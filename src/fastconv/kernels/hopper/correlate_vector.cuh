@@ -48,15 +48,30 @@ __device__ __forceinline__ Channels channels_of(const Scalar* elements) {
   return vector;
 }
 
-// How numbers become float16: multiplied by a power of two. Keeps what is needed to tell whether
-// all of them fit: of each vector's largest number, but for zeros, the largest and the smallest.
-struct HalfScale {
-  float scale;
+// How a vector's numbers become float16's: multiplied by powers of two, which are negative for
+// channels in which every number counts by itself (see correlate_scale.cuh).
+struct Powers {
+  alignas(16) float power[8];
+
+  __device__ explicit Powers(const float* powers) {
+    const auto* const halves = reinterpret_cast<const float4*>(powers);
+    *reinterpret_cast<float4*>(power) = halves[0];
+    *reinterpret_cast<float4*>(power + 4) = halves[1];
+  }
+  __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
+    Numbers scaled;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scaled.number[i] = vector.number[i] * fabsf(power[i]);
+    return scaled;
+  }
+};
+
+// Which numbers float16 was asked for: keeps what is needed to tell whether it has them.
+struct HalfRange {
   float largest = 0.0f;
-  unsigned smallest = ~0u;  // its bits, less one: then zeros are no number's
+  unsigned smallest = ~0u;  // bits, less one: then zeros are no number's
 
-  __device__ explicit HalfScale(float scale) : scale(scale) {}
-
+  // Of a vector, scaled, the largest number counts.
   __device__ __forceinline__ void see(const Numbers& vector) {
     float of_vector = 0.0f;
 #pragma unroll
@@ -64,28 +79,42 @@ struct HalfScale {
     largest = larger(largest, of_vector);
     smallest = min(smallest, __float_as_uint(of_vector) - 1u);
   }
-  // Whether float16 has them all, and the least of a vector's largest numbers as a normal one with
-  // so much to spare: what a vector's smaller ones lose then is no more than its largest does.
+  // Of a number that counts by itself, even if scaling makes it zero.
+  __device__ __forceinline__ void see(float number, float scaled) {
+    const unsigned bits = max(__float_as_uint(fabsf(scaled)), 1u);
+    if (number != 0.0f) smallest = min(smallest, bits - 1u);
+  }
+  __device__ __forceinline__ void see_strictly(const Numbers& vector, const Powers& powers) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float number = powers.power[i] < 0.0f ? vector.number[i] : 0.0f;
+      see(number, number * powers.power[i]);
+    }
+  }
+  // Whether float16 has the largest, and the smallest as well as a number of this size.
   __device__ bool fits(float least) const {
-    return largest * scale <= 65504.0f && smallest >= __float_as_uint(least / scale) - 1u;
+    return largest <= 65504.0f && smallest >= __float_as_uint(least) - 1u;
   }
 };
 
-// What everything else needs of that.
-struct NoScale {
-  static constexpr float scale = 1.0f;
-
-  __device__ explicit NoScale(float) {}
+// What everything else needs of these.
+struct NoPowers {
+  __device__ explicit NoPowers(const float*) {}
+};
+struct NoRange {
+  __device__ void see(const Words&) {}
+  __device__ void see(float, float) {}
+  __device__ void see_strictly(const Words&, const NoPowers&) {}
   __device__ bool fits(float) const { return true; }
 };
 
-using Scale = Either<C::halves, HalfScale, NoScale>::type;
+using Scale = Either<C::halves, Powers, NoPowers>::type;
+using Range = Either<C::halves, HalfRange, NoRange>::type;
 
 // Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
 // numbers; 16-bit types as they are.
 template <bool kWeight>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
-                                            NoScale&) {
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
   if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
 #pragma unroll
     for (unsigned& word : vector.word) {
@@ -112,14 +141,13 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 // smaller: a third part.
 template <bool kWeight>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
-                                            const Numbers& vector, HalfScale& range) {
+                                            const Numbers& scaled) {
   constexpr float kLow = 2048.0f;
-  range.see(vector);
   Words high, low, smaller;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float first = vector.number[2 * i] * range.scale;
-    const float second = vector.number[2 * i + 1] * range.scale;
+    const float first = scaled.number[2 * i];
+    const float second = scaled.number[2 * i + 1];
     const bool to_even = C::parts == 2 || C::ties_to_even;
     high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
     if constexpr (C::parts == 2) {
@@ -138,6 +166,19 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   if constexpr (C::parts == 2 && kWeight) {
     *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
   }
+}
+
+// A vector of the input, as it was loaded.
+__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
+                                            const Words& vector, const NoPowers&, NoRange&) {
+  store_parts<false>(target, part_bytes, vector);
+}
+__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
+                                            const Numbers& vector, const Powers& powers,
+                                            HalfRange& range) {
+  const Numbers scaled = powers.scale(vector);
+  range.see(scaled);
+  store_parts<false>(target, part_bytes, scaled);
 }
 
 }  // namespace hopper

@@ -241,12 +241,19 @@ class Tile:
         return elements * operands.scalar_bytes
 
     @property
+    def powers_bytes(self) -> int:
+        """Of each loading warp: what a chunk's channels are multiplied by, unless lines are long."""
+        layer = self.layer
+        copied = layer.halves and not self.bulk_loads
+        return 4 * layer.k_steps * 2 * layer.vector_channels if copied else 0
+
+    @property
     def shared_bytes(self) -> int:
         return (
             self.input_stages * self.input_bytes
             + self.weight_stages * self.weight_bytes
             + CONSUMERS * self.staging_bytes
-            + LOADER_WARPS * self.raw_slots * (self.raw_bytes + 8)
+            + LOADER_WARPS * (self.raw_slots * (self.raw_bytes + 8) + self.powers_bytes)
             + 16 * (self.input_stages + self.weight_stages)
             + 8 * CONSUMERS
         )

@@ -105,8 +105,17 @@ inline float round_to_even_tf32(float value) {
   return __uint_as_float((bits + 0x0fffu + (bits >> 13 & 1u)) & 0xffffe000u);
 }
 
+// Rounds a normal number, and truncates what float16 has not all bits of.
+inline unsigned short round_to_half(float value) {
+  const float rounded = round_to_tf32(value);
+  const unsigned magnitude = __float_as_uint(fabsf(rounded));
+  if (magnitude >= 0x38800000u) return float_to_half(rounded);
+  const auto bits = static_cast<unsigned>(__uint_as_float(magnitude) * 0x1p24f);
+  return static_cast<unsigned short>((__float_as_uint(value) >> 16 & 0x8000u) | bits);
+}
+
 inline unsigned round_to_halves(float first, float second) {
-  return floats_to_halves(round_to_tf32(first), round_to_tf32(second));
+  return round_to_half(first) | static_cast<unsigned>(round_to_half(second)) << 16;
 }
 
 inline float larger(float first, float second) {
