@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,6 @@ from emulator import precompile
 from emulator.works import (
     ROUNDINGS,
     SCALARS,
-    TURING,
     Case,
     Planner,
     Tensors,
@@ -19,11 +20,11 @@ from emulator.works import (
     run,
 )
 from fastconv.kernels import direct
-from fastconv.kernels.family import Gpu
+from fastconv.kernels.gpus import GPUS
 
 # A single processor: any problem has more blocks than run at once, so weights are packed and
 # pixels are not split.
-TINY = Gpu("sm_75", 1, 65536, 65536)
+TINY = replace(GPUS["sm_75"], processors=1)
 
 CASES = (
     Case("asymmetric", (2, 3, 9, 20), (5, 3, 5, 9), padding=(2, 2, 4, 4), dilation=(1, 1)),
@@ -60,7 +61,7 @@ def _works() -> list[Work]:
         works += [Work(CASES[0], planner, dtype, bias_grad=bias) for dtype in SCALARS]
         works.append(Work(CASES[0], planner, aligned=False))
         works.append(Work(CASES[1], planner, torch.float16, aligned=False))
-        works.append(Work(CASES[10], planner, gpu=TURING))
+        works.append(Work(CASES[10], planner, gpu=GPUS["sm_75"]))
     return list(dict.fromkeys(works))
 
 

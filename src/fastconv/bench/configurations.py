@@ -17,9 +17,7 @@ from fastconv.bench import contestants
 from fastconv.bench.cases import PASSES, STEP, Case
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
-
-H200 = Gpu("sm_90a", 132, 232448, 233472)
-"""Assumed where there is no GPU."""
+from fastconv.kernels.gpus import H200
 
 # Constants that say how a kernel works, rather than what on.
 _CHOSEN = (
