@@ -17,15 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
-from fastconv.kernels import hopper, planner
+from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
-from fastconv.kernels.gpus import GPUS, H200
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import correlate, layers, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.problem import Problem
 
-A100, BLACKWELL = GPUS["sm_80"], GPUS["sm_100a"]
+A100, BLACKWELL = gpus.GPUS["sm_80"], gpus.GPUS["sm_100a"]
 
 # Scalar, its bytes, precision.
 MODES = {

@@ -17,7 +17,6 @@ from fastconv.bench import contestants
 from fastconv.bench.cases import PASSES, STEP, Case
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
-from fastconv.kernels.gpus import H200
 
 # Constants that say how a kernel works, rather than what on.
 _CHOSEN = (

@@ -389,7 +389,8 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
       }
     }
   } else {
-    constexpr int kVectorOut = C::aligned && Columns::kOutStep == 1 ? gcd(C::out_width, kPixels) : 1;
+    constexpr int kVectorOut =
+        C::aligned && Columns::kOutStep == 1 ? gcd(C::out_width, kPixels) : 1;
 #pragma unroll
     for (int i = 0; i < C::channels_per_thread; ++i) {
       const int m = at.channel(i);
@@ -459,7 +460,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {  // phases may differ in size
     if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
   }
-  const Offset first_row = static_cast<Offset>(tile.y * kTileHeight) * Rows::kInStride + rows.origin;
+  const Offset first_row =
+      static_cast<Offset>(tile.y * kTileHeight) * Rows::kInStride + rows.origin;
   const Offset first_column =
       static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
   const Scalar* image =

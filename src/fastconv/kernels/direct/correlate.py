@@ -161,9 +161,7 @@ class Tile:
             return 0
         rows_apart = self.rows.stride_in_tile(self.stage_taps)
         scalar_bytes = self.operands.scalar_bytes
-        return pitch_padding(
-            self.halo_columns, rows_apart, scalar_bytes, self.vector, self.tight
-        )
+        return pitch_padding(self.halo_columns, rows_apart, scalar_bytes, self.vector, self.tight)
 
     @property
     def shared_bytes(self) -> int:

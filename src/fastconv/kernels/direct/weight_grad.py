@@ -106,9 +106,7 @@ class Tile:
     def input_pitch_padding(self) -> int:
         scalar_bytes = self.operands.scalar_bytes
         rows = self.stage_rows * self.block_taps
-        return pitch_padding(
-            self.input_columns, rows, scalar_bytes, self.vector_input, self.tight
-        )
+        return pitch_padding(self.input_columns, rows, scalar_bytes, self.vector_input, self.tight)
 
     @property
     def grad_pitch_padding(self) -> int:
