@@ -255,8 +255,10 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
     stride, dilation = geometry.stride[1], geometry.dilation[1]
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
-    for part_taps, tap_rows, most_columns in itertools.product(
-        (whole, 1), (kernel[0], 1), STAGE_COLUMNS
+    # Of a block at most: kernel rows, and input channels of a thread.
+    owned = ((kernel[0], 8), (1, 8), (1, 1))
+    for part_taps, (tap_rows, most_inputs), most_columns in itertools.product(
+        (whole, 1), owned, STAGE_COLUMNS
     ):
         distance = 1 if part_taps == 1 else stride
         vector_input = 1
@@ -272,7 +274,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
-        inputs_per_thread = power_of_two_for(group_in, 8)
+        inputs_per_thread = power_of_two_for(group_in, most_inputs)
         sums_of_input = channels_per_thread * part_taps * block_taps
         while inputs_per_thread > 1 and inputs_per_thread * sums_of_input > MOST_SUMS:
             inputs_per_thread //= 2
