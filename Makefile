@@ -6,7 +6,7 @@ BIN := .venv/bin
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-gpu test-oldest-torch examples sanitize clean
+.PHONY: demo test lint types test-cpu test-plans test-gpu test-oldest-torch examples sanitize clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -29,6 +29,10 @@ test-cpu: .venv/ready
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(LONGEST)); others=$$?; \
 	wait $$emulator; status=$$?; cat $$log; rm $$log; exit $$((status || others))
 
+# More layers than there is time for in every run: one in so many of tests/layers.py.
+test-plans: .venv/ready
+	FASTCONV_EVERY=$(or $(EVERY),41) $(BIN)/pytest tests/test_every_gpu.py -k planned
+
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
@@ -48,7 +52,8 @@ examples: .venv/ready
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
   --kernel-name kernel_substring=correlate --kernel-name kernel_substring=pack \
   --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce \
-  --kernel-name kernel_substring=spread --kernel-name kernel_substring=collect
+  --kernel-name kernel_substring=spread --kernel-name kernel_substring=collect \
+  --kernel-name kernel_substring=clear
 sanitize:
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py portable

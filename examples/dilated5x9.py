@@ -323,6 +323,7 @@ SOURCES["direct/correlate.cuh"] = r"""
 //   input gradient in = grad_output. Input pixels that are equal modulo the stride (a phase) see
 //                  the same taps, so each phase is a correlation of in_stride 1 that writes every
 //                  stride-th pixel; taps that a phase has fewer of than others get zero weights.
+//                  Phases that no tap reaches are not computed: a kernel clears the image before.
 //
 // A block computes a tile of M channels x (rows x columns) pixels of one phase, image and group.
 //
@@ -346,36 +347,48 @@ namespace correlate {
 using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
-using Offset = OffsetOf<C::wide_offsets>::type;
 
 // --- One axis -----------------------------------------------------------------------------------
 
 // Along one axis: which input position and which kernel index a tap stands for.
-template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding>
+template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding, int kOutSize>
 struct Axis {
   static constexpr int kCommon = gcd(kStride, kDilation);
-  static constexpr int kPhases = kTransposed ? kStride : 1;
+  static constexpr int kOutStep = kTransposed ? kStride : 1;  // between outputs of a phase
   static constexpr int kInStride = kTransposed ? 1 : kStride;
   static constexpr int kTapStep = kTransposed ? kDilation / kCommon : kDilation;
   static constexpr int kKernelStep = kTransposed ? kStride / kCommon : 1;
-  static constexpr int kTaps = kTransposed ? ceil_div(kKernel, kKernelStep) : kKernel;
-  // The origin of phase 0 where there is no other.
-  static constexpr int kOrigin = kTransposed ? kPadding - (kTaps - 1) * kTapStep : -kPadding;
+  static constexpr int kTaps = (kKernel - 1) / kKernelStep + 1;
+  // Kernel index k reaches the outputs that equal k * dilation - padding (modulo the stride): as
+  // many phases as there are indices until they repeat themselves.
+  static constexpr int kPhases = kKernel < kKernelStep ? kKernel : kKernelStep;
+  static constexpr bool kAllTaps = kPhases == kKernel || kKernel % kKernelStep == 0;
+  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // of a phase, at most
+  // That of phase 0, where there is no other.
+  static constexpr int kOrigin =
+      kTransposed ? (kPadding == 0 ? 0 : (kPadding - 1) / kStride + 1) - (kTaps - 1) * kTapStep
+                  : -kPadding;
 
   int taps;          // those that exist in this phase, at most kTaps
   int first_kernel;  // kernel index of the last tap (transposed) or of the first (forward)
   int origin;        // input position of the first output's first tap
+  int first_out;     // the first output
+  int positions;     // outputs, kOutStep apart; there may be none
 
-  __device__ explicit Axis(int phase) : taps(kTaps), first_kernel(0), origin(-kPadding) {
-    if constexpr (kTransposed) {
-      // Kernel index k reaches this phase if k * dilation = phase + padding (modulo the stride).
-      const int shifted = phase + kPadding;
-      while (first_kernel < kKernelStep && (shifted - first_kernel * kDilation) % kStride != 0) {
-        ++first_kernel;
+  __device__ explicit Axis(int phase)
+      : taps(kTaps), first_kernel(0), origin(kOrigin), first_out(0), positions(kOutSize) {
+    if constexpr (kOutStep > 1) {
+      first_kernel = phase;
+      taps = (kKernel - 1 - phase) / kKernelStep + 1;
+      const int shifted = phase * kDilation - kPadding;
+      int quotient = shifted / kStride;
+      first_out = shifted % kStride;
+      if (first_out < 0) {
+        first_out += kStride;
+        --quotient;
       }
-      const bool reached = first_kernel < kKernelStep && first_kernel < kKernel;
-      taps = reached ? ceil_div(kKernel - first_kernel, kKernelStep) : 0;
-      origin = reached ? (shifted - first_kernel * kDilation) / kStride - (taps - 1) * kTapStep : 0;
+      origin = -quotient - (taps - 1) * kTapStep;
+      positions = first_out < kOutSize ? (kOutSize - 1 - first_out) / kOutStep + 1 : 0;
     }
   }
 
@@ -385,10 +398,10 @@ struct Axis {
   }
 };
 
-using Rows =
-    Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height, C::padding_top>;
-using Columns =
-    Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width, C::padding_left>;
+using Rows = Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height,
+                  C::padding_top, C::out_height>;
+using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width,
+                     C::padding_left, C::out_width>;
 
 // --- The tile -----------------------------------------------------------------------------------
 
@@ -445,17 +458,32 @@ constexpr int kPhases = Rows::kPhases * Columns::kPhases;
 // Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
 // that each channel's weights of a stage are a contiguous run.
 constexpr int kTapsHeight = kTapChunks * C::stage_taps;
-constexpr int kPackedPart = kTapsHeight * C::part_taps * kTileM;
-constexpr int kPackedChannel = kParts * kPackedPart;
+constexpr int kChannels = kChunks * C::stage_channels;
+constexpr long long kPackedTile = 1ll * kChannels * kParts * kTapsHeight * C::part_taps * kTileM;
+using PackedOffset = IndexTo<kPackedTile>;
+constexpr PackedOffset kPackedPart = PackedOffset{1} * kTapsHeight * C::part_taps * kTileM;
+constexpr PackedOffset kPackedChannel = kParts * kPackedPart;
+
+// Offsets and positions within an image. Tiles may reach far beyond its end, where strides are
+// large.
+constexpr long long kReach =
+    max_of(1ll * (Rows::kPositions + kTileHeight) * Rows::kInStride +
+               1ll * kTapsHeight * Rows::kTapStep + 1ll * kRows * kRowStep,
+           1ll * (Columns::kPositions + kTileWidth) * Columns::kInStride +
+               1ll * kParts * C::part_taps * Columns::kTapStep + 1ll * kColumns * kColumnStep);
+constexpr long long kImageElements =
+    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
+                       1ll * C::group_out * C::out_height * C::out_width);
+using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 // Which tile a block computes; channel tiles are next to each other, so that they find their
 // common input in the L2 cache.
 struct Tile {
   int m, x, y, group, image, phase;
 
-  __device__ explicit Tile(int index, int batch) {
-    constexpr int kTilesX = ceil_div(ceil_div(C::out_width, Columns::kPhases), kTileWidth);
-    constexpr int kTilesY = ceil_div(ceil_div(C::out_height, Rows::kPhases), kTileHeight);
+  __device__ explicit Tile(int index, int first_image, int images) {
+    constexpr int kTilesX = ceil_div(Columns::kPositions, kTileWidth);
+    constexpr int kTilesY = ceil_div(Rows::kPositions, kTileHeight);
     m = index % kTilesM;
     index /= kTilesM;
     x = index % kTilesX;
@@ -464,22 +492,21 @@ struct Tile {
     index /= kTilesY;
     group = index % C::groups;
     index /= C::groups;
-    image = index % batch;
-    phase = index / batch;
+    image = first_image + index % images;
+    phase = index / images;
   }
 };
 
-__device__ __forceinline__ Offset in_offset(int channel, int row, int column) {
+__device__ __forceinline__ Offset in_offset(int channel, Offset row, Offset column) {
   if constexpr (C::in_channels_last) {
-    return (static_cast<Offset>(row) * C::in_width + column) * (C::group_in * C::groups) + channel;
+    return (row * C::in_width + column) * (C::group_in * C::groups) + channel;
   }
   return (static_cast<Offset>(channel) * C::in_height + row) * C::in_width + column;
 }
 
-__device__ __forceinline__ Offset out_offset(int channel, int row, int column) {
+__device__ __forceinline__ Offset out_offset(int channel, Offset row, Offset column) {
   if constexpr (C::out_channels_last) {
-    return (static_cast<Offset>(row) * C::out_width + column) * (C::group_out * C::groups) +
-           channel;
+    return (row * C::out_width + column) * (C::group_out * C::groups) + channel;
   }
   return (static_cast<Offset>(channel) * C::out_height + row) * C::out_width + column;
 }
@@ -488,7 +515,8 @@ __device__ __forceinline__ Offset out_offset(int channel, int row, int column) {
 
 // Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
 __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
-                                           int first_channel, int first_row, int first_column) {
+                                           int first_channel, Offset first_row,
+                                           Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kTotal = C::stage_channels * kRows * kVectors;
   for (int i = threadIdx.x; i < kTotal; i += kThreads) {
@@ -497,8 +525,8 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
     const int rest = C::in_channels_last ? i / C::stage_channels : i % (kRows * kVectors);
     const int row = rest / kVectors;
     const int column = rest % kVectors * kVector;
-    const int y = first_row + row * kRowStep;
-    const int x = first_column + column * kColumnStep;
+    const Offset y = first_row + static_cast<Offset>(row) * kRowStep;
+    const Offset x = first_column + static_cast<Offset>(column) * kColumnStep;
     const bool valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height &&
                        x >= 0 && x < C::in_width;
     const Offset offset =
@@ -583,8 +611,8 @@ __device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
 __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
                                          const Position& at, int tap_rows, int tap_columns,
                                          Accumulators& sum, Accumulators& total) {
-  constexpr bool kAllColumns = kParts == 1 && Columns::kPhases == 1;
-  constexpr bool kAllRows = kTapChunks == 1 && Rows::kPhases == 1;
+  constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
+  constexpr bool kAllRows = kTapChunks == 1 && Rows::kAllTaps;
   constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
 #pragma unroll 1
   for (int channel = 0; channel < C::stage_channels; ++channel) {
@@ -643,11 +671,12 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
 // Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
 // contiguous in memory, where the image's size lets all of them be aligned.
 __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
-                                      const Position& at, const Accumulators& sum) {
-  const int phase_y = tile.phase / Columns::kPhases, phase_x = tile.phase % Columns::kPhases;
-  const int row = (tile.y * kTileHeight + at.y) * Rows::kPhases + phase_y;
-  const int column = (tile.x * kTileWidth + at.x * kPixels) * Columns::kPhases + phase_x;
-  if (row >= C::out_height) return;
+                                      const Rows& rows, const Columns& columns, const Position& at,
+                                      const Accumulators& sum) {
+  const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
+  if (y >= rows.positions || x >= columns.positions) return;
+  const int row = y * Rows::kOutStep + rows.first_out;
+  const int column = x * Columns::kOutStep + columns.first_out;
   Scalar value[C::channels_per_thread][kPixels];
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
@@ -663,27 +692,27 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
     constexpr int kVectorOut = C::aligned ? gcd(C::group_out, kGroup) : 1;
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
-      const int x = column + p * Columns::kPhases;
-      if (x >= C::out_width) return;
+      if (x + p >= columns.positions) return;
+      const int column_p = column + p * Columns::kOutStep;
 #pragma unroll
       for (int i = 0; i < C::channels_per_thread; i += kGroup) {
         const int m = at.channel(i);
         Scalar group[kGroup];
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) group[j] = value[i + j][p];
-        store_first<kVectorOut>(image + out_offset(first + m, row, x), group,
+        store_first<kVectorOut>(image + out_offset(first + m, row, column_p), group,
                                 C::group_out - tile.m * kTileM - m);
       }
     }
   } else {
-    constexpr int kVectorOut = C::aligned && Columns::kPhases == 1 ? gcd(C::out_width, kPixels) : 1;
+    constexpr int kVectorOut =
+        C::aligned && Columns::kOutStep == 1 ? gcd(C::out_width, kPixels) : 1;
 #pragma unroll
     for (int i = 0; i < C::channels_per_thread; ++i) {
       const int m = at.channel(i);
       if (tile.m * kTileM + m >= C::group_out) continue;
-      store_first<kVectorOut, Columns::kPhases>(image + out_offset(first + m, row, column),
-                                                value[i],
-                                                ceil_div(C::out_width - column, Columns::kPhases));
+      store_first<kVectorOut, Columns::kOutStep>(image + out_offset(first + m, row, column),
+                                                 value[i], columns.positions - x);
     }
   }
 }
@@ -691,13 +720,26 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 }  // namespace correlate
 }  // namespace fastconv
 
+// Fills the output with zeros, where a correlation does not write all of it.
+__global__ void clear(Config::Scalar* __restrict__ output, int batch) {
+  using namespace fastconv::correlate;
+  constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
+  using Zeros = fastconv::Vector<Scalar, kCount>;
+  const long long total = 1ll * batch * C::groups * C::group_out * C::out_height * C::out_width;
+  const long long thread = 1ll * blockIdx.x * blockDim.x + threadIdx.x;
+  const long long step = 1ll * gridDim.x * blockDim.x;
+  for (long long i = thread; i < total / kCount; i += step) {
+    reinterpret_cast<Zeros*>(output)[i] = Zeros{};
+  }
+  for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
+}
+
 // Lays the weights out as the correlation reads them: [phase][group][channel tile][channel][part]
 // [tap row][tap column][kTileM], in the type they are summed in.
 __global__ void pack(const Config::Scalar* __restrict__ weight,
                                 fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
   using namespace fastconv::correlate;
-  constexpr int kChannels = kChunks * C::stage_channels;
-  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kChannels * kPackedChannel;
+  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kPackedTile;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
     long long rest = i;
@@ -725,18 +767,22 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int batch) {
+              int first_image, int images) {
   using namespace fastconv::correlate;
-  const Tile tile(blockIdx.x, batch);
+  const Tile tile(blockIdx.x, first_image, images);
   const Position at;
   const Rows rows(tile.phase / Columns::kPhases);
   const Columns columns(tile.phase % Columns::kPhases);
-  const int first_row = tile.y * kTileHeight * Rows::kInStride + rows.origin;
-  const int first_column = tile.x * kTileWidth * Columns::kInStride + columns.origin - kShift;
+  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {  // phases may differ in size
+    if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
+  }
+  const Offset first_row =
+      static_cast<Offset>(tile.y * kTileHeight) * Rows::kInStride + rows.origin;
+  const Offset first_column =
+      static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
   const Scalar* image =
       input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
-  packed += 1ll * ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) *
-            (kChunks * C::stage_channels) * kPackedChannel;
+  packed += ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
 
   unsigned char* shared = fastconv::shared_memory();
   const auto inputs = [&](int stage) {
@@ -780,7 +826,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
   }
   Scalar* target =
       output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
-  store(target, bias, tile, at, C::two_level ? total : sum);
+  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum);
 }
 """
 
@@ -819,7 +865,7 @@ namespace weight_grad {
 using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
-using Offset = OffsetOf<C::wide_offsets>::type;
+using Unit = IndexOf<C::wide_units>::type;  // a stage among those of all images
 
 constexpr int kPixels = 4;  // taken at a time, neighbours in a row
 constexpr int kLanesK = 32 / (C::lanes_m * C::lanes_n);
@@ -869,6 +915,19 @@ constexpr int kTilesM = ceil_div(C::group_out, kTileM);
 constexpr int kTilesI = ceil_div(C::group_in, kTileI);
 constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
 constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
+constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
+
+// Offsets and positions within an image. Stages may reach far beyond its end, where strides are
+// large.
+constexpr long long kReach =
+    max_of(1ll * (C::out_height + C::stage_rows) * C::stride_height +
+               1ll * (C::kernel_height + C::block_taps) * C::dilation_height,
+           1ll * (C::out_width + C::stage_columns) * C::stride_width +
+               1ll * kParts * kTaps * C::dilation_width + 1ll * kInputColumns * kColumnStep);
+constexpr long long kImageElements =
+    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
+                       1ll * C::group_out * C::out_height * C::out_width);
+using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 struct Tile {
   int part, tap_row, i, m, group;  // tap_row: the first of block_taps
@@ -925,8 +984,8 @@ __device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
           bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
 __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
-                                     int end_channel, int first_row, int row_step, int tap_step,
-                                     int first_column) {
+                                     int end_channel, Offset first_row, Offset row_step,
+                                     Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
 #pragma unroll 1  // the sums need the registers
@@ -936,12 +995,12 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
     const int row = rest / kVectors;
     const int column = rest % kVectors * kVector;
     const int c = first_channel + channel;
-    const int y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
-    const int x = first_column + column * kStep;
+    const Offset y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
+    const Offset x = first_column + static_cast<Offset>(column) * kStep;
     const bool valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
     Offset offset = 0;
     if (valid) {
-      offset = kChannelsLast ? (static_cast<Offset>(y) * kWidth + x) * kAllChannels + c
+      offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
                              : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
     }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
@@ -1024,21 +1083,25 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
   const int split = blockIdx.x / tiles;
   const Position at;
   const long long units = 1ll * batch * kUnitsY * kUnitsX;
-  const int first = static_cast<int>(units * split / splits);
-  const int end = static_cast<int>(units * (split + 1) / splits);
+  const Unit first = static_cast<Unit>(units * split / splits);
+  const Unit end = static_cast<Unit>(units * (split + 1) / splits);
 
   unsigned char* shared = fastconv::shared_memory();
-  const auto grads = [&](int stage) {
+  const auto grads = [&](Unit stage) {
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
   };
-  const auto inputs = [&](int stage) {
+  const auto inputs = [&](Unit stage) {
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes + kGradBytes);
   };
-  const auto row_of = [](int unit) { return unit / kUnitsX % kUnitsY * C::stage_rows; };
-  const auto column_of = [](int unit) { return unit % kUnitsX * C::stage_columns; };
-  const auto load_unit = [&](int unit) {
-    const int stage = unit - first;
-    const long long image = unit / (kUnitsX * kUnitsY);
+  const auto row_of = [](Unit unit) {
+    return static_cast<int>(unit / kUnitsX % kUnitsY) * C::stage_rows;
+  };
+  const auto column_of = [](Unit unit) {
+    return static_cast<int>(unit % kUnitsX) * C::stage_columns;
+  };
+  const auto load_unit = [&](Unit unit) {
+    const Unit stage = unit - first;
+    const long long image = unit / kImageUnits;
     const int row = row_of(unit), column = column_of(unit);
     const int m = tile.group * C::group_out + tile.m * kTileM;
     const int i = tile.group * C::group_in + tile.i * kTileI;
@@ -1051,10 +1114,11 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
          C::in_channels_last, kIn, C::in_height, C::in_width>(
         inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
         (tile.group + 1) * C::group_in,
-        row * C::stride_height + tile.tap_row * C::dilation_height - C::padding_top,
+        static_cast<Offset>(row) * C::stride_height +
+            static_cast<Offset>(tile.tap_row) * C::dilation_height - C::padding_top,
         C::stride_height, C::dilation_height,
-        column * C::stride_width + tile.part * kTaps * C::dilation_width - C::padding_left -
-            kShift);
+        static_cast<Offset>(column) * C::stride_width +
+            static_cast<Offset>(tile.part * kTaps) * C::dilation_width - C::padding_left - kShift);
     fastconv::copy_async_commit();
   };
 
@@ -1069,7 +1133,7 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
   };
   if (first < end) load_unit(first);
 #pragma unroll 1
-  for (int unit = first; unit < end; ++unit) {
+  for (Unit unit = first; unit < end; ++unit) {
     if (unit + 1 < end) {
       load_unit(unit + 1);
       fastconv::copy_async_wait<1>();
@@ -1077,7 +1141,7 @@ __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::block
       fastconv::copy_async_wait<0>();
     }
     __syncthreads();
-    const int stage = unit - first;
+    const Unit stage = unit - first;
     const int rows_left = C::out_height - row_of(unit),
               columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
@@ -1159,10 +1223,11 @@ using C = Config;
 using Scalar = C::Scalar;
 
 constexpr int kThreads = 256;
+constexpr long long kPixels = 1ll * C::height * C::width;
 
-__device__ __forceinline__ long long offset(long long image, int channel, int pixel) {
-  if (C::channels_last) return (image * C::pixels + pixel) * C::channels + channel;
-  return (image * C::channels + channel) * C::pixels + pixel;
+__device__ __forceinline__ long long offset(long long image, int channel, long long pixel) {
+  if (C::channels_last) return (image * kPixels + pixel) * C::channels + channel;
+  return (image * C::channels + channel) * kPixels + pixel;
 }
 
 }  // namespace bias_grad
@@ -1173,12 +1238,11 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
               int splits, int batch) {
   using namespace fastconv::bias_grad;
   const int channel = blockIdx.x % C::channels, split = blockIdx.x / C::channels;
-  const long long count = 1ll * batch * C::pixels;
+  const long long count = batch * kPixels;
   const long long end = count * (split + 1) / splits;
   float sum = 0;
   for (long long i = count * split / splits + threadIdx.x; i < end; i += kThreads) {
-    sum += fastconv::widen(
-        grad_output[offset(i / C::pixels, channel, static_cast<int>(i % C::pixels))]);
+    sum += fastconv::widen(grad_output[offset(i / kPixels, channel, i % kPixels)]);
   }
   float* sums = reinterpret_cast<float*>(fastconv::shared_memory());
   sums[threadIdx.x] = sum;
@@ -3142,16 +3206,23 @@ __host__ __device__ constexpr int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
-// Indexes elements of one image: 32 bits where they are enough, since 64-bit address arithmetic
-// costs several times as much.
+template <class T>
+__host__ __device__ constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+
+// What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
+// times as much.
 template <bool kWide>
-struct OffsetOf {
+struct IndexOf {
   using type = int;
 };
 template <>
-struct OffsetOf<true> {
+struct IndexOf<true> {
   using type = long long;
 };
+template <long long kEnd>
+using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
 
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
@@ -5266,8 +5337,10 @@ STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
 FLUSH_PIXELS = 512  # summed in one go, in weight gradients
 SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
 WORKSPACE_BYTES = 64 << 20
-HELPER_THREADS = 256  # of the small kernels that pack and add up
+HELPER_THREADS = 256  # of the small kernels that clear, pack and add up
 MOST_HELPER_BLOCKS = 4096
+MOST_BLOCKS = 2**31 - 1  # of a launch
+END = 2**31 - 2**16  # kernels count below it, so that a tile more is still a 32-bit int
 
 Constant = int | bool | str
 
@@ -5337,13 +5410,22 @@ class Axis(NamedTuple):
     step: int
     phases: int
     in_stride: int
+    origin: int  # input position of the first output's first tap, where there is one phase
+    positions: int  # outputs of a phase, at most
+    reaches_all: bool  # whether every output has a tap
 
     @classmethod
-    def of(cls, transposed: bool, kernel: int, stride: int, dilation: int) -> "Axis":
+    def of(cls, transposed: bool, geometry: Geometry, axis: int) -> "Axis":
+        kernel, padding = geometry.weight[2 + axis], geometry.padding[axis]
+        stride, dilation = geometry.stride[axis], geometry.dilation[axis]
         if not transposed:
-            return cls(kernel, dilation, 1, stride)
+            return cls(kernel, dilation, 1, stride, -padding, geometry.output[2 + axis], True)
         common = math.gcd(stride, dilation)
-        return cls(ceil_div(kernel, stride // common), dilation // common, stride, 1)
+        taps, step, size = ceil_div(kernel, stride // common), dilation // common, geometry.input
+        phases = min(kernel, stride // common)
+        positions = ceil_div(size[2 + axis], stride)
+        origin = ceil_div(padding, stride) - (taps - 1) * step
+        return cls(taps, step, phases, 1, origin, positions, phases == stride)
 
     def distance(self, taps: int) -> int:
         """From one output's first tap to the next one's, in a tile that serves so many taps."""
@@ -5371,6 +5453,7 @@ def portable_plan(which: str, geometry: Geometry, operands: Operands, processors
     is the output's gradient and ``output`` the input's; "weight_grad" ``grad_output``, ``input``
     and ``output``; "bias_grad" ``grad_output`` and ``output``.
     """
+    geometry = countable(geometry)
     if which == "weight_grad":
         return weight_grad_plan(geometry, operands, processors)
     if which == "bias_grad":
@@ -5385,27 +5468,22 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     in_size, out_size = geometry.input[2:], geometry.output[2:]
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
-    rows, columns = (
-        Axis.of(transposed, geometry.weight[2 + i], geometry.stride[i], geometry.dilation[i])
-        for i in (0, 1)
-    )
+    rows, columns = (Axis.of(transposed, geometry, i) for i in (0, 1))
     # Channels first: a thread's own, then lanes. The rest of a warp, and all warps, take pixels.
     channels_per_thread = power_of_two_for(group_out, 8)
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
-    phase_size = (ceil_div(out_size[0], rows.phases), ceil_div(out_size[1], columns.phases))
-    lanes_x = power_of_two_for(ceil_div(phase_size[1], PIXELS), 32 // lanes_m)
+    lanes_x = power_of_two_for(ceil_div(columns.positions, PIXELS), 32 // lanes_m)
     lanes_y = 32 // (lanes_m * lanes_x)
     tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
-    origin = -geometry.padding[1]
-    if transposed:
-        origin = geometry.padding[1] - (columns.taps - 1) * columns.step
 
     for channels, tap_rows, tap_columns in correlation_stages(rows.taps, columns.taps, group_in):
         distance = columns.distance(tap_columns)
         vector = 1
         if columns.phases == 1 and distance == columns.in_stride and tap_columns == columns.taps:
             vector = operands.vector(in_size[1], tile[2] * columns.in_stride)
-        window = origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
+        window = (
+            columns.origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
+        )
         quantum = max(vector, 4)
         halo_columns = round_up((tile[2] - PIXELS) * distance + round_up(window, 4), quantum)
         halo_rows = (tile[1] - 1) * rows.distance(tap_rows) + (tap_rows - 1) * rows.step + 1
@@ -5431,7 +5509,6 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         **kernel_constants(geometry),
         "in_channels_last": operands.channels_last,
         "out_channels_last": operands.channels_last,
-        "wide_offsets": wide_offsets(geometry),
         "channels_per_thread": channels_per_thread,
         "lanes_y": lanes_y,
         "lanes_x": lanes_x,
@@ -5449,14 +5526,18 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "blocks_per_sm": 2,
         "packed": True,
     }
-    tiles = (
+    blocks = (
         ceil_div(group_out, tile[0])
-        * ceil_div(phase_size[0], tile[1])
-        * ceil_div(phase_size[1], tile[2])
+        * ceil_div(rows.positions, tile[1])
+        * ceil_div(columns.positions, tile[2])
+        * groups
+        * rows.phases
+        * columns.phases
     )
-    phases = rows.phases * columns.phases
+    require("blocks of one image", blocks)
     packed = (
-        phases
+        rows.phases
+        * columns.phases
         * groups
         * round_up(group_out, tile[0])
         * round_up(group_in, channels)
@@ -5464,13 +5545,20 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         * round_up(columns.taps, tap_columns)
     )
     code = ("direct/correlate.cuh", tuple(constants.items()))
-    pack = helper_launch(code, "pack", packed, ("weight", "scratch"))
-    arguments = ("input", "weight", "scratch", "bias", "output", batch)
-    blocks = tiles * groups * batch * phases
-    correlate = Launch(
-        code[0], "correlate", code[1], blocks, 32 * WARPS, shared_bytes, arguments
-    )  # fmt: skip
-    return Plan((pack, correlate), packed * 4)
+    launches = [helper_launch(code, "pack", packed, ("weight", "scratch"))]
+    if not (rows.reaches_all and columns.reaches_all):
+        elements = math.prod(geometry.input)
+        launches.append(helper_launch(code, "clear", elements, ("output", batch)))
+    at_once = MOST_BLOCKS // blocks
+    for first in range(0, batch, at_once):
+        images = min(at_once, batch - first)
+        arguments = ("input", "weight", "scratch", "bias", "output", first, images)
+        launches.append(
+            Launch(
+                code[0], "correlate", code[1], images * blocks, 32 * WARPS, shared_bytes, arguments
+            )
+        )
+    return Plan(tuple(launches), packed * 4)
 
 
 def correlation_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
@@ -5488,7 +5576,11 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
     stride, dilation = geometry.stride[1], geometry.dilation[1]
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
-    for part_taps, most_columns in itertools.product((whole, 1), STAGE_COLUMNS):
+    # Of a block at most: kernel rows, and input channels of a thread.
+    owned = ((kernel[0], 8), (1, 8), (1, 1))
+    for part_taps, (tap_rows, most_inputs), most_columns in itertools.product(
+        (whole, 1), owned, STAGE_COLUMNS
+    ):
         distance = 1 if part_taps == 1 else stride
         vector_input = 1
         if distance == stride and part_taps == kernel[1]:
@@ -5500,10 +5592,10 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         channels_per_thread = power_of_two_for(group_out, 8)
         while channels_per_thread * part_taps > MOST_SUMS:
             channels_per_thread //= 2
-        block_taps = kernel[0]
+        block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
-        inputs_per_thread = power_of_two_for(group_in, 8)
+        inputs_per_thread = power_of_two_for(group_in, most_inputs)
         sums_of_input = channels_per_thread * part_taps * block_taps
         while inputs_per_thread > 1 and inputs_per_thread * sums_of_input > MOST_SUMS:
             inputs_per_thread //= 2
@@ -5533,6 +5625,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
             break
 
     threads = 32 * warps_m * warps_n * warps_k
+    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "bias": False,  # has a kernel of its own
@@ -5546,7 +5639,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         **kernel_constants(geometry),
         "in_channels_last": operands.channels_last,
         "grad_channels_last": operands.channels_last,
-        "wide_offsets": wide_offsets(geometry),
+        "wide_units": units >= 2**31,
         "channels_per_thread": channels_per_thread,
         "inputs_per_thread": inputs_per_thread,
         "lanes_m": lanes_m,
@@ -5574,7 +5667,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         * ceil_div(kernel[0], block_taps)
         * ceil_div(kernel[1], part_taps)
     )
-    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    require("tiles of a weight", tiles)
     block_sums = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
     most_blocks = WORKSPACE_BYTES // (block_sums * 4)
     at_once = min(tiles, most_blocks)
@@ -5600,7 +5693,8 @@ def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> P
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "channels": channels,
-        "pixels": height * width,
+        "height": height,
+        "width": width,
         "channels_last": operands.channels_last,
     }
     code = ("direct/bias_grad.cuh", tuple(constants.items()))
@@ -5646,9 +5740,28 @@ def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
     }
 
 
-def wide_offsets(geometry: Geometry) -> bool:
-    """Whether an image has too many elements for 32-bit offsets."""
-    return max(math.prod(geometry.input[1:]), math.prod(geometry.output[1:])) >= 2**31
+def countable(geometry: Geometry) -> Geometry:
+    """The geometry in numbers that kernels can hold, or an error that names one they cannot.
+
+    Strides that are never taken, and the dilation of a single tap, become as small as they can be.
+    """
+    out_channels, group_in, *kernel = geometry.weight
+    padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in (0, 1)]
+    sizes = (*geometry.input[:2], out_channels, *padded)
+    require("images, channels and padded sides", max(sizes))
+    channels = max(out_channels // geometry.groups, group_in)
+    require("a group's channels times taps", channels * kernel[0] * kernel[1])
+    stride = (min(geometry.stride[0], padded[0]), min(geometry.stride[1], padded[1]))
+    dilation = tuple(geometry.dilation[i] if kernel[i] > 1 else 1 for i in (0, 1))
+    return geometry._replace(stride=stride, dilation=(dilation[0], dilation[1]))
+
+
+def require(what: str, value: int) -> None:
+    """Raises an error if there is too much of something for 32-bit ints."""
+    if value >= END:
+        raise ValueError(
+            f"the portable kernels take {what} below {END} (2^31 - 2^16), but got {value}"
+        )
 
 
 # === Plans that fastconv made for what was exported, on an H200 (sm_90a) ==========================

@@ -29,6 +29,7 @@ from fastconv.bench.workloads import (
     suite,
     to_dict,
 )
+from fastconv.kernels.gpus import H200
 
 SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
 CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"
@@ -280,7 +281,7 @@ def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str
 
 def test_configurations_know_the_memory_format() -> None:
     for format, expected in (("nchw", False), ("nhwc", True)):
-        (found,) = configurations.legal(case(format=format), configurations.H200)
+        (found,) = configurations.legal(case(format=format), H200)
         constants = dict(found.plan.launches[-1].kernel.constants)
         assert constants["in_channels_last"] is expected
 
@@ -291,7 +292,7 @@ def test_kernels_are_compiled_before_the_first_row(
 ) -> None:
     """As on a GPU, but for the compiler, which only counts, and for the device, which is a CPU."""
     built: list[Any] = []
-    monkeypatch.setattr(configurations, "device_gpu", lambda device: configurations.H200)
+    monkeypatch.setattr(configurations, "device_gpu", lambda device: H200)
     monkeypatch.setattr(jit, "build", lambda kernel, arch: built.append((kernel, arch)))
     deep = "1x16x6x9 64x16x3x3"
     arguments = ["bench", *FAST, "--shape", CAUSAL, "--shape", deep]

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from fastconv.exporter.parts import portable
 from fastconv.jit import compile
 from fastconv.kernels import family
 from fastconv.kernels.hopper import tuned
+from layers import ordinary
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}
@@ -377,6 +379,9 @@ GEOMETRIES = {
     "wide kernel": ((2, 3, (3, 35), 1, (1, 17)), (1, 2, 5, 40), torch.float32, False),
     "far apart": ((1, 2, (1, 3), (1, 500), 0, (1, 4000)), (1, 1, 2, 9100), torch.float32, False),
     "many channels": ((40, 140, (2, 1)), (1, 40, 4, 4), torch.float32, True),
+    "few taps": ((4, 6, (2, 1), (5, 3), (1, 2)), (2, 4, 9, 11), torch.float16, False),
+    "stride beyond": ((2, 3, 3, (90, 10**7), 1), (1, 2, 5, 6), torch.float32, True),
+    "column of taps": ((64, 4, (9, 1), 1, (4, 0)), (1, 64, 12, 20), torch.float32, False),
 }  # fmt: skip
 
 
@@ -395,14 +400,38 @@ def test_portable_results(small: Path, name: str) -> None:
 
 
 def test_portable_plans_fit_every_gpu() -> None:
-    for seed in range(300):
-        geometry, operands = _random_geometry(seed)
+    for geometry, operands in (*map(_random_geometry, range(300)), *_ordinary_geometries()):
         for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
             plan = portable.portable_plan(which, geometry, operands, processors=7)
             for launch in plan.launches:
                 assert launch.shared_bytes <= 48 * 1024, (which, geometry)
                 assert 0 < launch.grid < 2**31
                 assert 0 < launch.block <= 1024
+
+
+def _ordinary_geometries() -> Iterator[tuple[portable.Geometry, portable.Operands]]:
+    for problem, operands in ordinary(every=5003):
+        if operands.scalar_bytes > 4:
+            continue
+        padding = (problem.padding.top, problem.padding.left)
+        others = (problem.stride, padding, problem.dilation, problem.groups)
+        yield (
+            portable.Geometry(problem.input_shape, problem.weight_shape, *others),
+            portable.Operands(
+                operands.scalar,
+                operands.scalar_bytes,
+                operands.input_channels_last,
+                operands.aligned,
+            ),
+        )
+
+
+def test_portable_sizes_that_kernels_cannot_count_are_named() -> None:
+    geometry = portable.Geometry((2**31, 1, 1, 1), (1, 1, 1, 1), (1, 1), (0, 0), (1, 1), 1)
+    operands = portable.Operands("float", 4, False, True)
+    for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
+        with pytest.raises(ValueError, match=r"images.* below 2147418112 .* but got 2147483648"):
+            portable.portable_plan(which, geometry, operands, processors=7)
 
 
 def _random_geometry(seed: int) -> tuple[portable.Geometry, portable.Operands]:

@@ -26,23 +26,10 @@ from fastconv.bench.workloads import FOUNDING, SUITES
 from fastconv.jit import compile
 from fastconv.kernels import direct, planner
 from fastconv.kernels.family import Gpu, Kernel, Operands, Plan
+from fastconv.kernels.gpus import GPUS
+from fastconv.kernels.gpus import H200 as HOPPER
 from fastconv.problem import Problem
 
-KIB = 1024
-GPUS = {
-    gpu.architecture: gpu
-    for gpu in (
-        Gpu("sm_70", 80, 96 * KIB, 96 * KIB),
-        Gpu("sm_75", 68, 64 * KIB, 64 * KIB),
-        Gpu("sm_80", 108, 163 * KIB, 164 * KIB),
-        Gpu("sm_86", 84, 99 * KIB, 100 * KIB),
-        Gpu("sm_89", 128, 99 * KIB, 100 * KIB),
-        Gpu("sm_90a", 132, 227 * KIB, 228 * KIB),
-        Gpu("sm_100a", 148, 227 * KIB, 228 * KIB),
-        Gpu("sm_120a", 170, 99 * KIB, 100 * KIB),
-    )
-}
-HOPPER = GPUS["sm_90a"]
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 SCALAR_BYTES = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
 

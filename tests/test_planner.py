@@ -17,17 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
-from fastconv.kernels import hopper, planner
+from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import correlate, layers, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.problem import Problem
 
-KIB = 1024
-H200 = Gpu("sm_90a", 132, 227 * KIB, 228 * KIB)
-A100 = Gpu("sm_80", 108, 163 * KIB, 164 * KIB)
-BLACKWELL = Gpu("sm_100a", 148, 227 * KIB, 228 * KIB)
+A100, BLACKWELL = gpus.GPUS["sm_80"], gpus.GPUS["sm_100a"]
 
 # Scalar, its bytes, precision.
 MODES = {
@@ -515,7 +513,7 @@ def _problems(draw: st.DrawFn) -> Problem:
 GPUS = [
     H200,
     replace(H200, processors=1),
-    replace(H200, processors=4, shared_bytes_per_block=90 * KIB),
+    replace(H200, processors=4, shared_bytes_per_block=90 * 1024),
     A100,
 ]
 

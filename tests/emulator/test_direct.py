@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from emulator import precompile
+from emulator import precompile, run_both_orders
 from emulator.works import (
+    BATCH,
     ROUNDINGS,
     SCALARS,
-    TURING,
     Case,
     Planner,
     Tensors,
     Work,
+    assert_correct,
     check,
     float64,
+    in_batch,
+    new_output,
     run,
 )
 from fastconv.kernels import direct
-from fastconv.kernels.family import Gpu
+from fastconv.kernels.direct import limits
+from fastconv.kernels.family import Constant, Kernel
+from fastconv.kernels.gpus import GPUS
 
 # A single processor: any problem has more blocks than run at once, so weights are packed and
 # pixels are not split.
-TINY = Gpu("sm_75", 1, 65536, 65536)
+TINY = replace(GPUS["sm_75"], processors=1)
 
 CASES = (
     Case("asymmetric", (2, 3, 9, 20), (5, 3, 5, 9), padding=(2, 2, 4, 4), dilation=(1, 1)),
@@ -44,6 +51,23 @@ FAR_APART = (  # more pixels between taps than shared memory, or registers, hold
     Case("far apart", (1, 1, 2, 9100), (2, 1, 1, 3), stride=(1, 500), dilation=(1, 4000)),
     Case("apart", (1, 3, 3, 230), (4, 3, 2, 3), stride=(1, 2), dilation=(1, 100)),
 )
+SPARSE = (  # input gradients that no tap reaches here and there, or that taps of padding reach
+    Case("stride beyond the kernel", (2, 3, 9, 14), (4, 3, 2, 3), (4, 5), (1, 0, 2, 1)),
+    Case("stride beyond the image", (2, 4, 4, 6), (3, 4, 3, 3), (1000, 10**7), (1, 1, 1, 1)),
+    Case("stride of rows alone", (1, 4, 9, 16), (4, 4, 1, 3), (3, 1), (1, 0, 1, 1)),
+    Case("columns far before the image", (1, 2, 9, 11), (3, 2, 1, 2), (2, 7), (0, 1, 13, 9)),
+    Case("taps in padding alone", (1, 2, 5, 5), (3, 2, 1, 1), (10, 10), (3, 3, 3, 3)),
+    Case("dilated by more than the stride", (1, 4, 17, 20), (6, 2, 3, 4), (6, 4), (2, 5, 0, 3),
+         (9, 6), groups=2),
+    Case("dilated by the stride", (1, 3, 11, 16), (8, 3, 3, 3), (2, 2), (3, 2, 2, 3), (2, 2)),
+    Case("depthwise", (2, 5, 8, 12), (10, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=5),
+)  # fmt: skip
+# Layers that each GPU has another plan for, or had none: what fits its shared memory differs.
+TIGHT = (
+    Case("128 of 16", (1, 16, 5, 34), (128, 16, 3, 3), padding=(1, 1, 1, 1)),
+    Case("column of taps", (1, 64, 12, 20), (4, 64, 9, 1), padding=(4, 4, 0, 0)),
+    Case("stem", (1, 3, 12, 40), (96, 3, 7, 7), stride=(2, 2), padding=(3, 3, 3, 3)),
+)
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 
 
@@ -60,7 +84,15 @@ def _works() -> list[Work]:
         works += [Work(CASES[0], planner, dtype, bias_grad=bias) for dtype in SCALARS]
         works.append(Work(CASES[0], planner, aligned=False))
         works.append(Work(CASES[1], planner, torch.float16, aligned=False))
-        works.append(Work(CASES[10], planner, gpu=TURING))
+        works.append(Work(CASES[10], planner, gpu=GPUS["sm_75"]))
+    for i, case in enumerate(SPARSE):
+        dtype = list(SCALARS)[i % len(SCALARS)]
+        works.append(Work(case, direct.input_grad, aligned=i % 3 != 2))
+        works.append(Work(case, direct.input_grad, dtype, i % 2 == 1, gpu=TINY))
+        works.append(Work(case, PASSES[i % 2 * 2], dtype, i % 2 == 0))
+    for i, gpu in enumerate(GPUS.values()):
+        works += [Work(case, direct.weight_grad, gpu=gpu, bias_grad=True) for case in TIGHT]
+        works.append(Work(TIGHT[2], direct.input_grad, list(SCALARS)[i % 4], i % 2 == 0, gpu=gpu))
     return list(dict.fromkeys(works))
 
 
@@ -98,3 +130,57 @@ def test_infinity_stays_where_it_is(planner: Planner) -> None:
     tensors.input[0, 0, 4, 10] = torch.inf  # no output pixel but the last can see it
     actual, expected = run(work, tensors), float64(work, tensors)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# --- What counts beyond 32 bits -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
+@pytest.mark.parametrize("planner", PASSES)
+def test_strides_that_lead_far_beyond_the_image(planner: Planner, channels_last: bool) -> None:
+    """All but the first output see padding alone; what comes after them is beyond 2^31."""
+    near, far = (
+        Case(name, (2, 2, 3, 4), (3, 2, 2, 1), stride, padding)
+        for name, stride, padding in (
+            ("near", (8, 8), (0, 9, 0, 9)),
+            ("far", (2**30, 2**30), (0, 2**30 + 7, 0, 2**30 + 7)),
+        )
+    )
+    assert near.problem.output_shape == far.problem.output_shape == (2, 3, 2, 2)
+    work = Work(far, planner, channels_last=channels_last)
+    tensors = Tensors.random(work)
+    assert_correct(replace(work, case=near), tensors, run(work, tensors))
+
+
+def test_units_beyond_32_bits() -> None:
+    """As many are more than a CPU can add up: the kernel is told that there are."""
+    work = Work(CASES[0], direct.weight_grad)
+    tensors = Tensors.random(work)
+    expected = run(work, tensors)
+    actual, plan = new_output(work), work.plan
+    launches = [
+        replace(launch, kernel=replace(launch.kernel, constants=_wide(launch.kernel)))
+        for launch in plan.launches
+    ]
+    scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
+    read = {"grad_output": tensors.grad_output, "input": tensors.input}
+    run_both_orders(launches, {**read, "output": actual, "scratch": scratch})
+    assert actual.equal(expected)
+
+
+def _wide(kernel: Kernel) -> tuple[tuple[str, Constant], ...]:
+    constants = dict(kernel.constants)
+    assert constants["wide_units"] is False
+    return tuple({**constants, "wide_units": True}.items())
+
+
+@pytest.mark.parametrize("planner", [direct.forward, direct.input_grad])
+def test_images_that_several_launches_share_out(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = in_batch(Work(CASES[2], planner))
+    whole = work.plan.launches[-1].grid[0]
+    monkeypatch.setattr(limits, "MOST_BLOCKS", whole * 2 // BATCH)
+    launches = [launch for launch in work.plan.launches if launch.kernel.entry == "correlate"]
+    assert [launch.arguments[-2:] for launch in launches] == [(0, 2), (2, 2), (4, 1)]
+    check(work)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from emulator.driver import run_both_orders
 from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.gpus import H200
 from fastconv.problem import Problem
-
-HOPPER = Gpu("sm_90a", 132, 232448, 233472)
-TURING = Gpu("sm_75", 68, 65536, 65536)
 
 SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -60,7 +58,7 @@ class Work:
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
     aligned: bool = True
-    gpu: Gpu = HOPPER
+    gpu: Gpu = H200
     precision: str = "ieee"
     other_format: bool = False
     bias: bool = True

@@ -26,6 +26,7 @@ from fastconv.bench.verify import Check
 from fastconv.bench.workloads import parse_shape, suite, unique
 from fastconv.exporter import export
 from fastconv.kernels.family import Gpu, Kernel
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import tuned
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
@@ -212,7 +213,7 @@ def _build(
 
 def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.device) -> int:
     gpu = configurations.device_gpu(device)
-    legal = {case: configurations.legal(case, gpu or configurations.H200) for case in selected}
+    legal = {case: configurations.legal(case, gpu or H200) for case in selected}
     if arguments.json:
         _print_json(
             [

@@ -18,9 +18,6 @@ from fastconv.bench.cases import PASSES, STEP, Case
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
 
-H200 = Gpu("sm_90a", 132, 232448, 233472)
-"""Assumed where there is no GPU."""
-
 # Constants that say how a kernel works, rather than what on.
 _CHOSEN = (
     "channels_per_thread", "inputs_per_thread", "lanes_y", "lanes_x", "lanes_m", "lanes_n",

@@ -12,6 +12,7 @@ from fastconv.bench import configurations, environment
 from fastconv.bench.cases import Case
 from fastconv.jit import cache
 from fastconv.kernels.family import Gpu
+from fastconv.kernels.gpus import H200
 
 
 def gather(device: torch.device, cases: Sequence[Case], explain: bool = False) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def gather(device: torch.device, cases: Sequence[Case], explain: bool = False) -
         "float32_convolutions": _precision.pytorch_setting(),
         "cache": {"folder": str(cache.folder()), "entries": size.entries, "bytes": size.bytes},
         "planned_for": "this GPU" if gpu else "an H200, for want of a GPU",
-        "cases": [_case(case, gpu or configurations.H200, explain) for case in cases],
+        "cases": [_case(case, gpu or H200, explain) for case in cases],
     }
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fastconv.backends.cuda import operands_of
-from fastconv.bench.configurations import H200
 from fastconv.exporter import DTYPES, ExportError
 from fastconv.kernels import planner
 from fastconv.kernels.family import Constant, Launch, Operands, Plan
+from fastconv.kernels.gpus import H200
 from fastconv.problem import Problem
 
 # The tensors that plans may use. Files have them all but the weight gradient's "bias_grad", which

@@ -16,8 +16,10 @@ STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
 FLUSH_PIXELS = 512  # summed in one go, in weight gradients
 SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
 WORKSPACE_BYTES = 64 << 20
-HELPER_THREADS = 256  # of the small kernels that pack and add up
+HELPER_THREADS = 256  # of the small kernels that clear, pack and add up
 MOST_HELPER_BLOCKS = 4096
+MOST_BLOCKS = 2**31 - 1  # of a launch
+END = 2**31 - 2**16  # kernels count below it, so that a tile more is still a 32-bit int
 
 Constant = int | bool | str
 
@@ -87,13 +89,22 @@ class Axis(NamedTuple):
     step: int
     phases: int
     in_stride: int
+    origin: int  # input position of the first output's first tap, where there is one phase
+    positions: int  # outputs of a phase, at most
+    reaches_all: bool  # whether every output has a tap
 
     @classmethod
-    def of(cls, transposed: bool, kernel: int, stride: int, dilation: int) -> "Axis":
+    def of(cls, transposed: bool, geometry: Geometry, axis: int) -> "Axis":
+        kernel, padding = geometry.weight[2 + axis], geometry.padding[axis]
+        stride, dilation = geometry.stride[axis], geometry.dilation[axis]
         if not transposed:
-            return cls(kernel, dilation, 1, stride)
+            return cls(kernel, dilation, 1, stride, -padding, geometry.output[2 + axis], True)
         common = math.gcd(stride, dilation)
-        return cls(ceil_div(kernel, stride // common), dilation // common, stride, 1)
+        taps, step, size = ceil_div(kernel, stride // common), dilation // common, geometry.input
+        phases = min(kernel, stride // common)
+        positions = ceil_div(size[2 + axis], stride)
+        origin = ceil_div(padding, stride) - (taps - 1) * step
+        return cls(taps, step, phases, 1, origin, positions, phases == stride)
 
     def distance(self, taps: int) -> int:
         """From one output's first tap to the next one's, in a tile that serves so many taps."""
@@ -121,6 +132,7 @@ def portable_plan(which: str, geometry: Geometry, operands: Operands, processors
     is the output's gradient and ``output`` the input's; "weight_grad" ``grad_output``, ``input``
     and ``output``; "bias_grad" ``grad_output`` and ``output``.
     """
+    geometry = countable(geometry)
     if which == "weight_grad":
         return weight_grad_plan(geometry, operands, processors)
     if which == "bias_grad":
@@ -135,27 +147,22 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
     in_size, out_size = geometry.input[2:], geometry.output[2:]
     if transposed:
         group_in, group_out, in_size, out_size = group_out, group_in, out_size, in_size
-    rows, columns = (
-        Axis.of(transposed, geometry.weight[2 + i], geometry.stride[i], geometry.dilation[i])
-        for i in (0, 1)
-    )
+    rows, columns = (Axis.of(transposed, geometry, i) for i in (0, 1))
     # Channels first: a thread's own, then lanes. The rest of a warp, and all warps, take pixels.
     channels_per_thread = power_of_two_for(group_out, 8)
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
-    phase_size = (ceil_div(out_size[0], rows.phases), ceil_div(out_size[1], columns.phases))
-    lanes_x = power_of_two_for(ceil_div(phase_size[1], PIXELS), 32 // lanes_m)
+    lanes_x = power_of_two_for(ceil_div(columns.positions, PIXELS), 32 // lanes_m)
     lanes_y = 32 // (lanes_m * lanes_x)
     tile = (channels_per_thread * lanes_m, WARPS * lanes_y, PIXELS * lanes_x)
-    origin = -geometry.padding[1]
-    if transposed:
-        origin = geometry.padding[1] - (columns.taps - 1) * columns.step
 
     for channels, tap_rows, tap_columns in correlation_stages(rows.taps, columns.taps, group_in):
         distance = columns.distance(tap_columns)
         vector = 1
         if columns.phases == 1 and distance == columns.in_stride and tap_columns == columns.taps:
             vector = operands.vector(in_size[1], tile[2] * columns.in_stride)
-        window = origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
+        window = (
+            columns.origin % vector + (PIXELS - 1) * distance + (tap_columns - 1) * columns.step + 1
+        )
         quantum = max(vector, 4)
         halo_columns = round_up((tile[2] - PIXELS) * distance + round_up(window, 4), quantum)
         halo_rows = (tile[1] - 1) * rows.distance(tap_rows) + (tap_rows - 1) * rows.step + 1
@@ -181,7 +188,6 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         **kernel_constants(geometry),
         "in_channels_last": operands.channels_last,
         "out_channels_last": operands.channels_last,
-        "wide_offsets": wide_offsets(geometry),
         "channels_per_thread": channels_per_thread,
         "lanes_y": lanes_y,
         "lanes_x": lanes_x,
@@ -199,14 +205,18 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "blocks_per_sm": 2,
         "packed": True,
     }
-    tiles = (
+    blocks = (
         ceil_div(group_out, tile[0])
-        * ceil_div(phase_size[0], tile[1])
-        * ceil_div(phase_size[1], tile[2])
+        * ceil_div(rows.positions, tile[1])
+        * ceil_div(columns.positions, tile[2])
+        * groups
+        * rows.phases
+        * columns.phases
     )
-    phases = rows.phases * columns.phases
+    require("blocks of one image", blocks)
     packed = (
-        phases
+        rows.phases
+        * columns.phases
         * groups
         * round_up(group_out, tile[0])
         * round_up(group_in, channels)
@@ -214,13 +224,20 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         * round_up(columns.taps, tap_columns)
     )
     code = ("direct/correlate.cuh", tuple(constants.items()))
-    pack = helper_launch(code, "pack", packed, ("weight", "scratch"))
-    arguments = ("input", "weight", "scratch", "bias", "output", batch)
-    blocks = tiles * groups * batch * phases
-    correlate = Launch(
-        code[0], "correlate", code[1], blocks, 32 * WARPS, shared_bytes, arguments
-    )  # fmt: skip
-    return Plan((pack, correlate), packed * 4)
+    launches = [helper_launch(code, "pack", packed, ("weight", "scratch"))]
+    if not (rows.reaches_all and columns.reaches_all):
+        elements = math.prod(geometry.input)
+        launches.append(helper_launch(code, "clear", elements, ("output", batch)))
+    at_once = MOST_BLOCKS // blocks
+    for first in range(0, batch, at_once):
+        images = min(at_once, batch - first)
+        arguments = ("input", "weight", "scratch", "bias", "output", first, images)
+        launches.append(
+            Launch(
+                code[0], "correlate", code[1], images * blocks, 32 * WARPS, shared_bytes, arguments
+            )
+        )
+    return Plan(tuple(launches), packed * 4)
 
 
 def correlation_stages(rows: int, columns: int, group_in: int) -> tuple[tuple[int, int, int], ...]:
@@ -238,7 +255,11 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
     stride, dilation = geometry.stride[1], geometry.dilation[1]
     whole = ceil_div(kernel[1], ceil_div(kernel[1], MOST_PART_TAPS))
 
-    for part_taps, most_columns in itertools.product((whole, 1), STAGE_COLUMNS):
+    # Of a block at most: kernel rows, and input channels of a thread.
+    owned = ((kernel[0], 8), (1, 8), (1, 1))
+    for part_taps, (tap_rows, most_inputs), most_columns in itertools.product(
+        (whole, 1), owned, STAGE_COLUMNS
+    ):
         distance = 1 if part_taps == 1 else stride
         vector_input = 1
         if distance == stride and part_taps == kernel[1]:
@@ -250,10 +271,10 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         channels_per_thread = power_of_two_for(group_out, 8)
         while channels_per_thread * part_taps > MOST_SUMS:
             channels_per_thread //= 2
-        block_taps = kernel[0]
+        block_taps = tap_rows
         if block_taps * (channels_per_thread * part_taps + window) > MOST_VALUES:
             block_taps = 1
-        inputs_per_thread = power_of_two_for(group_in, 8)
+        inputs_per_thread = power_of_two_for(group_in, most_inputs)
         sums_of_input = channels_per_thread * part_taps * block_taps
         while inputs_per_thread > 1 and inputs_per_thread * sums_of_input > MOST_SUMS:
             inputs_per_thread //= 2
@@ -283,6 +304,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
             break
 
     threads = 32 * warps_m * warps_n * warps_k
+    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "bias": False,  # has a kernel of its own
@@ -296,7 +318,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         **kernel_constants(geometry),
         "in_channels_last": operands.channels_last,
         "grad_channels_last": operands.channels_last,
-        "wide_offsets": wide_offsets(geometry),
+        "wide_units": units >= 2**31,
         "channels_per_thread": channels_per_thread,
         "inputs_per_thread": inputs_per_thread,
         "lanes_m": lanes_m,
@@ -324,7 +346,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         * ceil_div(kernel[0], block_taps)
         * ceil_div(kernel[1], part_taps)
     )
-    units = batch * ceil_div(out_size[0], stage_rows) * ceil_div(out_size[1], stage_columns)
+    require("tiles of a weight", tiles)
     block_sums = channels_per_thread * inputs_per_thread * part_taps * block_taps * threads
     most_blocks = WORKSPACE_BYTES // (block_sums * 4)
     at_once = min(tiles, most_blocks)
@@ -350,7 +372,8 @@ def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> P
     constants: dict[str, Constant] = {
         "Scalar": operands.scalar,
         "channels": channels,
-        "pixels": height * width,
+        "height": height,
+        "width": width,
         "channels_last": operands.channels_last,
     }
     code = ("direct/bias_grad.cuh", tuple(constants.items()))
@@ -396,6 +419,25 @@ def kernel_constants(geometry: Geometry) -> dict[str, Constant]:
     }
 
 
-def wide_offsets(geometry: Geometry) -> bool:
-    """Whether an image has too many elements for 32-bit offsets."""
-    return max(math.prod(geometry.input[1:]), math.prod(geometry.output[1:])) >= 2**31
+def countable(geometry: Geometry) -> Geometry:
+    """The geometry in numbers that kernels can hold, or an error that names one they cannot.
+
+    Strides that are never taken, and the dilation of a single tap, become as small as they can be.
+    """
+    out_channels, group_in, *kernel = geometry.weight
+    padded = [geometry.input[2 + i] + 2 * geometry.padding[i] for i in (0, 1)]
+    sizes = (*geometry.input[:2], out_channels, *padded)
+    require("images, channels and padded sides", max(sizes))
+    channels = max(out_channels // geometry.groups, group_in)
+    require("a group's channels times taps", channels * kernel[0] * kernel[1])
+    stride = (min(geometry.stride[0], padded[0]), min(geometry.stride[1], padded[1]))
+    dilation = tuple(geometry.dilation[i] if kernel[i] > 1 else 1 for i in (0, 1))
+    return geometry._replace(stride=stride, dilation=(dilation[0], dilation[1]))
+
+
+def require(what: str, value: int) -> None:
+    """Raises an error if there is too much of something for 32-bit ints."""
+    if value >= END:
+        raise ValueError(
+            f"the portable kernels take {what} below {END} (2^31 - 2^16), but got {value}"
+        )

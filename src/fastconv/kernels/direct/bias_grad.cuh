@@ -14,10 +14,11 @@ using C = Config;
 using Scalar = C::Scalar;
 
 constexpr int kThreads = 256;
+constexpr long long kPixels = 1ll * C::height * C::width;
 
-__device__ __forceinline__ long long offset(long long image, int channel, int pixel) {
-  if (C::channels_last) return (image * C::pixels + pixel) * C::channels + channel;
-  return (image * C::channels + channel) * C::pixels + pixel;
+__device__ __forceinline__ long long offset(long long image, int channel, long long pixel) {
+  if (C::channels_last) return (image * kPixels + pixel) * C::channels + channel;
+  return (image * C::channels + channel) * kPixels + pixel;
 }
 
 }  // namespace bias_grad
@@ -28,12 +29,11 @@ extern "C" __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
               int splits, int batch) {
   using namespace fastconv::bias_grad;
   const int channel = blockIdx.x % C::channels, split = blockIdx.x / C::channels;
-  const long long count = 1ll * batch * C::pixels;
+  const long long count = batch * kPixels;
   const long long end = count * (split + 1) / splits;
   float sum = 0;
   for (long long i = count * split / splits + threadIdx.x; i < end; i += kThreads) {
-    sum += fastconv::widen(
-        grad_output[offset(i / C::pixels, channel, static_cast<int>(i % C::pixels))]);
+    sum += fastconv::widen(grad_output[offset(i / kPixels, channel, i % kPixels)]);
   }
   float* sums = reinterpret_cast<float*>(fastconv::shared_memory());
   sums[threadIdx.x] = sum;

@@ -6,6 +6,7 @@
 //   input gradient in = grad_output. Input pixels that are equal modulo the stride (a phase) see
 //                  the same taps, so each phase is a correlation of in_stride 1 that writes every
 //                  stride-th pixel; taps that a phase has fewer of than others get zero weights.
+//                  Phases that no tap reaches are not computed: a kernel clears the image before.
 //
 // A block computes a tile of M channels x (rows x columns) pixels of one phase, image and group.
 //
@@ -30,36 +31,48 @@ namespace correlate {
 using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
-using Offset = OffsetOf<C::wide_offsets>::type;
 
 // --- One axis -----------------------------------------------------------------------------------
 
 // Along one axis: which input position and which kernel index a tap stands for.
-template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding>
+template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding, int kOutSize>
 struct Axis {
   static constexpr int kCommon = gcd(kStride, kDilation);
-  static constexpr int kPhases = kTransposed ? kStride : 1;
+  static constexpr int kOutStep = kTransposed ? kStride : 1;  // between outputs of a phase
   static constexpr int kInStride = kTransposed ? 1 : kStride;
   static constexpr int kTapStep = kTransposed ? kDilation / kCommon : kDilation;
   static constexpr int kKernelStep = kTransposed ? kStride / kCommon : 1;
-  static constexpr int kTaps = kTransposed ? ceil_div(kKernel, kKernelStep) : kKernel;
-  // The origin of phase 0 where there is no other.
-  static constexpr int kOrigin = kTransposed ? kPadding - (kTaps - 1) * kTapStep : -kPadding;
+  static constexpr int kTaps = (kKernel - 1) / kKernelStep + 1;
+  // Kernel index k reaches the outputs that equal k * dilation - padding (modulo the stride): as
+  // many phases as there are indices until they repeat themselves.
+  static constexpr int kPhases = kKernel < kKernelStep ? kKernel : kKernelStep;
+  static constexpr bool kAllTaps = kPhases == kKernel || kKernel % kKernelStep == 0;
+  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // of a phase, at most
+  // That of phase 0, where there is no other.
+  static constexpr int kOrigin =
+      kTransposed ? (kPadding == 0 ? 0 : (kPadding - 1) / kStride + 1) - (kTaps - 1) * kTapStep
+                  : -kPadding;
 
   int taps;          // those that exist in this phase, at most kTaps
   int first_kernel;  // kernel index of the last tap (transposed) or of the first (forward)
   int origin;        // input position of the first output's first tap
+  int first_out;     // the first output
+  int positions;     // outputs, kOutStep apart; there may be none
 
-  __device__ explicit Axis(int phase) : taps(kTaps), first_kernel(0), origin(-kPadding) {
-    if constexpr (kTransposed) {
-      // Kernel index k reaches this phase if k * dilation = phase + padding (modulo the stride).
-      const int shifted = phase + kPadding;
-      while (first_kernel < kKernelStep && (shifted - first_kernel * kDilation) % kStride != 0) {
-        ++first_kernel;
+  __device__ explicit Axis(int phase)
+      : taps(kTaps), first_kernel(0), origin(kOrigin), first_out(0), positions(kOutSize) {
+    if constexpr (kOutStep > 1) {
+      first_kernel = phase;
+      taps = (kKernel - 1 - phase) / kKernelStep + 1;
+      const int shifted = phase * kDilation - kPadding;
+      int quotient = shifted / kStride;
+      first_out = shifted % kStride;
+      if (first_out < 0) {
+        first_out += kStride;
+        --quotient;
       }
-      const bool reached = first_kernel < kKernelStep && first_kernel < kKernel;
-      taps = reached ? ceil_div(kKernel - first_kernel, kKernelStep) : 0;
-      origin = reached ? (shifted - first_kernel * kDilation) / kStride - (taps - 1) * kTapStep : 0;
+      origin = -quotient - (taps - 1) * kTapStep;
+      positions = first_out < kOutSize ? (kOutSize - 1 - first_out) / kOutStep + 1 : 0;
     }
   }
 
@@ -69,10 +82,10 @@ struct Axis {
   }
 };
 
-using Rows =
-    Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height, C::padding_top>;
-using Columns =
-    Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width, C::padding_left>;
+using Rows = Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height,
+                  C::padding_top, C::out_height>;
+using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width,
+                     C::padding_left, C::out_width>;
 
 // --- The tile -----------------------------------------------------------------------------------
 
@@ -129,17 +142,32 @@ constexpr int kPhases = Rows::kPhases * Columns::kPhases;
 // Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
 // that each channel's weights of a stage are a contiguous run.
 constexpr int kTapsHeight = kTapChunks * C::stage_taps;
-constexpr int kPackedPart = kTapsHeight * C::part_taps * kTileM;
-constexpr int kPackedChannel = kParts * kPackedPart;
+constexpr int kChannels = kChunks * C::stage_channels;
+constexpr long long kPackedTile = 1ll * kChannels * kParts * kTapsHeight * C::part_taps * kTileM;
+using PackedOffset = IndexTo<kPackedTile>;
+constexpr PackedOffset kPackedPart = PackedOffset{1} * kTapsHeight * C::part_taps * kTileM;
+constexpr PackedOffset kPackedChannel = kParts * kPackedPart;
+
+// Offsets and positions within an image. Tiles may reach far beyond its end, where strides are
+// large.
+constexpr long long kReach =
+    max_of(1ll * (Rows::kPositions + kTileHeight) * Rows::kInStride +
+               1ll * kTapsHeight * Rows::kTapStep + 1ll * kRows * kRowStep,
+           1ll * (Columns::kPositions + kTileWidth) * Columns::kInStride +
+               1ll * kParts * C::part_taps * Columns::kTapStep + 1ll * kColumns * kColumnStep);
+constexpr long long kImageElements =
+    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
+                       1ll * C::group_out * C::out_height * C::out_width);
+using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 // Which tile a block computes; channel tiles are next to each other, so that they find their
 // common input in the L2 cache.
 struct Tile {
   int m, x, y, group, image, phase;
 
-  __device__ explicit Tile(int index, int batch) {
-    constexpr int kTilesX = ceil_div(ceil_div(C::out_width, Columns::kPhases), kTileWidth);
-    constexpr int kTilesY = ceil_div(ceil_div(C::out_height, Rows::kPhases), kTileHeight);
+  __device__ explicit Tile(int index, int first_image, int images) {
+    constexpr int kTilesX = ceil_div(Columns::kPositions, kTileWidth);
+    constexpr int kTilesY = ceil_div(Rows::kPositions, kTileHeight);
     m = index % kTilesM;
     index /= kTilesM;
     x = index % kTilesX;
@@ -148,22 +176,21 @@ struct Tile {
     index /= kTilesY;
     group = index % C::groups;
     index /= C::groups;
-    image = index % batch;
-    phase = index / batch;
+    image = first_image + index % images;
+    phase = index / images;
   }
 };
 
-__device__ __forceinline__ Offset in_offset(int channel, int row, int column) {
+__device__ __forceinline__ Offset in_offset(int channel, Offset row, Offset column) {
   if constexpr (C::in_channels_last) {
-    return (static_cast<Offset>(row) * C::in_width + column) * (C::group_in * C::groups) + channel;
+    return (row * C::in_width + column) * (C::group_in * C::groups) + channel;
   }
   return (static_cast<Offset>(channel) * C::in_height + row) * C::in_width + column;
 }
 
-__device__ __forceinline__ Offset out_offset(int channel, int row, int column) {
+__device__ __forceinline__ Offset out_offset(int channel, Offset row, Offset column) {
   if constexpr (C::out_channels_last) {
-    return (static_cast<Offset>(row) * C::out_width + column) * (C::group_out * C::groups) +
-           channel;
+    return (row * C::out_width + column) * (C::group_out * C::groups) + channel;
   }
   return (static_cast<Offset>(channel) * C::out_height + row) * C::out_width + column;
 }
@@ -172,7 +199,8 @@ __device__ __forceinline__ Offset out_offset(int channel, int row, int column) {
 
 // Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
 __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
-                                           int first_channel, int first_row, int first_column) {
+                                           int first_channel, Offset first_row,
+                                           Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kTotal = C::stage_channels * kRows * kVectors;
   for (int i = threadIdx.x; i < kTotal; i += kThreads) {
@@ -181,8 +209,8 @@ __device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, in
     const int rest = C::in_channels_last ? i / C::stage_channels : i % (kRows * kVectors);
     const int row = rest / kVectors;
     const int column = rest % kVectors * kVector;
-    const int y = first_row + row * kRowStep;
-    const int x = first_column + column * kColumnStep;
+    const Offset y = first_row + static_cast<Offset>(row) * kRowStep;
+    const Offset x = first_column + static_cast<Offset>(column) * kColumnStep;
     const bool valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height &&
                        x >= 0 && x < C::in_width;
     const Offset offset =
@@ -267,8 +295,8 @@ __device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
 __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
                                          const Position& at, int tap_rows, int tap_columns,
                                          Accumulators& sum, Accumulators& total) {
-  constexpr bool kAllColumns = kParts == 1 && Columns::kPhases == 1;
-  constexpr bool kAllRows = kTapChunks == 1 && Rows::kPhases == 1;
+  constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
+  constexpr bool kAllRows = kTapChunks == 1 && Rows::kAllTaps;
   constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
 #pragma unroll 1
   for (int channel = 0; channel < C::stage_channels; ++channel) {
@@ -327,11 +355,12 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
 // Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
 // contiguous in memory, where the image's size lets all of them be aligned.
 __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
-                                      const Position& at, const Accumulators& sum) {
-  const int phase_y = tile.phase / Columns::kPhases, phase_x = tile.phase % Columns::kPhases;
-  const int row = (tile.y * kTileHeight + at.y) * Rows::kPhases + phase_y;
-  const int column = (tile.x * kTileWidth + at.x * kPixels) * Columns::kPhases + phase_x;
-  if (row >= C::out_height) return;
+                                      const Rows& rows, const Columns& columns, const Position& at,
+                                      const Accumulators& sum) {
+  const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
+  if (y >= rows.positions || x >= columns.positions) return;
+  const int row = y * Rows::kOutStep + rows.first_out;
+  const int column = x * Columns::kOutStep + columns.first_out;
   Scalar value[C::channels_per_thread][kPixels];
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
@@ -347,27 +376,27 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
     constexpr int kVectorOut = C::aligned ? gcd(C::group_out, kGroup) : 1;
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
-      const int x = column + p * Columns::kPhases;
-      if (x >= C::out_width) return;
+      if (x + p >= columns.positions) return;
+      const int column_p = column + p * Columns::kOutStep;
 #pragma unroll
       for (int i = 0; i < C::channels_per_thread; i += kGroup) {
         const int m = at.channel(i);
         Scalar group[kGroup];
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) group[j] = value[i + j][p];
-        store_first<kVectorOut>(image + out_offset(first + m, row, x), group,
+        store_first<kVectorOut>(image + out_offset(first + m, row, column_p), group,
                                 C::group_out - tile.m * kTileM - m);
       }
     }
   } else {
-    constexpr int kVectorOut = C::aligned && Columns::kPhases == 1 ? gcd(C::out_width, kPixels) : 1;
+    constexpr int kVectorOut =
+        C::aligned && Columns::kOutStep == 1 ? gcd(C::out_width, kPixels) : 1;
 #pragma unroll
     for (int i = 0; i < C::channels_per_thread; ++i) {
       const int m = at.channel(i);
       if (tile.m * kTileM + m >= C::group_out) continue;
-      store_first<kVectorOut, Columns::kPhases>(image + out_offset(first + m, row, column),
-                                                value[i],
-                                                ceil_div(C::out_width - column, Columns::kPhases));
+      store_first<kVectorOut, Columns::kOutStep>(image + out_offset(first + m, row, column),
+                                                 value[i], columns.positions - x);
     }
   }
 }
@@ -375,13 +404,26 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 }  // namespace correlate
 }  // namespace fastconv
 
+// Fills the output with zeros, where a correlation does not write all of it.
+extern "C" __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
+  using namespace fastconv::correlate;
+  constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
+  using Zeros = fastconv::Vector<Scalar, kCount>;
+  const long long total = 1ll * batch * C::groups * C::group_out * C::out_height * C::out_width;
+  const long long thread = 1ll * blockIdx.x * blockDim.x + threadIdx.x;
+  const long long step = 1ll * gridDim.x * blockDim.x;
+  for (long long i = thread; i < total / kCount; i += step) {
+    reinterpret_cast<Zeros*>(output)[i] = Zeros{};
+  }
+  for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
+}
+
 // Lays the weights out as the correlation reads them: [phase][group][channel tile][channel][part]
 // [tap row][tap column][kTileM], in the type they are summed in.
 extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
                                 fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
   using namespace fastconv::correlate;
-  constexpr int kChannels = kChunks * C::stage_channels;
-  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kChannels * kPackedChannel;
+  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kPackedTile;
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
     long long rest = i;
@@ -409,18 +451,22 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int batch) {
+              int first_image, int images) {
   using namespace fastconv::correlate;
-  const Tile tile(blockIdx.x, batch);
+  const Tile tile(blockIdx.x, first_image, images);
   const Position at;
   const Rows rows(tile.phase / Columns::kPhases);
   const Columns columns(tile.phase % Columns::kPhases);
-  const int first_row = tile.y * kTileHeight * Rows::kInStride + rows.origin;
-  const int first_column = tile.x * kTileWidth * Columns::kInStride + columns.origin - kShift;
+  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {  // phases may differ in size
+    if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
+  }
+  const Offset first_row =
+      static_cast<Offset>(tile.y * kTileHeight) * Rows::kInStride + rows.origin;
+  const Offset first_column =
+      static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
   const Scalar* image =
       input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
-  packed += 1ll * ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) *
-            (kChunks * C::stage_channels) * kPackedChannel;
+  packed += ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
 
   unsigned char* shared = fastconv::shared_memory();
   const auto inputs = [&](int stage) {
@@ -464,5 +510,5 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   }
   Scalar* target =
       output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
-  store(target, bias, tile, at, C::two_level ? total : sum);
+  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum);
 }

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.direct import limits
 from fastconv.kernels.direct.tiling import (
     FAMILY,
     MOST_WINDOW,
@@ -26,8 +28,8 @@ PIXELS = 4  # of a thread, neighbours in a row
 WARPS = 8  # of a block
 UNROLLED_TAPS = 48  # of a stage; beyond, kernel rows are a loop
 FLUSH_PRODUCTS = 60  # between two flushes at least, to be worth their time
-PACK_THREADS = 256
-MOST_PACK_BLOCKS = 4096
+HELPER_THREADS = 256  # of the small kernels that pack and clear
+MOST_HELPER_BLOCKS = 4096
 # A stage should hold this many products of each sum, to be worth its two barriers.
 STAGE_PRODUCTS = 160
 MOST_STAGE_CHANNELS = 16
@@ -51,9 +53,12 @@ class Axis:
     kernel: int
     stride: int
     dilation: int
+    padding: int  # before the first input
+    out_size: int
 
     @property
-    def phases(self) -> int:
+    def out_step(self) -> int:
+        """Between outputs of a phase."""
         return self.stride if self.transposed else 1
 
     @property
@@ -65,9 +70,39 @@ class Axis:
         return self.dilation // (math.gcd(self.stride, self.dilation) if self.transposed else 1)
 
     @property
+    def kernel_step(self) -> int:
+        """Between taps of a phase."""
+        return self.stride // math.gcd(self.stride, self.dilation) if self.transposed else 1
+
+    @property
     def taps(self) -> int:
-        step = self.stride // math.gcd(self.stride, self.dilation) if self.transposed else 1
-        return ceil_div(self.kernel, step)
+        return ceil_div(self.kernel, self.kernel_step)
+
+    @property
+    def phases(self) -> int:
+        """Those that some tap reaches."""
+        return min(self.kernel, self.kernel_step)
+
+    @property
+    def positions(self) -> int:
+        """Outputs of a phase, at most."""
+        return ceil_div(self.out_size, self.out_step)
+
+    @property
+    def origin(self) -> int:
+        """Input position of the first output's first tap, in the first phase."""
+        if not self.transposed:
+            return -self.padding
+        return ceil_div(self.padding, self.stride) - (self.taps - 1) * self.tap_step
+
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every output has a tap."""
+        outputs = min(self.out_size, self.out_step)
+        if self.phases == self.out_step:
+            return True
+        firsts = (tap * self.dilation - self.padding for tap in range(self.phases))
+        return sum(first % self.stride < outputs for first in firsts) == outputs
 
     def stride_in_tile(self, taps: int) -> int:
         """Distance of neighbouring outputs' first taps in a tile that serves ``taps`` taps."""
@@ -93,6 +128,7 @@ class Tile:
     part_taps: int
     vector: int
     shift: int
+    tight: bool
 
     @property
     def channels(self) -> int:
@@ -125,7 +161,7 @@ class Tile:
             return 0
         rows_apart = self.rows.stride_in_tile(self.stage_taps)
         scalar_bytes = self.operands.scalar_bytes
-        return pitch_padding(self.halo_columns, rows_apart, scalar_bytes, self.vector)
+        return pitch_padding(self.halo_columns, rows_apart, scalar_bytes, self.vector, self.tight)
 
     @property
     def shared_bytes(self) -> int:
@@ -147,19 +183,20 @@ class Tile:
             * round_up(self.columns.taps, self.part_taps)
         )
 
-    def blocks(self, problem: Problem, out_channels: int, out_size: tuple[int, int]) -> int:
+    def blocks(self, problem: Problem, out_channels: int) -> int:
+        """Of one image."""
         return (
             ceil_div(out_channels, self.channels)
-            * ceil_div(ceil_div(out_size[1], self.columns.phases), self.width)
-            * ceil_div(ceil_div(out_size[0], self.rows.phases), self.height)
+            * ceil_div(self.columns.positions, self.width)
+            * ceil_div(self.rows.positions, self.height)
             * problem.groups
-            * problem.batch
             * self.rows.phases
             * self.columns.phases
         )
 
 
 def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Plan:
+    problem = limits.checked(problem)
     group_in = problem.in_channels // problem.groups
     group_out = problem.out_channels // problem.groups
     in_size, out_size = problem.input_size, problem.output_size
@@ -188,9 +225,6 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         **problem_constants(problem, operands),
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
-        "wide_offsets": problem.groups
-        * max(group_in * in_size[0] * in_size[1], group_out * out_size[0] * out_size[1])
-        >= 2**31,
         "channels_per_thread": tile.channels_per_thread,
         "lanes_y": tile.lanes_y,
         "lanes_x": tile.lanes_x,
@@ -207,27 +241,31 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         "shared_bytes": tile.shared_bytes,
         "blocks_per_sm": blocks_per_sm,
     }
-    blocks = tile.blocks(problem, group_out, out_size)
+    blocks = tile.blocks(problem, group_out)
+    limits.require("blocks of one image", blocks)
     # Worth a launch of its own where more blocks than run at once read the weights again.
-    constants["packed"] = blocks > gpu.processors * blocks_per_sm
-    correlate = Launch(
-        _kernel("correlate", constants),
-        (blocks, 1, 1),
-        32 * WARPS,
-        tile.shared_bytes,
-        ("input", "weight", "scratch", "bias", "output", problem.batch),
-    )
-    if not constants["packed"]:
-        return Plan((correlate,), 0, FAMILY, WHY)
-    packed = tile.packed_elements(problem, group_in, group_out)
-    pack = Launch(
-        _kernel("pack", constants),
-        (min(ceil_div(packed, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
-        PACK_THREADS,
-        0,
-        ("weight", "scratch"),
-    )
-    return Plan((pack, correlate), packed * operands.sum_bytes, FAMILY, WHY)
+    constants["packed"] = problem.batch * blocks > gpu.processors * blocks_per_sm
+    launches: list[Launch] = []
+    if not (tile.rows.reaches_all and tile.columns.reaches_all):
+        elements = problem.batch * problem.in_channels * out_size[0] * out_size[1]
+        launches.append(_helper("clear", constants, elements, ("output", problem.batch)))
+    packed = 0
+    if constants["packed"]:
+        packed = tile.packed_elements(problem, group_in, group_out)
+        launches.append(_helper("pack", constants, packed, ("weight", "scratch")))
+    images_at_once = limits.MOST_BLOCKS // blocks
+    for first in range(0, problem.batch, images_at_once):
+        images = min(images_at_once, problem.batch - first)
+        launches.append(
+            Launch(
+                _kernel("correlate", constants),
+                (images * blocks, 1, 1),
+                32 * WARPS,
+                tile.shared_bytes,
+                ("input", "weight", "scratch", "bias", "output", first, images),
+            )
+        )
+    return Plan(tuple(launches), packed * operands.sum_bytes, FAMILY, WHY)
 
 
 def _flush_channels(tile: Tile, group_in: int) -> int:
@@ -240,6 +278,14 @@ def _flush_channels(tile: Tile, group_in: int) -> int:
     best = max(best, FLUSH_PRODUCTS / stage_taps)
     divisors = (n for n in range(1, tile.stage_channels + 1) if tile.stage_channels % n == 0)
     return min(divisors, key=lambda channels: abs(math.log(channels / best)))
+
+
+def _helper(
+    entry: str, constants: dict[str, Constant], elements: int, arguments: tuple[str | int, ...]
+) -> Launch:
+    """Of a small kernel: enough threads for so many elements, within reason; they loop."""
+    blocks = min(ceil_div(elements, HELPER_THREADS), MOST_HELPER_BLOCKS)
+    return Launch(_kernel(entry, constants), (blocks, 1, 1), HELPER_THREADS, 0, arguments)
 
 
 def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:
@@ -263,27 +309,27 @@ def _choose_tile(
     rest of the warp, and all warps, go to pixels.
     """
     rows, columns = (
-        Axis(transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i])
+        Axis(
+            transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i],
+            problem.padding[2 * i], out_size[i],
+        )
         for i in (0, 1)
-    )
+    )  # fmt: skip
     most = 8 if operands.scalar_bytes < 8 else 4
     channels_per_thread = power_of_two_for(group_out, most)
     lanes_m = power_of_two_for(ceil_div(group_out, channels_per_thread), 4)
     lanes_n = 32 // lanes_m
-    phase_size = (ceil_div(out_size[0], rows.phases), ceil_div(out_size[1], columns.phases))
     lanes_x = max(
         (2**power for power in range(lanes_n.bit_length())),
         key=lambda lanes: (
-            filled(phase_size[1], PIXELS * lanes)
-            * filled(phase_size[0], lanes_n // lanes * WARPS),
+            filled(columns.positions, PIXELS * lanes)
+            * filled(rows.positions, lanes_n // lanes * WARPS),
             lanes,
         ),
     )  # fmt: skip
-    origin = -problem.padding.left
-    if transposed:
-        origin = problem.padding.left - (columns.taps - 1) * columns.tap_step
     budget = shared_budget(gpu, blocks_per_sm)
-    for stage_channels, stage_taps, part_taps in _stages(rows, columns, operands.vector, group_in):
+    stages = _stages(rows, columns, operands.vector, group_in)
+    for tight, (stage_channels, stage_taps, part_taps) in product((False, True), stages):
         vector = 1
         if not operands.input_channels_last and columns.phases == 1:
             part_step = 0 if part_taps >= columns.taps else part_taps * columns.tap_step
@@ -292,7 +338,7 @@ def _choose_tile(
                 vector = operands.widest_vector(in_size[1], part_step, tile_step)
         tile = Tile(
             rows, columns, operands, channels_per_thread, lanes_n // lanes_x, lanes_x,
-            stage_channels, stage_taps, part_taps, vector, origin % vector,
+            stage_channels, stage_taps, part_taps, vector, columns.origin % vector, tight,
         )  # fmt: skip
         if tile.shared_bytes <= budget and tile.window <= MOST_WINDOW:
             return tile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Gpu
 
@@ -53,14 +55,21 @@ def shared_budget(gpu: Gpu, blocks: int) -> int:
     return min(gpu.shared_bytes_per_block, gpu.shared_bytes_per_processor // blocks - reserved)
 
 
-def pitch_padding(row_elements: int, rows: int, element_bytes: int, vector: int) -> int:
+def pitch_padding(
+    row_elements: int, rows: int, element_bytes: int, vector: int, tight: bool
+) -> int:
     """Elements to add to a tile's rows, so that lanes ``rows`` rows apart hit different banks.
 
     Best is a distance of 16 bytes (4 banks) modulo the 128 bytes of all banks; rows stay multiples
-    of ``vector`` elements.
+    of ``vector`` elements. ``tight`` tiles, which would not fit shared memory otherwise, have one
+    vector or none: whichever leaves the distance less in common with the 128 bytes.
     """
+    step = max(vector, 4)
 
-    def distance_from_best(padding: int) -> int:
-        return abs((row_elements + padding) * rows * element_bytes % 128 - 16)
+    def distance(padding: int) -> int:
+        return (row_elements + padding) * rows * element_bytes
 
-    return min(range(0, 128 // element_bytes, max(vector, 4)), key=distance_from_best)
+    if tight:
+        return min((0, step), key=lambda padding: gcd(distance(padding), 128))
+    paddings = range(0, 128 // element_bytes, step)
+    return min(paddings, key=lambda padding: abs(distance(padding) % 128 - 16))

@@ -33,7 +33,7 @@ namespace weight_grad {
 using C = Config;
 using Scalar = C::Scalar;
 using Sum = SumOf<Scalar>::type;
-using Offset = OffsetOf<C::wide_offsets>::type;
+using Unit = IndexOf<C::wide_units>::type;  // a stage among those of all images
 
 constexpr int kPixels = 4;  // taken at a time, neighbours in a row
 constexpr int kLanesK = 32 / (C::lanes_m * C::lanes_n);
@@ -83,6 +83,19 @@ constexpr int kTilesM = ceil_div(C::group_out, kTileM);
 constexpr int kTilesI = ceil_div(C::group_in, kTileI);
 constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
 constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
+constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
+
+// Offsets and positions within an image. Stages may reach far beyond its end, where strides are
+// large.
+constexpr long long kReach =
+    max_of(1ll * (C::out_height + C::stage_rows) * C::stride_height +
+               1ll * (C::kernel_height + C::block_taps) * C::dilation_height,
+           1ll * (C::out_width + C::stage_columns) * C::stride_width +
+               1ll * kParts * kTaps * C::dilation_width + 1ll * kInputColumns * kColumnStep);
+constexpr long long kImageElements =
+    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
+                       1ll * C::group_out * C::out_height * C::out_width);
+using Offset = IndexTo<max_of(kImageElements, kReach)>;
 
 struct Tile {
   int part, tap_row, i, m, group;  // tap_row: the first of block_taps
@@ -139,8 +152,8 @@ __device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index
 template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
           bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
 __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
-                                     int end_channel, int first_row, int row_step, int tap_step,
-                                     int first_column) {
+                                     int end_channel, Offset first_row, Offset row_step,
+                                     Offset tap_step, Offset first_column) {
   constexpr int kVectors = kColumns / kVector;
   constexpr int kRows = C::stage_rows * kTapRows;
 #pragma unroll 1  // the sums need the registers
@@ -150,12 +163,12 @@ __device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int firs
     const int row = rest / kVectors;
     const int column = rest % kVectors * kVector;
     const int c = first_channel + channel;
-    const int y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
-    const int x = first_column + column * kStep;
+    const Offset y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
+    const Offset x = first_column + static_cast<Offset>(column) * kStep;
     const bool valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
     Offset offset = 0;
     if (valid) {
-      offset = kChannelsLast ? (static_cast<Offset>(y) * kWidth + x) * kAllChannels + c
+      offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
                              : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
     }
     copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
@@ -238,21 +251,25 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
   const int split = blockIdx.x / tiles;
   const Position at;
   const long long units = 1ll * batch * kUnitsY * kUnitsX;
-  const int first = static_cast<int>(units * split / splits);
-  const int end = static_cast<int>(units * (split + 1) / splits);
+  const Unit first = static_cast<Unit>(units * split / splits);
+  const Unit end = static_cast<Unit>(units * (split + 1) / splits);
 
   unsigned char* shared = fastconv::shared_memory();
-  const auto grads = [&](int stage) {
+  const auto grads = [&](Unit stage) {
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
   };
-  const auto inputs = [&](int stage) {
+  const auto inputs = [&](Unit stage) {
     return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes + kGradBytes);
   };
-  const auto row_of = [](int unit) { return unit / kUnitsX % kUnitsY * C::stage_rows; };
-  const auto column_of = [](int unit) { return unit % kUnitsX * C::stage_columns; };
-  const auto load_unit = [&](int unit) {
-    const int stage = unit - first;
-    const long long image = unit / (kUnitsX * kUnitsY);
+  const auto row_of = [](Unit unit) {
+    return static_cast<int>(unit / kUnitsX % kUnitsY) * C::stage_rows;
+  };
+  const auto column_of = [](Unit unit) {
+    return static_cast<int>(unit % kUnitsX) * C::stage_columns;
+  };
+  const auto load_unit = [&](Unit unit) {
+    const Unit stage = unit - first;
+    const long long image = unit / kImageUnits;
     const int row = row_of(unit), column = column_of(unit);
     const int m = tile.group * C::group_out + tile.m * kTileM;
     const int i = tile.group * C::group_in + tile.i * kTileI;
@@ -265,10 +282,11 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
          C::in_channels_last, kIn, C::in_height, C::in_width>(
         inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
         (tile.group + 1) * C::group_in,
-        row * C::stride_height + tile.tap_row * C::dilation_height - C::padding_top,
+        static_cast<Offset>(row) * C::stride_height +
+            static_cast<Offset>(tile.tap_row) * C::dilation_height - C::padding_top,
         C::stride_height, C::dilation_height,
-        column * C::stride_width + tile.part * kTaps * C::dilation_width - C::padding_left -
-            kShift);
+        static_cast<Offset>(column) * C::stride_width +
+            static_cast<Offset>(tile.part * kTaps) * C::dilation_width - C::padding_left - kShift);
     fastconv::copy_async_commit();
   };
 
@@ -283,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
   };
   if (first < end) load_unit(first);
 #pragma unroll 1
-  for (int unit = first; unit < end; ++unit) {
+  for (Unit unit = first; unit < end; ++unit) {
     if (unit + 1 < end) {
       load_unit(unit + 1);
       fastconv::copy_async_wait<1>();
@@ -291,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Co
       fastconv::copy_async_wait<0>();
     }
     __syncthreads();
-    const int stage = unit - first;
+    const Unit stage = unit - first;
     const int rows_left = C::out_height - row_of(unit),
               columns_left = C::out_width - column_of(unit);
     multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,

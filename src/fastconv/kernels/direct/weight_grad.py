@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.direct import limits
 from fastconv.kernels.direct.tiling import (
     FAMILY,
     MOST_WINDOW,
@@ -60,6 +63,7 @@ class Tile:
     stage_columns: int
     vector_input: int
     vector_grad: int
+    tight: bool
 
     @property
     def threads(self) -> int:
@@ -102,12 +106,14 @@ class Tile:
     def input_pitch_padding(self) -> int:
         scalar_bytes = self.operands.scalar_bytes
         rows = self.stage_rows * self.block_taps
-        return pitch_padding(self.input_columns, rows, scalar_bytes, self.vector_input)
+        return pitch_padding(self.input_columns, rows, scalar_bytes, self.vector_input, self.tight)
 
     @property
     def grad_pitch_padding(self) -> int:
         scalar_bytes = self.operands.scalar_bytes
-        return pitch_padding(self.stage_columns, self.stage_rows, scalar_bytes, self.vector_grad)
+        return pitch_padding(
+            self.stage_columns, self.stage_rows, scalar_bytes, self.vector_grad, self.tight
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -145,14 +151,12 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     output's gradient, ``weight_strides`` the result's. With ``operands.bias_grad``, tensor
     ``bias_grad`` is filled in the same pass.
     """
+    problem = limits.checked(problem)
     tile = _choose_tile(problem, operands, gpu)
+    limits.require("tiles of a weight", tile.count)
     constants: dict[str, Constant] = {
         **weight_grad_constants(problem, operands),
-        "wide_offsets": max(
-            problem.in_channels * problem.input_size[0] * problem.input_size[1],
-            problem.out_channels * problem.output_size[0] * problem.output_size[1],
-        )
-        >= 2**31,
+        "wide_units": tile.units >= 2**31,
         "channels_per_thread": tile.channels_per_thread,
         "inputs_per_thread": tile.inputs_per_thread,
         "lanes_m": tile.lanes_m,
@@ -210,23 +214,42 @@ def _kernel(entry: str, constants: dict[str, Constant]) -> Kernel:
 
 
 def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
-    """The first tile that fits shared memory, with as much of a kernel row as possible."""
+    """The first tile that fits shared memory, with as much of a kernel row as possible.
+
+    Columns of a stage give way first, then what spreads rows over banks, then kernel rows.
+    """
+    height = problem.kernel_size[0]
     for part_taps in part_sizes(problem.kernel_size[1], problem.dilation[1], operands.vector):
-        tile = _tile(problem, operands, part_taps)
-        budget = shared_budget(gpu, tile.blocks_per_sm)
-        while tile.shared_bytes > budget and tile.stage_rows > 1:
-            tile = replace(tile, stage_rows=tile.stage_rows // 2)
-        for columns in STAGE_COLUMNS:
-            if tile.shared_bytes > budget and columns < tile.stage_columns:
-                tile = replace(tile, stage_columns=columns)
-        while tile.shared_bytes > budget and tile.inputs_per_thread > 1:
-            tile = replace(tile, inputs_per_thread=tile.inputs_per_thread // 2)
-        if tile.shared_bytes <= budget and tile.window <= MOST_WINDOW:
-            return tile
+        for tap_rows, tight in product(dict.fromkeys((height, 1)), (False, True)):
+            tile = _tile(problem, operands, part_taps, tap_rows, tight)
+            if tile.window > MOST_WINDOW:
+                break
+            for smaller in _stages(tile):
+                if smaller.shared_bytes <= shared_budget(gpu, smaller.blocks_per_sm):
+                    return smaller
     raise AssertionError("a single tap has no halo and fits every GPU")
 
 
-def _tile(problem: Problem, operands: Operands, part_taps: int) -> Tile:
+def _stages(tile: Tile) -> Iterator[Tile]:
+    """The tile with ever smaller stages: rows first, then columns, then a thread's inputs."""
+    rows = tile.stage_rows
+    while rows > 1:
+        yield replace(tile, stage_rows=rows)
+        rows //= 2
+    tile = replace(tile, stage_rows=1)
+    yield tile
+    for columns in STAGE_COLUMNS:
+        if columns < tile.stage_columns:
+            tile = replace(tile, stage_columns=columns)
+            yield tile
+    while tile.inputs_per_thread > 1:
+        tile = replace(tile, inputs_per_thread=tile.inputs_per_thread // 2)
+        yield tile
+
+
+def _tile(
+    problem: Problem, operands: Operands, part_taps: int, most_tap_rows: int, tight: bool
+) -> Tile:
     """A thread's sums first, then lanes and warps over channels; the rest shares out pixels."""
     group_in = problem.in_channels // problem.groups
     group_out = problem.out_channels // problem.groups
@@ -235,7 +258,7 @@ def _tile(problem: Problem, operands: Operands, part_taps: int) -> Tile:
     while channels_per_thread * part_taps > most_sums:
         channels_per_thread //= 2
     # All the kernel's rows where they fit: then the output's gradient is loaded just once.
-    block_taps = problem.kernel_size[0]
+    block_taps = most_tap_rows
     window = _window(problem, part_taps, operands.vector - 1)
     if (
         block_taps * (channels_per_thread * part_taps + window)
@@ -268,7 +291,7 @@ def _tile(problem: Problem, operands: Operands, part_taps: int) -> Tile:
     return Tile(
         problem, operands, channels_per_thread, inputs_per_thread, lanes_m, lanes_n, warps_m,
         warps_n, warps_k, part_taps, block_taps, stage_rows, stage_columns,
-        vector_input, vector_grad,
+        vector_input, vector_grad, tight,
     )  # fmt: skip
 
 

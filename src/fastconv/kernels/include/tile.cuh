@@ -12,16 +12,23 @@ __host__ __device__ constexpr int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
-// Indexes elements of one image: 32 bits where they are enough, since 64-bit address arithmetic
-// costs several times as much.
+template <class T>
+__host__ __device__ constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+
+// What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
+// times as much.
 template <bool kWide>
-struct OffsetOf {
+struct IndexOf {
   using type = int;
 };
 template <>
-struct OffsetOf<true> {
+struct IndexOf<true> {
   using type = long long;
 };
+template <long long kEnd>
+using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
 
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
