@@ -381,9 +381,9 @@ def test_a_row_that_would_not_fit_is_not_tried(
 
 
 def test_cases_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", *FAST, "--dry-run", "--json", "--shape", SHAPE, "--shape", SHAPE]
+    arguments = ["verify", "--device", "cpu", "--json", "--shape", SHAPE, "--shape", SHAPE]
     assert cli.main([*arguments, "--dtype", "float32", "float32", "--pass", "forward"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert len(json.loads(capsys.readouterr().out)["checks"]) == 1
 
 
 def test_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -547,12 +547,18 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--suite", "none"], "no suite 'none': it should be one of founding, real, odd"),
         (["bench", "--shape", "1x2"], "malformed shape '1x2'"),
         *(
-            (["bench", option, value], f"{option}: should be a whole number, at least 1, but got")
+            (
+                ["bench", "--dry-run", option, value],
+                f"{option}: should be a whole number, at least 1, but got",
+            )
             for option in ("--repeats", "--divisor")
             for value in ("0", "-1", "1.5", "two")
         ),
         *(
-            (["bench", option, value], f"{option}: should be seconds, at least 0, but got")
+            (
+                ["bench", "--dry-run", option, value],
+                f"{option}: should be seconds, at least 0, but got",
+            )
             for option in ("--row-seconds", "--time-limit")
             for value in ("-1", "nan", "soon")
         ),
