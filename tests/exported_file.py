@@ -148,6 +148,11 @@ def check_errors(module):
         model(torch.randn(1, channels, 40, 40, dtype=torch.float64))
     with raises(TypeError, "same dtype, but got torch.float16 and torch.float32"):
         model(torch.randn(1, channels, 40, 40, dtype=torch.float16))
+    missing = module.missing_gpu()
+    if missing is not None:
+        with raises(RuntimeError, "kernels need an NVIDIA GPU"):
+            model(torch.randn(1, channels, 40, 40))
+    module.missing_gpu = lambda: None
     with raises(ValueError, "on cpu and cpu: move them there with .cuda()"):
         model(torch.randn(1, channels, 40, 40))
     with raises(ValueError, "stride should be an int, or two, of at least 1, but got 0"):

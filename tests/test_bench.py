@@ -12,9 +12,18 @@ import pytest
 import torch
 
 from fastconv import cli, jit
-from fastconv.bench import configurations, contestants, limits, measure, results, timing, verify
+from fastconv.bench import (
+    configurations,
+    contestants,
+    environment,
+    limits,
+    measure,
+    results,
+    timing,
+    verify,
+)
 from fastconv.bench.cases import PASSES, STEP, Case, Tensors
-from fastconv.bench.limits import Ceilings
+from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Results, Row
 from fastconv.bench.timing import Effort, Timing
 from fastconv.bench.workloads import (
@@ -41,6 +50,7 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings of tiny products and copies: what they are does not matter here."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
     monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
@@ -82,10 +92,15 @@ def test_shapes_are_read_as_written() -> None:
 @pytest.mark.parametrize(
     ("shape", "named"),
     [
-        ("8x32", "not enough values"),
+        ("8x32", "the sizes of an input and of a weight are needed"),
+        ("1x1x8x8 1x1x3x3 stride=", "stride has no value"),
+        ("1x1x8x8 1x1x3x3 stride=1 stride=2", "stride is given twice"),
+        ("1x1x8x8 1x1x3x3 groups=1,2", "groups takes whole numbers from 1"),
+        ("0x1x8x8 1x1x3x3", "input takes whole numbers from 1"),
+        ("1x1x9999999999x9999999999 1x1x3x3", "no machine holds a tensor of"),
         ("1x1x8x8 1x1x3xq", "'q'"),
         ("1x1x8x8 1x1x3x3 pad=1", "'pad'"),
-        ("1x1x8x8 1x1x3x3 padding=1,2,3", "padding"),
+        ("1x1x8x8 1x1x3x3 padding=1,2,3", "padding should be 2 or 4 whole numbers"),
         ("1x1x2x2 1x1x3x3", "Kernel size can't be greater"),
         ("1x3x8x8 1x1x3x3", "channels"),
     ],
@@ -102,9 +117,47 @@ def test_suite_files(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3]}]))
     (workload,) = suite(str(path))
     assert workload.name == "1x1x8x8 1x1x3x3"
-    path.write_text('[{"input": [1, 1, 8, 8], "wait": []}]')
-    with pytest.raises(WorkloadError, match="unknown keys"):
-        suite(str(path))
+    path.write_text('[{"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3], "stride": 2, "padding": 1}]')
+    (workload,) = suite(str(path))
+    assert (workload.stride, workload.padding) == ((2, 2), (1, 1))
+
+
+WHOLE = {"input": [1, 1, 8, 8], "weight": [1, 1, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    ("contents", "named"),
+    [
+        ("", "is no JSON"),
+        ('[{"input": [1, 1', "is no JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("{}", "should hold a JSON list"),
+        ("[]", "should hold a JSON list of at least one workload"),
+        ("[1, 2]", "workload 1: expected an object with input and weight, but got 1"),
+        ([{"input": [1, 1, 8, 8], "wait": []}], "unknown keys ['wait']"),
+        ([WHOLE, {"input": [1, 1, 8, 8]}], "workload 2: it has no weight"),
+        ([{**WHOLE, "name": 3}], "name should be text, but got 3"),
+        ([{**WHOLE, "input": "1x1x8x8"}], "input should be 4 whole numbers"),
+        ([{**WHOLE, "input": [[1], 1, 8, 8]}], "input takes whole numbers from 1"),
+        ([{**WHOLE, "input": [True, 1, 8, 8]}], "input takes whole numbers from 1"),
+        ([{**WHOLE, "input": [1, 1, 8.5, 8]}], "but got 8.5"),
+        ([{**WHOLE, "stride": "2"}], "stride takes whole numbers from 1"),
+        ([{**WHOLE, "padding": [1, 2, 3]}], "padding should be 2 or 4 whole numbers"),
+        ([{**WHOLE, "padding": "same"}], "but got 'same'"),
+        ([{**WHOLE, "groups": [1]}], "groups takes whole numbers from 1"),
+        ([{**WHOLE, "name": "a"}, {**WHOLE, "name": "a", "groups": 1, "stride": 2}],
+         "two workloads are called 'a'"),
+    ],
+)  # fmt: skip
+def test_suite_files_that_cannot_be_read_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], contents: Any, named: str
+) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+    assert cli.main(["bench", *FAST, "--suite", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastconv: ")
+    assert named in line
 
 
 # --- Timing ---------------------------------------------------------------------------------------
@@ -185,6 +238,63 @@ def test_the_binding_limit() -> None:
     assert found.bytes == 4 * (2 * 8 * 256 * 128 * 128 + 256 * 21)
 
 
+class Clock:
+    """Time as a thread sees it that has a processor for a share of each second."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.now = share, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.share * self.now
+
+
+@pytest.mark.parametrize(("share", "busy"), [(0.3, True), (0.97, False)])
+def test_a_busy_cpu_is_told_beside_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    share: float,
+    busy: bool,
+) -> None:
+    monkeypatch.setattr(limits, "time", Clock(share))
+    path = tmp_path / "results.json"
+    assert cli.main(["bench", *FAST, "--shape", SHAPE, "--output", str(path)]) == 0
+    captured = capsys.readouterr()
+    sentence = "this machine is busy: threads got 30% of the processor time"
+    assert (sentence in captured.err.partition("[1/3]")[0]) == busy  # before the first row
+    assert (sentence in captured.out) == busy
+    assert (sentence in "".join(json.loads(path.read_text())["doubts"])) == busy
+    assert cli.main(["report", str(path)]) == 0
+    assert (sentence in capsys.readouterr().out) == busy
+    assert cli.main(["bench", "--compare", str(path), str(path)]) == 0
+    assert (sentence in capsys.readouterr().out) == busy
+
+
+def test_the_share_of_processors_is_measured() -> None:
+    share = limits._processor_share()
+    assert 0 < share < 1.1
+
+
+def test_a_machine_that_changes_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU, whose other users no clock shows."""
+    rates = iter([1.0, 0.5])
+    monkeypatch.setattr(
+        limits, "measure", lambda cases, device: Ceilings({"float32 ieee": 1.0}, next(rates))
+    )
+    assert cli.main(["bench", *FAST, "--shape", SHAPE, "--json"]) == 0
+    (doubt,) = json.loads(capsys.readouterr().out)["doubts"]
+    assert "speed changed while it was measured: copy TB/s 1 before, 0.5 after" in doubt
+    steady = Ceilings({"float32 ieee": 1.0}, 1.0)
+    assert not limits.doubts(steady, Ceilings({"float32 ieee": 1.1}, 0.9))
+    assert not limits.doubts(steady, None)
+
+
 # --- fastconv bench -------------------------------------------------------------------------------
 
 
@@ -257,11 +367,32 @@ def test_interruption_keeps_what_was_measured(
     assert "input_grad" in captured.out
 
 
+def test_a_row_that_would_not_fit_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Systems give out more memory than they have, and then end the process."""
+    monkeypatch.setattr(environment, "free_bytes", lambda device: 4 * (2 * 4 * 9 * 11))
+    small = "1x1x3x3 1x1x3x3"
+    arguments = ["--device", "cpu", "--shape", SHAPE, "--shape", small, "--pass", "forward"]
+    assert cli.main(["bench", *FAST, "--json", *arguments]) == 1
+    errors = [row["error"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    assert errors == ["out of memory: a smaller batch, or --divisor 2, would fit", None]
+    assert cli.main(["verify", "--json", *arguments]) == 1
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_cases_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", "--device", "cpu", "--json", "--shape", SHAPE, "--shape", SHAPE]
+    assert cli.main([*arguments, "--dtype", "float32", "float32", "--pass", "forward"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["checks"]) == 1
+
+
 def test_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", *FAST, "--shape", SHAPE, "--time-limit", "1e-9", "--json"]
-    assert cli.main(arguments) == 1
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all("time limit" in row["error"] for row in rows)
+    for limit in ("1e-9", "0"):
+        arguments = ["bench", *FAST, "--shape", SHAPE, "--time-limit", limit, "--json"]
+        assert cli.main(arguments) == 1
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert all("time limit" in row["error"] for row in rows)
 
 
 def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +442,14 @@ def test_kernels_are_compiled_before_the_first_row(
 
 def write_results(path: Path, ms: Sequence[float]) -> str:
     rows = [
-        Row(case(direction), "", Timing(value, 0.01, 7, 1.0), Timing(2.0, 0.01, 7, 1.0), "PyTorch")
+        Row(
+            case(direction),
+            "",
+            Timing(value, 0.01, 7, 1.0),
+            Timing(2.0, 0.01, 7, 1.0),
+            "PyTorch",
+            Limit("compute", 0.5, 1000, 1000),
+        )
         for direction, value in zip(PASSES, ms, strict=False)
     ]
     Results({"gpu": "abacus"}, None, rows).write(path)
@@ -409,8 +547,26 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["bench", "--suite", "none"], "no suite 'none': it should be one of founding, real, odd"),
         (["bench", "--shape", "1x2"], "malformed shape '1x2'"),
-        (["bench", "--repeats", "0"], "at least 1, but got 0"),
-        (["bench", "--divisor", "two"], "two"),
+        *(
+            (
+                ["bench", "--dry-run", option, value],
+                f"{option}: should be a whole number, at least 1, but got",
+            )
+            for option in ("--repeats", "--divisor")
+            for value in ("0", "-1", "1.5", "two")
+        ),
+        *(
+            (
+                ["bench", "--dry-run", option, value],
+                f"{option}: should be seconds, at least 0, but got",
+            )
+            for option in ("--row-seconds", "--time-limit")
+            for value in ("-1", "nan", "soon")
+        ),
+        (["bench", "--device", "cpu:1"], "it should be cpu, cuda"),
+        (["bench", "--compare", "a.json", "b.json", "--output", "c.json"], "nothing to write"),
+        (["bench", "--dry-run", "--output", "c.json"], "nothing to write"),
+        (["bench", "--dry-run", "--compare", "a.json", "b.json"], "not allowed with"),
         (["bench", "--device", "abacus"], "abacus"),
         (["bench", "--device", "meta"], "it should be cpu, cuda"),
         (["bench", "--dtype", "int8"], "int8"),
@@ -428,7 +584,8 @@ def test_bad_arguments_are_named(
     except SystemExit as stop:
         status = stop.code
     assert status == 2
-    assert named in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -207,9 +208,18 @@ def test_gpus_before_volta_are_refused(small: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
     with pytest.raises(RuntimeError, match=r"GTX 1080 has compute capability 6\.1"):
         module.gpu_architecture(0)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(RuntimeError, match="need an NVIDIA GPU"):
-        module.gpu_architecture(0)
+
+
+def test_a_missing_gpu_is_told_in_a_sentence(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who imports the file and uses it, and to who runs it, which ends without a traceback."""
+    module = exported_file.load(small)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version, sentence in (("12.8", "PyTorch finds none here"), (None, "is built without it")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(RuntimeError, match=f"kernels need an NVIDIA GPU.*{sentence}"):
+            module.ModelNew()(torch.randn(2, 8, 12, 40))
+        with pytest.raises(SystemExit, match=f"kernels need an NVIDIA GPU.*{sentence}"):
+            runpy.run_path(str(small), run_name="__main__")
 
 
 # --- Device code ---------------------------------------------------------------------------------
@@ -526,8 +536,13 @@ def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
         (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should be tensors"),
         (("return [8]", "return [torch.tensor(8)]"), "should be numbers, strings"),
         (("class Model", "class Model("), "cannot read"),
-        (("2, 8, 10, 12", "2, 7, 10, 12"), "cannot be run: Given groups=8"),
-        (("scale = 3", "scale = 3 / 0"), "cannot be run: division by zero"),
+        (("2, 8, 10, 12", "2, 7, 10, 12"), "cannot be run: RuntimeError: Given groups=8"),
+        (("scale = 3", "import sys; sys.exit(0)"), "cannot be run: it calls sys.exit(0)"),
+        (("return [8]", "raise SystemExit('over')"), "cannot be run: it calls sys.exit('over')"),
+        (("return [8]", "return None"), "get_init_inputs should return a list, but returns None"),
+        (("[self.second(layer(x)) for layer in (self.first,)]", "[x]"), "makes no convolution"),
+        (("scale = 3", "raise ValueError"), "cannot be run: ValueError"),
+        (("scale = 3", "scale = 3 / 0"), "cannot be run: ZeroDivisionError: division by zero"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -539,6 +554,17 @@ def test_references_that_cannot_be_exported(
         text = re.sub(r"nn\.Linear\(.*\)", "nn.Identity()", text)
     with pytest.raises(ExportError, match=re.escape(message)):
         fastconv.export(reference=_reference(tmp_path, text))
+
+
+def test_references_may_print_and_have_any_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / 'a \\u """ model.py'
+    path.write_text(REFERENCE.replace("scale = 3", "print('hello')"), encoding="utf-8")
+    assert cli.main(["export", "--reference", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "hello\n"
+    assert path.name in (ast.get_docstring(ast.parse(captured.out)) or "")
 
 
 # --- The command ---------------------------------------------------------------------------------
@@ -564,6 +590,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--shape", "1x2x3"], "malformed shape"),
         (["--shape", "1x4x8x8 4x4x3x3 padding=1,0,1,0"], "nn.Conv2d pads both sides alike"),
         (["--workload", "asym5x9", "--attribute", "2d"], "attribute should be a name"),
+        *(
+            (["--workload", "asym5x9", "--attribute", name], f"attribute should not be {name!r}")
+            for name in ("forward", "train", "training", "_modules", "__class__", "__mine")
+        ),
         (["--reference", "missing.py"], "cannot read missing.py"),
     ],
 )

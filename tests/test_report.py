@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +57,65 @@ def test_markdown(results: Path, tmp_path: Path) -> None:
     lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     assert len(lines) == 2 + 9
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_unsteady_rows_are_marked(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = json.loads(results.read_text(encoding="utf-8"))
+    contents["rows"][1]["peer"]["spread"] = 0.2
+    results.write_text(json.dumps(contents), encoding="utf-8")
+    table = tmp_path / "table.md"
+    assert cli.main(["report", str(results), "--markdown", str(table)]) == 0
+    for text in (capsys.readouterr().out, table.read_text(encoding="utf-8")):
+        assert "1.78x?" in text
+        assert text.count("x?") == 1
+        assert "samples spread by more than 10%, as they do on a busy machine" in text
+
+
+def test_page_and_plots_say_that_the_machine_was_busy(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    contents = json.loads(results.read_text(encoding="utf-8"))
+    contents["ceilings"]["processor_share"] = 0.25
+    results.write_text(json.dumps(contents), encoding="utf-8")
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(results), "--quiet", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert '<p class="remark">This machine is busy: threads got 25%' in text
+    assert text.count("this machine is busy") == 2  # the plots' titles
+
+
+def _damaged(value: Any) -> Iterator[Any]:
+    """The value with one part of it, at any depth, missing or of another kind."""
+    yield from (None, -1, "x", [1], float("nan"))
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield {name: one for name, one in value.items() if name != key}
+            yield from ({**value, key: other} for other in _damaged(part))
+        yield {**value, "unknown": 1}
+    elif isinstance(value, list) and value:
+        yield from ([other, *value[1:]] for other in _damaged(value[0]))
+
+
+def test_damaged_results_end_with_a_line(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = json.loads(results.read_text(encoding="utf-8"))
+    contents["rows"] = contents["rows"][:1]
+    damaged, table = tmp_path / "damaged.json", tmp_path / "table.md"
+    statuses = []
+    for number, other in enumerate(_damaged(contents)):
+        damaged.write_text(json.dumps(other), encoding="utf-8")
+        command = (
+            ["report", str(damaged), "--quiet", "--markdown", str(table)],
+            ["bench", "--compare", str(results), str(damaged)],
+        )[number % 2]
+        status = cli.main(command)
+        said = capsys.readouterr().err
+        assert status == 0 or (status == 2 and said.count("\n") == 1), (command, said)
+        assert not re.search(r"__|Error|typing|NoneType", said), said
+        statuses.append(status)
+    assert 2 * statuses.count(2) > len(statuses) > 200
 
 
 def test_plots(results: Path, tmp_path: Path) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
+from fastconv import jit
 from fastconv.bench import commands
 from fastconv.bench.cases import DTYPES, FORMATS, PASSES, PRECISIONS, STEP
 from fastconv.bench.console import MissingExtra
@@ -15,29 +20,75 @@ from fastconv.bench.results import ResultsError
 from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
+from fastconv.files import FileError
 
-_BAD_INPUT = (commands.UsageError, WorkloadError, ResultsError, MissingExtra, ExportError)
+# What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
+_EXPECTED = (
+    commands.UsageError, WorkloadError, ResultsError, MissingExtra, ExportError, FileError,
+    jit.GpuUnavailable, jit.CompilationError, OSError, UnicodeEncodeError,
+)  # fmt: skip
+_BAD_INPUT = 2
+_BROKEN_PIPE = 141  # as shells report a program that wrote to nobody
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
-    0: all went well; 1: a row failed, or an error is above its bound; 2: bad arguments;
-    130: interrupted, with what was measured kept.
+    0: all went well; 1: a row failed, or an error is above its bound; 2: bad arguments, or a file
+    that cannot be read or written; 130: interrupted, with what was done kept; 141: nobody reads
+    what is printed.
     """
-    arguments = _parser().parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
-    except _BAD_INPUT as error:
-        print(f"fastconv: {error}", file=sys.stderr)
-        return 2
+        try:
+            arguments = _parser().parse_args(argv)
+            status: int = arguments.run(arguments)
+            return status
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it can be told that this failed
+    except BrokenPipeError:
+        _drop_output()
+        return _BROKEN_PIPE
     except KeyboardInterrupt:
+        _complain("interrupted")
         return commands.INTERRUPTED
-    return status
+    except _EXPECTED as error:
+        _complain(_in_a_line(error))
+        _drop_output()
+        return _BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fastconv", description=__doc__)
+def _complain(text: str) -> None:
+    with suppress(OSError):  # where nobody listens, the status has to do
+        print(f"fastconv: {text}", file=sys.stderr, flush=True)
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename or 'cannot write the output'}: {error.strerror}"
+    return " ".join(text.split())
+
+
+def _drop_output() -> None:
+    """Sends nowhere what cannot be printed, or Python would try again at its end, and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by a test's
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in a line, where argparse prints all options first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_BAD_INPUT, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="fastconv", description=__doc__)
     subcommands = parser.add_subparsers(required=True, metavar="command")
     output = _output_options()
     _add_bench(subcommands.add_parser(
@@ -61,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _output_options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
+def _output_options() -> _Parser:
+    options = _Parser(add_help=False)
     options.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     options.add_argument("--quiet", action="store_true", help="show no progress")
     return options
@@ -117,26 +168,27 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="samples of each before looking at their spread (default: 7)",
     )  # fmt: skip
     parser.add_argument(
-        "--row-seconds", type=float, default=10.0, metavar="S",
+        "--row-seconds", type=_seconds, default=10.0, metavar="S",
         help="take no further samples of a row after this long (default: 10)",
     )  # fmt: skip
     parser.add_argument(
-        "--time-limit", type=float, metavar="S", help="begin no row after this many seconds"
+        "--time-limit", type=_seconds, metavar="S", help="begin no row after this many seconds"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the results there, row by row"
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--dry-run", action="store_true",
         help="list every row and every legal kernel configuration, and run nothing",
+    )  # fmt: skip
+    instead.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"),
+        help="say what changed beyond noise between two results, and run nothing",
     )  # fmt: skip
     parser.add_argument(
         "--commands", action="store_true", help="print the command that reproduces each row"
     )
-    parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"),
-        help="say what changed beyond noise between two results, and run nothing",
-    )  # fmt: skip
     parser.set_defaults(run=commands.bench)
 
 
@@ -171,7 +223,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=_positive, default=5, metavar="N", help="samples in a round (default: 5)"
     )
     parser.add_argument(
-        "--row-seconds", type=float, default=2.0, metavar="S",
+        "--row-seconds", type=_seconds, default=2.0, metavar="S",
         help="stop measuring a row after this long (default: 2)",
     )  # fmt: skip
     parser.add_argument(
@@ -211,9 +263,22 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"should be at least 1, but got {value}")
+        raise argparse.ArgumentTypeError(f"should be a whole number, at least 1, but got {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"should be seconds, at least 0, but got {text!r}")
     return value
 
 

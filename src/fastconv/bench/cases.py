@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastconv.bench import environment
 from fastconv.bench.workloads import Workload
 
 GRADIENTS = ("input_grad", "weight_grad")
@@ -77,6 +79,7 @@ class Case:
         if device.type == "meta":
             made = [torch.empty(shape, dtype=self.torch_dtype, device="meta") for shape in shapes]
         else:
+            _check_memory(shapes, self.torch_dtype, device)
             generator = torch.Generator(device).manual_seed(seed)
             made = [
                 torch.randn(shape, generator=generator, device=device).to(self.torch_dtype)
@@ -84,6 +87,15 @@ class Case:
             ]
         memory_format = FORMATS[self.format]
         return Tensors(*(tensor.contiguous(memory_format=memory_format) for tensor in made))
+
+
+def _check_memory(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises a MemoryError where a CPU's tensors cannot fit: systems end the process for it."""
+    needed = sum(map(math.prod, shapes)) * dtype.itemsize
+    if device.type == "cpu" and needed > environment.free_bytes(device):
+        raise MemoryError(f"not enough memory for {needed / 2**30:.0f} GiB")
 
 
 def cases(
@@ -99,16 +111,31 @@ def cases(
         for dtype in dtypes
         for precision in (precisions if dtype == "float32" else (None,))
     ]
-    return [
+    made = (
         Case(workload, direction, dtype, precision, format)
         for workload, (dtype, precision), format, direction in product(
             workloads, modes, formats, passes
         )
-    ]
+    )
+    return list(dict.fromkeys(made))
 
 
 def case_from(entry: dict[str, Any], workload: Workload) -> Case:
-    """The case that a row of a results file describes."""
-    return Case(
-        workload, entry["direction"], entry["dtype"], entry["precision"], entry["format"]
-    )  # fmt: skip
+    """The case that a row of a results file describes; a ValueError if there is no such case."""
+    precisions = PRECISIONS if entry["dtype"] == "float32" else (None,)
+    choices = {
+        "direction": (*PASSES, STEP), "dtype": tuple(DTYPES), "precision": precisions,
+        "format": tuple(FORMATS),
+    }  # fmt: skip
+    for name, allowed in choices.items():
+        if entry[name] not in allowed:
+            raise ValueError(f"{name} should be one of {allowed}, but got {entry[name]!r}")
+    return Case(workload, *(entry[name] for name in choices))
+
+
+def reason(error: Exception) -> str:
+    """Why a case failed, in one line."""
+    line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
+        return "out of memory: a smaller batch, or --divisor 2, would fit"
+    return ": ".join(filter(None, (type(error).__name__, line)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from argparse import Namespace
@@ -15,15 +16,16 @@ from typing import Any
 
 import torch
 
+from fastconv import files
 from fastconv.bench import configurations, environment, limits, report, results, tune, verify
 from fastconv.bench import info as information
-from fastconv.bench.cases import Case, cases
-from fastconv.bench.console import console, extra, work_through
+from fastconv.bench.cases import Case, cases, reason
+from fastconv.bench.console import extra, show, work_through
 from fastconv.bench.measure import Bench
 from fastconv.bench.results import Results
 from fastconv.bench.timing import Effort
 from fastconv.bench.verify import Check
-from fastconv.bench.workloads import parse_shape, suite, unique
+from fastconv.bench.workloads import SUITES, parse_shape, suite, unique
 from fastconv.exporter import export
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
@@ -40,6 +42,9 @@ class UsageError(ValueError):
 
 def bench(arguments: Namespace) -> int:
     """``fastconv bench``: measures, or lists what it would measure, or compares two results."""
+    if arguments.output and (arguments.compare or arguments.dry_run):
+        which = "--compare" if arguments.compare else "--dry-run"
+        raise UsageError(f"{which} measures nothing: there is nothing to write to --output")
     if arguments.compare:
         return _compare(arguments)
     device = _device(arguments.device)
@@ -48,14 +53,12 @@ def bench(arguments: Namespace) -> int:
         return _dry_run(arguments, selected, device)
     if not arguments.json:
         extra("rich")  # before the work, not after it
+    files.check_outputs([arguments.output], _suite_files(arguments))
     found = Results(environment.describe(device))
-    finished = _measure(arguments, selected, device, found)
-    if arguments.json:
-        print(found.json(), end="")
-    else:
-        console().print(report.results_table(found))
-    if arguments.commands and not arguments.json:
-        print("\n".join(row.command for row in found.rows))
+    try:
+        finished = _measure(arguments, selected, device, found)
+    finally:
+        _hand_over(arguments, found)  # whatever ended it
     if not finished:
         return INTERRUPTED
     return 1 if len(found.measured) < len(found.rows) else 0
@@ -64,19 +67,26 @@ def bench(arguments: Namespace) -> int:
 def report_results(arguments: Namespace) -> int:
     """``fastconv report``: tables, plots and a page from results."""
     found = results.read(arguments.results)
-    if arguments.markdown:
-        arguments.markdown.write_text(report.results_markdown(found), encoding="utf-8")
+    if not (arguments.json or arguments.quiet):
+        extra("rich")
+    plots: Any = _plots() if arguments.plots or arguments.html else None
+    drawn: list[Path] = []
     if arguments.plots:
-        _plots().write(found, arguments.plots)
+        files.make_folder(arguments.plots)
+        drawn = plots.outputs(arguments.plots)
+    files.check_outputs([arguments.markdown, arguments.html, *drawn], [arguments.results])
+    if arguments.markdown:
+        files.write(arguments.markdown, report.results_markdown(found))
+    if arguments.plots:
+        plots.write(found, arguments.plots)
     if arguments.html:
-        _plots()
         from fastconv.bench import page
 
-        arguments.html.write_text(page.html(found), encoding="utf-8")
+        files.write(arguments.html, page.html(found))
     if arguments.json:
         print(found.json(), end="")
     elif not arguments.quiet:
-        console().print(report.results_table(found))
+        show(report.results_table(found))
     return 0
 
 
@@ -102,7 +112,7 @@ def verify_errors(arguments: Namespace) -> int:
             }
         )
     else:
-        console().print(report.checks_table(checks))
+        show(report.checks_table(checks))
     for check in failed:
         print(f"{check.case.label}: {_complaint(check)}", file=sys.stderr)
     if not finished:
@@ -119,7 +129,7 @@ def info(arguments: Namespace) -> int:
         _print_json(found)
     else:
         print("\n".join(information.lines(found)))
-    return 0
+    return 1 if any(case["error"] for case in found["cases"]) else 0
 
 
 def tune_plans(arguments: Namespace) -> int:
@@ -128,22 +138,31 @@ def tune_plans(arguments: Namespace) -> int:
     if device.type != "cuda":
         raise UsageError(f"only GPU kernels are tuned, and {device} is no GPU")
     selected = _select(arguments, device)
-    table: Path = arguments.output or tuned.own()
+    table = _table(arguments)
     found: dict[str, str] = {}
+    failed: list[Case] = []
     tune.build(selected, device)
 
     def work(case: Case) -> str:
-        result = tune.tune(case, device, Effort(arguments.repeats, arguments.row_seconds))
-        found.update(result.choices)
+        try:
+            result = tune.tune(case, device, Effort(arguments.repeats, arguments.row_seconds))
+        except Exception as error:  # whatever it is, the other rows are worth having
+            failed.append(case)
+            return f"failed: {reason(error)}"
+        if result.choices:
+            found.update(result.choices)
+            tuned.add(table, result.choices)
         return result.brief
 
     finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
-    tuned.add(table, found)
     if arguments.json:
         _print_json(found)
     else:
-        print(f"{len(found)} of {len(selected)} rows bettered; written to {table}")
-    return 0 if finished else INTERRUPTED
+        where = f"; written to {table}" if found else ""
+        print(f"{len(found)} of {len(selected)} rows bettered, {len(failed)} failed{where}")
+    if not finished:
+        return INTERRUPTED
+    return 1 if failed else 0
 
 
 def export_file(arguments: Namespace) -> int:
@@ -165,24 +184,44 @@ def _measure(
     arguments: Namespace, selected: Sequence[Case], device: torch.device, found: Results
 ) -> bool:
     """Fills in the results row by row; whether it got to the end."""
-    deadline = time.perf_counter() + (arguments.time_limit or math.inf)
+    limit_s = math.inf if arguments.time_limit is None else arguments.time_limit
+    deadline = time.perf_counter() + limit_s
     gpu = configurations.device_gpu(device)
     compiled = {} if gpu is None else _build(arguments, selected, gpu, found)
     _say(arguments, "measuring the machine's ceilings")
     found.ceilings = limits.measure(selected, device)
+    for doubt in found.doubts:
+        _say(arguments, doubt)
     effort = Effort(arguments.repeats, arguments.row_seconds)
     measuring = Bench(device, arguments.peer, effort, found.ceilings, gpu, compiled)
 
     def work(case: Case) -> str:
-        if time.perf_counter() > deadline:
+        if time.perf_counter() >= deadline:
             found.rows.append(measuring.failed(case, "not measured: the time limit was reached"))
         else:
             found.rows.append(measuring.row(case))
-        if arguments.output:
+        if arguments.output and files.replaceable(arguments.output):
             found.write(arguments.output)
         return report.brief(found.rows[-1])
 
-    return work_through(selected, lambda case: case.label, work, arguments.quiet)
+    finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
+    if finished:
+        found.ceilings_after = limits.measure(selected, device)
+    return finished
+
+
+def _hand_over(arguments: Namespace, found: Results) -> None:
+    """Shows and writes what was measured, if anything was."""
+    if not found.rows:
+        return
+    if arguments.json:
+        print(found.json(), end="")
+    else:
+        show(report.results_table(found))
+        if arguments.commands:
+            print("\n".join(row.command for row in found.rows))
+    if arguments.output:
+        found.write(arguments.output)
 
 
 def _build(
@@ -213,27 +252,31 @@ def _build(
 
 def _dry_run(arguments: Namespace, selected: Sequence[Case], device: torch.device) -> int:
     gpu = configurations.device_gpu(device)
-    legal = {case: configurations.legal(case, gpu or H200) for case in selected}
+    planned = {case: configurations.attempt(case, gpu or H200) for case in selected}
+    status = 1 if any(failure for _, failure in planned.values()) else 0
     if arguments.json:
         _print_json(
             [
                 {
                     "label": case.label,
                     "command": case.command(),
-                    "configurations": [configuration.to_dict() for configuration in found],
+                    "configurations": [configuration.to_dict() for configuration in legal],
+                    "error": failure,
                 }
-                for case, found in legal.items()
+                for case, (legal, failure) in planned.items()
             ]
         )
-        return 0
+        return status
     print(f"{len(selected)} rows; kernels as on {'this GPU' if gpu else 'an H200: no GPU here'}")
-    for case, found in legal.items():
+    for case, (legal, failure) in planned.items():
         print(f"{case.label}: {case.workload.shape}")
-        for configuration in found:
+        for configuration in legal:
             print("\n".join(f"  {line}" for line in configuration.lines()))
+        if failure is not None:
+            print(f"  failed: {failure}")
         if arguments.commands:
             print(f"  {case.command()}")
-    return 0
+    return status
 
 
 def _compare(arguments: Namespace) -> int:
@@ -247,8 +290,11 @@ def _compare(arguments: Namespace) -> int:
     where = [r.environment.get("gpu", "CPU") for r in (old, new)]
     if where[0] != where[1]:
         print(f"beware: {where[0]} and {where[1]} are different machines")
+    for path, one in zip(arguments.compare, (old, new), strict=True):
+        for doubt in one.doubts:
+            print(f"beware: {path}: {doubt}")
     if changed:
-        console().print(report.changes_table(changed))
+        show(report.changes_table(changed))
     same = len(found) - len(changed)
     print(f"{len(changed)} of {len(found)} rows changed beyond noise, {same} did not")
     if gone or added:
@@ -258,15 +304,15 @@ def _compare(arguments: Namespace) -> int:
 
 def _select(arguments: Namespace, device: torch.device) -> list[Case]:
     """The cases that the arguments ask for."""
-    workloads = [parse_shape(shape) for shape in arguments.shape or ()]
+    shapes = [parse_shape(shape) for shape in arguments.shape or ()]
+    suites = arguments.suite or ([] if shapes else ["founding"])
+    selected = unique([*shapes, *(workload for name in suites for workload in suite(name))])
     # A suite is scaled down where it would take too long; a shape is taken as it is given.
     divisor = arguments.divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
-    if arguments.divisor:
-        workloads = [workload.scaled(divisor) for workload in workloads]
-    for name in arguments.suite or ([] if workloads else ["founding"]):
-        workloads += [workload.scaled(divisor) for workload in suite(name)]
+    as_given = () if arguments.divisor else shapes
+    workloads = [one if one in as_given else one.scaled(divisor) for one in selected]
     return cases(
-        unique(workloads), arguments.passes, arguments.dtype, arguments.precision, arguments.format
+        workloads, arguments.passes, arguments.dtype, arguments.precision, arguments.format
     )
 
 
@@ -274,16 +320,33 @@ def _device(name: str | None) -> torch.device:
     """The device asked for, or a GPU if there is one; a UsageError if it is not there."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
+        raise UsageError(f"no device {name!r}: it should be cpu, cuda or cuda:N")
     try:
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("it should be cpu, cuda or cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"no device {name!r} here: {str(error).splitlines()[0]}") from error
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device
+
+
+def _suite_files(arguments: Namespace) -> list[Path]:
+    return [Path(name) for name in arguments.suite or () if name not in SUITES]
+
+
+def _table(arguments: Namespace) -> Path:
+    """Where choices of plans are added: a table, or no file yet."""
+    path: Path = arguments.output or tuned.own()
+    if arguments.output is None:
+        files.make_folder(path.parent)
+    files.check_outputs([path], _suite_files(arguments))
+    if path.is_file() and path.stat().st_size > 0:
+        table = files.read_json(path)
+        if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+            raise UsageError(f"cannot add to {path}: it holds no table of fastconv tune")
+    return path
 
 
 def _plots() -> Any:

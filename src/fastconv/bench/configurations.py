@@ -14,7 +14,7 @@ from torch import Tensor
 from fastconv import jit
 from fastconv.backends import cuda
 from fastconv.bench import contestants
-from fastconv.bench.cases import PASSES, STEP, Case
+from fastconv.bench.cases import PASSES, STEP, Case, reason
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
 
@@ -70,6 +70,14 @@ def legal(case: Case, gpu: Gpu) -> list[Configuration]:
     """Every configuration that may compute the case, the one that would first of its pass."""
     directions = PASSES if case.direction == STEP else (case.direction,)
     return [_planned(case, direction, gpu) for direction in directions]
+
+
+def attempt(case: Case, gpu: Gpu) -> tuple[list[Configuration], str | None]:
+    """What :func:`legal` gives; or nothing, and why."""
+    try:
+        return legal(case, gpu), None
+    except Exception as error:  # whatever it is, the other cases are worth having
+        return [], reason(error)
 
 
 def device_gpu(device: torch.device) -> Gpu | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 PLAIN_WIDTH = 170  # of tables that do not go to a terminal
 
@@ -37,6 +38,15 @@ def console(stderr: bool = False) -> Console:
     if not made.is_terminal:
         made.width = PLAIN_WIDTH
     return made
+
+
+def show(table: Table) -> None:
+    """Prints a table; characters that the output cannot show become question marks."""
+    made = console()
+    with made.capture() as captured:
+        made.print(table)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(captured.get().encode(encoding, "replace").decode(encoding), end="")
 
 
 def work_through(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,6 +37,19 @@ def describe(device: torch.device) -> dict[str, str]:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     return found | (_gpu(device) if device.type == "cuda" else {})
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that can still be had; on a CPU where that is not known, all of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) << 10
+    except (OSError, StopIteration):
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
+        return pages * mmap.PAGESIZE
 
 
 def _gpu(device: torch.device) -> dict[str, str]:

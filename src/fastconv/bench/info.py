@@ -48,11 +48,13 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _case(case: Case, gpu: Gpu, explain: bool) -> dict[str, Any]:
-    legal = configurations.legal(case, gpu)
+    legal, failure = configurations.attempt(case, gpu)
+    lines = [line for configuration in legal for line in configuration.lines(explain)]
     return {
         "label": case.label,
         "configurations": [configuration.to_dict() for configuration in legal],
-        "lines": [line for configuration in legal for line in configuration.lines(explain)],
+        "lines": lines if failure is None else [f"failed: {failure}"],
+        "error": failure,
     }
 
 

@@ -1,9 +1,15 @@
-"""The machine's own ceilings, measured in the same run, and which of them binds a row."""
+"""The machine's own ceilings, measured in the same run, and which of them binds a row.
+
+They also tell whether the machine has other work to do: :func:`doubts`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +21,9 @@ from fastconv.bench.timing import synchronize
 SAMPLES = 5
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
+HASHED_BYTES = 32 << 20  # by each thread: tens of milliseconds, many times a scheduler's turn
+BUSY = 0.8  # threads that get less of the time that they want share their processors
+UNSTEADY = 0.3  # a ceiling that changes by more from a run's beginning to its end is not one
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,7 @@ class Ceilings:
 
     tflops: dict[str, float]  # by mode
     copy_tb_s: float
+    processor_share: float | None = None  # of the time that a CPU's threads want, what they get
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,42 @@ def measure(cases: Iterable[Case], device: torch.device) -> Ceilings:
     """The ceilings of all modes that the cases have."""
     modes = {case.mode: case for case in cases}
     tflops = {mode: _matrix_product(case, device) for mode, case in modes.items()}
-    return Ceilings(tflops, _copy(device))
+    share = _processor_share() if device.type == "cpu" else None
+    return Ceilings(tflops, _copy(device), share)
+
+
+def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
+    """Sentences that say why a run's figures mean little, if they do: the machine was busy.
+
+    Ceilings are measured before the first row and after the last. On a CPU, threads that compute
+    at once tell directly whether they have the processors for themselves. On GPUs, and where the
+    system's accounts do not show what others take, two measurements that differ tell of it.
+    """
+    measured = [ceilings for ceilings in (before, after) if ceilings is not None]
+    shares = [c.processor_share for c in measured if c.processor_share is not None]
+    found = []
+    if shares and min(shares) < BUSY:
+        found.append(
+            f"this machine is busy: threads got {min(shares):.0%} of the processor time that they "
+            "could use; times and speed-ups say little"
+        )
+    if before is not None and after is not None:
+        found += [
+            f"this machine's speed changed while it was measured: {what} {old:.3g} before, "
+            f"{new:.3g} after; times and speed-ups say little"
+            for what, old, new in _pairs(before, after)
+            if abs(new - old) > UNSTEADY * max(old, new)
+        ]
+    return found
+
+
+def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
+    products = [
+        (f"{mode} TFLOP/s", before.tflops[mode], after.tflops[mode])
+        for mode in before.tflops
+        if mode in after.tflops
+    ]
+    return [*products, ("copy TB/s", before.copy_tb_s, after.copy_tb_s)]
 
 
 def limit(case: Case, ceilings: Ceilings) -> Limit:
@@ -81,6 +126,22 @@ def _copy(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _best(lambda: target.copy_(source), device) * 1e-12
+
+
+def _processor_share() -> float:
+    """How much of the time a thread has a processor while as many as PyTorch's are at work."""
+    data, count = bytes(HASHED_BYTES), torch.get_num_threads()
+    ready = threading.Barrier(count)
+
+    def work(_: int) -> tuple[float, float]:
+        ready.wait()
+        wall, used = time.perf_counter(), time.thread_time()
+        hashlib.sha256(data)  # without the interpreter's lock, and each by itself
+        return time.perf_counter() - wall, time.thread_time() - used
+
+    with ThreadPoolExecutor(count) as threads:
+        walls, uses = zip(*threads.map(work, range(count)), strict=True)
+    return sum(uses) / sum(walls)
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fastconv.bench import configurations, contestants, limits, timing
-from fastconv.bench.cases import Case, Tensors
+from fastconv.bench.cases import Case, Tensors, reason
 from fastconv.bench.contestants import PEERS, Pass
 from fastconv.bench.limits import Ceilings
 from fastconv.bench.results import Row
@@ -87,11 +87,3 @@ def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) ->
         )
         for compute, taken, first in zip(passes, samples, first_calls, strict=True)
     ]
-
-
-def reason(error: Exception) -> str:
-    """Why a row failed, in one line."""
-    line = (str(error).splitlines() or [""])[0]
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
-        return "out of memory: a smaller batch, or --divisor 2, would fit"
-    return f"{type(error).__name__}: {line}"

@@ -22,6 +22,7 @@ th[aria-sort=descending]::after { content: " \\25BC" }
 tr.faster td.speedup { color: #17753f; font-weight: 600 }
 tr.slower td.speedup { color: #b3261e; font-weight: 600 }
 tr.failed td { color: #b3261e; white-space: normal }
+p.remark { color: #b3261e; font-weight: 600 }
 svg { max-width: 100%; height: auto }
 .environment th { font-weight: 600; background: none; cursor: auto }
 """
@@ -56,6 +57,10 @@ def html(results: Results) -> str:
         f"<h2>{escape(name.capitalize())}</h2>\n{plots.inline_svg(draw(results))}"
         for name, draw in plots.PLOTS.items()
     )
+    remarks = "\n".join(
+        f'<p class="remark">{escape(line[0].upper() + line[1:])}.</p>'
+        for line in report.remarks(results)
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -68,6 +73,7 @@ def html(results: Results) -> str:
 <body>
 <h1>{escape(report.title(results))}</h1>
 <p>{escape(report.ceilings(results))}.</p>
+{remarks}
 {figures}
 <h2>Every row</h2>
 <p>Click a heading to sort. {escape(report.NOTE.capitalize())}. The command that reproduces a row is

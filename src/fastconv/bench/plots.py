@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastconv import files
 from fastconv.bench import report
 from fastconv.bench.cases import PASSES, STEP
 from fastconv.bench.console import extra
@@ -30,22 +31,23 @@ def speedups(results: Results) -> Figure:
     figure, axes = _figure(9, 1.6 + BAR_INCHES * (len(rows) + len(names)))
     height = 0.85 / max(len(directions), 1)
     for number, direction in enumerate(directions):
-        found = {_bar_name(row): row.speedup for row in rows if row.case.direction == direction}
+        found = {_bar_name(row): row for row in rows if row.case.direction == direction}
         places = [names.index(name) + (number + 0.5) * height - 0.425 for name in found]
         bars = axes.barh(
-            places, [(s or 1) - 1 for s in found.values()], height, left=1,
+            places, [(row.speedup or 1) - 1 for row in found.values()], height, left=1,
             color=COLOURS[direction], label=direction,
         )  # fmt: skip
-        axes.bar_label(bars, [f"{s:.2f}x" for s in found.values()], fontsize=6, padding=2)
+        axes.bar_label(bars, list(map(report.speedup, found.values())), fontsize=6, padding=2)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)
     _plain_ticks(axes.xaxis, [row.speedup or 1 for row in rows])
     axes.set_xlabel("speed-up over the peer (right of 1: fastconv is faster)")
-    axes.set_title(report.title(results), fontsize=9)
+    axes.set_title(_title(results), fontsize=9)
     axes.margins(x=0.12)
-    axes.legend(fontsize=8, loc="best")
+    if rows:
+        axes.legend(fontsize=8, loc="best")
     return figure
 
 
@@ -63,7 +65,7 @@ def roofline(results: Results) -> Figure:
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte that has to be moved")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"roofline: {report.title(results)}", fontsize=9)
+    axes.set_title(f"roofline: {_title(results)}", fontsize=9)
     axes.grid(alpha=0.25, which="both", linewidth=0.4)
     _add_legend(axes, {row.case.direction for row in rows}, markers)
     return figure
@@ -74,14 +76,19 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {"speedups": speedups, "roofline
 
 def write(results: Results, folder: Path) -> list[Path]:
     """Every plot as PNG and as SVG; the files written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written = outputs(folder)
     for name, draw in PLOTS.items():
         figure = draw(results)
-        for suffix in ("png", "svg"):
-            written.append(folder / f"{name}.{suffix}")
-            figure.savefig(written[-1], dpi=150, metadata=_undated(suffix))
+        for path in (path for path in written if path.stem == name):
+            buffer, suffix = io.BytesIO(), path.suffix[1:]
+            figure.savefig(buffer, format=suffix, dpi=150, metadata=_undated(suffix))
+            files.write(path, buffer.getvalue())
     return written
+
+
+def outputs(folder: Path) -> list[Path]:
+    """The files that :func:`write` writes there."""
+    return [folder / f"{name}.{suffix}" for name in PLOTS for suffix in ("png", "svg")]
 
 
 def inline_svg(figure: Figure) -> str:
@@ -101,6 +108,10 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     """A figure that needs no display: the canvas is Agg's unless a file asks for another."""
     figure: Figure = extra("matplotlib.figure").Figure((width, height), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def _title(results: Results) -> str:
+    return "\n".join((report.title(results), *results.doubts))
 
 
 def _bar_name(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastconv.bench import timing
 from fastconv.bench.console import extra
 from fastconv.bench.results import Change, Results, Row
 from fastconv.bench.timing import Timing
@@ -20,6 +21,10 @@ NOTE = (
     "as measured on this machine; first call: with compiling and trying out algorithms; "
     "host: to queue a call; extra: peak memory beyond the results"
 )
+UNSTEADY = (
+    f"?: samples spread by more than {timing.UNSTEADY:.0%}, as they do on a busy machine: "
+    "the figure says little"
+)
 LEFT = ("workload", "pass", "mode", "format")
 RIGHT = (
     "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's", "host µs", "extra MiB",
@@ -33,8 +38,11 @@ _CHECK = ("part", "error", "PyTorch's", "max. error", "PyTorch's", "bound", "che
 def title(results: Results) -> str:
     """What was compared, and where."""
     about = results.environment
-    where = about.get("gpu", f"CPU, {about['threads']} threads")
-    return f"fastconv {about['fastconv']} ({about['commit']}) and PyTorch {about['torch']}, {where}"
+    ours, commit, torch, threads = (
+        about.get(name, "unknown") for name in ("fastconv", "commit", "torch", "threads")
+    )
+    where = about.get("gpu", f"CPU, {threads} threads")
+    return f"fastconv {ours} ({commit}) and PyTorch {torch}, {where}"
 
 
 def ceilings(results: Results) -> str:
@@ -59,7 +67,7 @@ def row_cells(row: Row) -> Cells:
         *head,
         _time(ours),
         _time(peer) + ("*" if "other" in row.peer_name else ""),
-        f"{row.speedup:.2f}x",
+        speedup(row),
         row.limit.name,
         f"{row.share(ours):.0%}",
         f"{row.share(peer):.0%}",
@@ -79,7 +87,7 @@ def brief(row: Row) -> str:
     """A row's outcome in a few words."""
     if row.error is not None or not (row.ours and row.peer):
         return f"failed: {row.error}"
-    return f"{_time(row.ours)} ms, {row.peer_name} {_time(row.peer)} ms, {row.speedup:.2f}x"
+    return f"{_time(row.ours)} ms, {row.peer_name} {_time(row.peer)} ms, {speedup(row)}"
 
 
 def brief_check(check: Check) -> str:
@@ -91,8 +99,14 @@ def brief_check(check: Check) -> str:
 
 
 def results_table(results: Results) -> Table:
-    caption = "\n".join((ceilings(results), NOTE, *failures(results)))
+    caption = "\n".join((ceilings(results), NOTE, *remarks(results), *failures(results)))
     return _table(title(results), caption, LEFT, RIGHT, list(map(row_cells, results.rows)))
+
+
+def remarks(results: Results) -> list[str]:
+    """What to know before reading the figures, a sentence each: that the machine was busy."""
+    unsteady = any(row.unsteady for row in results.rows)
+    return [*([UNSTEADY] if unsteady else []), *results.doubts]
 
 
 def failures(results: Results) -> list[str]:
@@ -105,7 +119,8 @@ def results_markdown(results: Results) -> str:
     rows = [row_cells(row) for row in results.rows]
     failed = "".join(f"\n{line}\n" for line in failures(results))
     legend = f"{title(results)}; {ceilings(results)}; {NOTE}."
-    return f"{legend}\n\n{_markdown(LEFT, RIGHT, rows)}{failed}"
+    beware = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in remarks(results))
+    return f"{legend}\n{beware}\n{_markdown(LEFT, RIGHT, rows)}{failed}"
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
@@ -171,6 +186,11 @@ def _escaped(cell: str) -> str:
 
 def _time(timing: Timing) -> str:
     return f"{timing.ms:.4g} ±{timing.spread:.0%}"
+
+
+def speedup(row: Row) -> str:
+    """A measured row's speed-up, with a question mark where it says little."""
+    return f"{row.speedup:.2f}x" + ("?" if row.unsteady else "")
 
 
 def _pair(ours: float | None, peer: float | None) -> str:

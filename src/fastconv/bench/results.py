@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from fastconv import files
+from fastconv.bench import limits
 from fastconv.bench.cases import Case, case_from
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.timing import Timing
@@ -40,6 +42,11 @@ class Row:
     def speedup(self) -> float | None:
         return self.peer.ms / self.ours.ms if self.peer and self.ours else None
 
+    @property
+    def unsteady(self) -> bool:
+        """Whether the samples of either spread so much that the speed-up says little."""
+        return any(timing.unsteady for timing in (self.ours, self.peer) if timing)
+
     def share(self, timing: Timing | None) -> float | None:
         """What part of the limit that binds the case a contestant reaches."""
         return self.limit.ms / timing.ms if self.limit and timing else None
@@ -55,10 +62,18 @@ class Row:
         return case | found | derived
 
     @classmethod
-    def from_dict(cls, entry: dict[str, Any]) -> Row:
+    def from_dict(cls, entry: Any) -> Row:
+        """Undoes :meth:`to_dict`; a ValueError or a KeyError if that cannot be done."""
+        _expect(entry, dict[str, Any], "a row")
         case = case_from(entry, from_dict(entry["workload"]))
-        ours, peer = (Timing(**entry[k]) if entry[k] else None for k in ("ours", "peer"))
-        limit = Limit(**entry["limit"]) if entry["limit"] else None
+        ours, peer = (_object(Timing, entry[name], name) for name in ("ours", "peer"))
+        limit = _object(Limit, entry["limit"], "limit")
+        for name, kind in (("command", str), ("peer_name", str), ("error", str | None)):
+            _expect(entry[name], kind, name)
+        _expect(entry["compile_s"], float | None, "compile_s")
+        measured = ours and peer and limit and ours.ms and peer.ms and limit.bytes
+        if entry["error"] is None and not measured:
+            raise ValueError(f"{case.label} has neither times and a limit nor an error")
         rest = (entry["peer_name"], limit, entry["compile_s"], entry["error"])
         return cls(case, entry["command"], ours, peer, *rest)
 
@@ -71,41 +86,109 @@ class Results:
     ceilings: Ceilings | None = None
     rows: list[Row] = field(default_factory=list)
     build_s: float = 0.0  # all kernels, compiled side by side before the first row
+    ceilings_after: Ceilings | None = None  # measured again after the last row
 
     @property
     def measured(self) -> list[Row]:
         return [row for row in self.rows if row.error is None]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Sentences that say why the figures mean little, if they do: the machine was busy."""
+        return limits.doubts(self.ceilings, self.ceilings_after)
 
     def json(self) -> str:
         contents = {
             "format": FORMAT,
             "environment": self.environment,
             "ceilings": asdict(self.ceilings) if self.ceilings else None,
+            "ceilings_after": asdict(self.ceilings_after) if self.ceilings_after else None,
             "build_s": self.build_s,
+            "doubts": self.doubts,
             "rows": [row.to_dict() for row in self.rows],
         }
         return json.dumps(contents, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
-        """Replaces the file at once, so that an interruption leaves the old one or the new one."""
-        temporary = path.with_name(f"{path.name}.part")
-        temporary.write_text(self.json(), encoding="utf-8")
-        os.replace(temporary, path)
+        files.write(path, self.json())
 
 
 def read(path: Path) -> Results:
     """The results that a file holds."""
+    contents = files.read_json(path)
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-        if contents["format"] != FORMAT:
-            raise ValueError(f"its format is {contents['format']!r}, not {FORMAT!r}")
-        ceilings = Ceilings(**contents["ceilings"]) if contents["ceilings"] else None
-        rows = [Row.from_dict(entry) for entry in contents["rows"]]
-        return Results(contents["environment"], ceilings, rows, contents["build_s"])
-    except OSError as error:
-        raise ResultsError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path} does not hold results of fastconv bench: {error!r}") from error
+        return _read(contents)
+    except KeyError as error:
+        raise ResultsError(f"{path} does not hold results of fastconv bench: no {error}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path} does not hold results of fastconv bench: {error}") from error
+
+
+def _read(contents: Any) -> Results:
+    _expect(contents, dict[str, Any], "it")
+    if contents["format"] != FORMAT:
+        raise ValueError(f"its format is {contents['format']!r}, not {FORMAT!r}")
+    _expect(contents["environment"], dict[str, str], "environment")
+    _expect(contents["rows"], list, "rows")
+    _expect(contents["build_s"], float, "build_s")
+    before = _object(Ceilings, contents["ceilings"], "ceilings")
+    after = _object(Ceilings, contents.get("ceilings_after"), "ceilings_after")
+    for ceilings in filter(None, (before, after)):
+        if not all((*ceilings.tflops.values(), ceilings.copy_tb_s)):
+            raise ValueError("a ceiling is 0")
+    rows = [Row.from_dict(entry) for entry in contents["rows"]]
+    return Results(contents["environment"], before, rows, contents["build_s"], after)
+
+
+Kind = TypeVar("Kind")
+
+
+def _object(kind: type[Kind], entry: Any, name: str) -> Kind | None:
+    """A dataclass from its JSON, whose keys and types have to be right; None where that is null."""
+    if entry is None:
+        return None
+    _expect(entry, dict[str, Any], name)
+    hints = get_type_hints(kind)
+    if unknown := entry.keys() - hints.keys():
+        raise ValueError(f"{name} has unknown keys {sorted(unknown)}")
+    for key, hint in hints.items():
+        if key in entry:
+            _expect(entry[key], hint, f"{key} of {name}")
+    try:
+        return kind(**entry)
+    except TypeError:
+        raise ValueError(f"{name} should have {', '.join(hints)}, but has {list(entry)}") from None
+
+
+def _expect(value: Any, hint: Any, name: str) -> None:
+    """Raises a ValueError unless the value is of the type."""
+    if not _is(value, hint):
+        raise ValueError(f"{name} should be {_words(hint)}, but is {str(value)[:60]!r}")
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is UnionType:
+        return " or ".join(map(_words, get_args(hint)))
+    names = {
+        dict: "an object", list: "a list", str: "text", int: "a whole number",
+        float: "a number from 0 up", NoneType: "null",
+    }  # fmt: skip
+    return names[get_origin(hint) or hint]
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if get_origin(hint) is dict:
+        key, item = get_args(hint)
+        if not isinstance(value, dict):
+            return False
+        return all(_is(k, key) and _is(v, item) for k, v in value.items())
+    if get_origin(hint) is UnionType:
+        return any(_is(value, one) for one in get_args(hint))
+    if hint is float:  # all of them are times, rates and shares
+        return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) is hint
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from itertools import count
 
 import torch
 
+from fastconv.bench import environment
 from fastconv.bench.cases import Tensors
 from fastconv.bench.contestants import Pass
 
@@ -24,6 +25,7 @@ MOST_SETS = 64
 CACHES = 3  # the sets together are as large as this many last-level caches
 MEMORY_SHARE = 0.25  # of the free memory, at most, for all sets
 STEADY = 0.02  # a spread above this calls for more samples
+UNSTEADY = 0.1  # one that stays above this is not the contestant's own: the machine is busy
 LEAST_SAMPLES = 3  # however long they take
 MOST_ROUNDS = 4  # of ``repeats`` samples each
 WARM_UP_MS = 5.0
@@ -52,13 +54,16 @@ class Timing:
     host_us: float | None = None
     extra_mib: float | None = None
 
+    @property
+    def unsteady(self) -> bool:
+        return self.spread > UNSTEADY
+
 
 def set_count(one: Tensors, device: torch.device) -> int:
     """How many sets of inputs it takes that none is in the cache when its turn comes."""
-    cache, free = CPU_CACHE_BYTES, 4 << 30
+    cache, free = CPU_CACHE_BYTES, environment.free_bytes(device)
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-        free = torch.cuda.mem_get_info(device)[0]
     wanted = -(-CACHES * cache // one.bytes) + 1
     return max(1, min(wanted, MOST_SETS, int(free * MEMORY_SHARE) // one.bytes))
 

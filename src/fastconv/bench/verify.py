@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fastconv.bench import contestants
-from fastconv.bench.cases import Case, Tensors
-from fastconv.bench.measure import reason
+from fastconv.bench.cases import Case, Tensors, reason
 from fastconv.bench.workloads import to_dict
 
 WEIGHT_GRAD_IMAGES = 2

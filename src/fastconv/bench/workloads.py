@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fastconv import files
 from fastconv.problem import Padding, Problem
 
 SHAPE_SYNTAX = (
     '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"'
 )
+
+MOST_ELEMENTS = 2**59  # of a tensor: their bytes are counted in 64 bits
 
 
 class WorkloadError(ValueError):
@@ -196,31 +200,43 @@ def suite(name: str) -> Sequence[Workload]:
     """The workloads of a named suite, or of a JSON file."""
     if name in SUITES:
         return SUITES[name]
-    path = Path(name)
-    if not path.is_file():
+    try:
+        entries = files.read_json(Path(name))
+    except files.FileError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise WorkloadError(
             f"no suite {name!r}: it should be one of {', '.join(SUITES)}, or a JSON file"
-        )
-    try:
-        return _read(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError) as error:
-        raise WorkloadError(f"{name}: not a list of workloads: {error}") from error
-
-
-def _read(entries: Any) -> Sequence[Workload]:
+        ) from error
     if not isinstance(entries, list) or not entries:
-        raise ValueError("expected a JSON list of at least one workload")
-    return [from_dict(entry) for entry in entries]
+        raise WorkloadError(f"{name} should hold a JSON list of at least one workload")
+    return [_entry(entry, f"{name}, workload {at}") for at, entry in enumerate(entries, start=1)]
 
 
-def from_dict(entry: dict[str, Any]) -> Workload:
-    """Undoes :func:`to_dict`; all but ``input`` and ``weight`` may be missing."""
-    known = {field.name for field in fields(Workload)}
-    if unknown := entry.keys() - known:
-        raise ValueError(f"unknown keys {sorted(unknown)}; a workload has {sorted(known)}")
-    values: dict[str, Any] = {"name": "", "about": ""}
-    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-    return _checked(Workload(**values))
+def _entry(entry: Any, where: str) -> Workload:
+    try:
+        return from_dict(entry)
+    except ValueError as error:
+        raise WorkloadError(f"{where}: {error}") from error
+
+
+def from_dict(entry: Any) -> Workload:
+    """Undoes :func:`to_dict`; all but ``input`` and ``weight`` may be missing.
+
+    Raises a ValueError that says what is wrong with it.
+    """
+    known = [field.name for field in fields(Workload)]
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected an object with input and weight, but got {entry!r}")
+    if unknown := entry.keys() - set(known):
+        raise ValueError(f"unknown keys {sorted(unknown)}; a workload has {', '.join(known)}")
+    if missing := {"input", "weight"} - entry.keys():
+        raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+    for name in ("name", "about"):
+        if not isinstance(entry.get(name, ""), str):
+            raise ValueError(f"{name} should be text, but got {entry[name]!r}")
+    sizes = {name: value for name, value in entry.items() if name not in ("name", "about")}
+    return _checked(entry.get("name", ""), entry.get("about", ""), sizes)
 
 
 def to_dict(workload: Workload) -> dict[str, Any]:
@@ -230,37 +246,84 @@ def to_dict(workload: Workload) -> dict[str, Any]:
 def parse_shape(text: str) -> Workload:
     """The workload that :data:`SHAPE_SYNTAX` describes."""
     try:
-        input, weight, *options = text.split()
-        values: dict[str, Any] = {}
-        for option in options:
-            name, _, value = option.partition("=")
-            if name not in ("stride", "padding", "dilation", "groups"):
-                raise ValueError(f"unknown option {name!r}")
-            numbers = _integers(value, ",")
-            if name == "groups":
-                (values[name],) = numbers
-            else:
-                values[name] = numbers * 2 if len(numbers) == 1 else numbers
-        return _checked(Workload("", "", _integers(input, "x"), _integers(weight, "x"), **values))
-    except (ValueError, TypeError) as error:
-        raise WorkloadError(f"malformed shape {text!r} ({error}): expected {SHAPE_SYNTAX}") from (
-            error
-        )
+        return _checked("", "", _read_shape(text))
+    except ValueError as error:
+        raise WorkloadError(
+            f"malformed shape {text!r} ({error}): expected {SHAPE_SYNTAX}"
+        ) from error
 
 
-def _integers(text: str, separator: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(separator))
+def _read_shape(text: str) -> dict[str, Any]:
+    words = text.split()
+    if len(words) < 2:
+        raise ValueError("the sizes of an input and of a weight are needed")
+    values: dict[str, Any] = {"input": _numbers(words[0], "x"), "weight": _numbers(words[1], "x")}
+    for option in words[2:]:
+        name, _, value = option.partition("=")
+        if name not in (*_LENGTHS, "groups") or name in ("input", "weight"):
+            raise ValueError(f"unknown option {name!r}")
+        if not value:
+            raise ValueError(f"{name} has no value")
+        if name in values:
+            raise ValueError(f"{name} is given twice")
+        numbers = _numbers(value, ",")
+        values[name] = numbers[0] if len(numbers) == 1 else numbers
+    return values
 
 
-def _checked(workload: Workload) -> Workload:
+def _numbers(text: str, separator: str) -> list[int]:
+    parts = text.split(separator)
+    for part in parts:
+        if not re.fullmatch("-?[0-9]{1,30}", part):
+            raise ValueError(f"{part!r} in {text!r} is no whole number")
+    return [int(part) for part in parts]
+
+
+# How many numbers each has; of all but ``input`` and ``weight``, one stands for all.
+_LENGTHS = {"input": (4,), "weight": (4,), "stride": (2,), "padding": (2, 4), "dilation": (2,)}
+
+
+def _checked(name: str, about: str, sizes: dict[str, Any]) -> Workload:
     """The workload, named if it has no name; a ValueError if it is no convolution."""
+    values: dict[str, Any] = {
+        key: _size(key, value) if key == "groups" else _sizes(key, value)
+        for key, value in sizes.items()
+    }
+    workload = Workload(name, about, **values)
     try:
-        _ = workload.problem
+        problem = workload.problem
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    return workload if workload.name else replace(workload, name=workload.shape)
+    for shape in (problem.input_shape, problem.weight_shape, problem.output_shape):
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise ValueError(f"no machine holds a tensor of {'x'.join(map(str, shape))}")
+    return workload if name else replace(workload, name=workload.shape)
+
+
+def _sizes(key: str, value: Any) -> tuple[int, ...]:
+    lengths = _LENGTHS[key]
+    if lengths != (4,) and not isinstance(value, (list, tuple)):
+        value = [value, value]
+    if not isinstance(value, (list, tuple)) or len(value) not in lengths:
+        allowed = " or ".join(map(str, lengths))
+        raise ValueError(f"{key} should be {allowed} whole numbers, but got {value!r}")
+    return tuple(_size(key, number) for number in value)
+
+
+def _size(key: str, value: Any) -> int:
+    least = 0 if key == "padding" else 1
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{key} takes whole numbers from {least} to 2**63 - 1, but got {value!r}")
+    return value
 
 
 def unique(workloads: Iterable[Workload]) -> list[Workload]:
-    """The workloads without repetitions, in order."""
-    return list(dict.fromkeys(workloads))
+    """The workloads without repetitions, in order; a WorkloadError if two have the same name."""
+    found = list(dict.fromkeys(workloads))
+    named: dict[str, Workload] = {}
+    for workload in found:
+        if (other := named.setdefault(workload.name, workload)) is not workload:
+            raise WorkloadError(
+                f"two workloads are called {workload.name!r}: {other.shape} and {workload.shape}"
+            )
+    return found

@@ -46,10 +46,16 @@ def export(
         >>> fastconv.export("dilated5x9", output="model.py")
     """
     # Planning is no part of convolving: `import fastconv` does without.
+    from fastconv import files
     from fastconv.exporter import file, subject
 
-    chosen = subject.choose(workload, shape, reference, attribute)
-    text = file.compose(chosen, dtypes)
-    if output is not None:
-        Path(output).write_text(text, encoding="utf-8")
+    path = None if output is None else Path(output)
+    try:
+        files.check_outputs([path], [reference])
+        chosen = subject.choose(workload, shape, reference, attribute)
+        text = file.compose(chosen, dtypes)
+        if path is not None:
+            files.write(path, text)
+    except files.FileError as error:
+        raise ExportError(str(error)) from error
     return text

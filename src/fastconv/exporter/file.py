@@ -89,13 +89,18 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
     paragraphs = {"requirements": _REQUIREMENTS, "tuning": tuning,
                   "arithmetic": _ARITHMETIC, "contents": _CONTENTS}  # fmt: skip
     return _ABOUT.format(
-        title=f"{subject.title}.",
+        title=_quoted(f"{subject.title}."),
         convolutions="A convolution" if one else "Convolutions",
         example=subject.example,
         version=fastconv.__version__,
-        command=subject.command,
+        command=_quoted(subject.command),
         **{name: textwrap.fill(text.strip(), 100) for name, text in paragraphs.items()},
     )
+
+
+def _quoted(text: str) -> str:
+    """As it has to be written in a docstring: the name of a reference may be any file's."""
+    return text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
 
 
 def _heading(title: str) -> str:

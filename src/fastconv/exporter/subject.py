@@ -8,7 +8,7 @@ import keyword
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastconv import files
 from fastconv.bench.workloads import SUITES, Workload, WorkloadError, parse_shape
 from fastconv.exporter import ExportError
 from fastconv.problem import Padding, Problem
@@ -49,8 +50,8 @@ def choose(
             "exactly one of a workload, a shape and a reference can be exported, but got "
             + (" and ".join(given) or "none of them")
         )
-    if attribute is not None and (not attribute.isidentifier() or keyword.iskeyword(attribute)):
-        raise ExportError(f"attribute should be a name, or None, but got {attribute!r}")
+    if attribute is not None:
+        _check_attribute(attribute)
     if reference is not None:
         return _from_reference(Path(reference))
     if workload is not None:
@@ -60,6 +61,18 @@ def choose(
         return _from_workload(parse_shape(shape), f'--shape "{shape}"', attribute)
     except WorkloadError as error:
         raise ExportError(str(error)) from error
+
+
+def _check_attribute(name: str) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ExportError(f"attribute should be a name, or None, but got {name!r}")
+    if hasattr(nn.Module(), name):
+        raise ExportError(f"attribute should not be {name!r}: every nn.Module has one already")
+    if name.startswith("__"):
+        raise ExportError(
+            f"attribute should not be {name!r}: Python changes names that begin with two "
+            "underscores, or has a use of its own for them"
+        )
 
 
 # --- A workload ----------------------------------------------------------------------------------
@@ -138,10 +151,10 @@ def _model(defaults: dict[str, Any], attribute: str | None) -> str:
 
 
 def _from_reference(path: Path) -> Subject:
+    text = files.read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (OSError, SyntaxError) as error:
+    except (SyntaxError, ValueError) as error:  # the latter for null bytes, in older Pythons
         raise ExportError(f"cannot read {path}: {error}") from error
     with _running(path):
         names = runpy.run_path(str(path))
@@ -154,16 +167,16 @@ def _from_reference(path: Path) -> Subject:
     )
     if model is None:
         raise ExportError(f"{path} should define its class Model itself")
-    imports = _imports(tree, model, names, path)
+    imports, rewritten = _imports(tree, model, names, path), _rewritten(text, model, names, path)
     with _running(path):
-        arguments = names["get_init_inputs"]()
+        arguments = _listed(names, "get_init_inputs", path)
         problems, input_shapes = _convolutions(names, arguments, path)
     literals = ", ".join(_literal(argument, path) for argument in arguments)
     return Subject(
         title=f"The model of {path.name}",
         command=f"fastconv export --reference {path.name}",
         imports=imports,
-        model=_rewritten(text, model, names, path),
+        model=rewritten,
         example=f"ModelNew({literals})",
         input_shapes=input_shapes,
         problems=problems,
@@ -172,13 +185,28 @@ def _from_reference(path: Path) -> Subject:
 
 @contextmanager
 def _running(path: Path) -> Iterator[None]:
-    """While the reference's own code runs, which may raise anything."""
+    """While the reference's own code runs, which may raise and print anything.
+
+    What it prints goes where messages do: the exported file may be what is printed.
+    """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except ExportError:
         raise
+    except SystemExit as error:
+        raise ExportError(f"{path} cannot be run: it calls sys.exit({error.code!r})") from error
     except Exception as error:
-        raise ExportError(f"{path} cannot be run: {error}") from error
+        why = ": ".join(filter(None, (type(error).__name__, str(error))))
+        raise ExportError(f"{path} cannot be run: {why}") from error
+
+
+def _listed(names: dict[str, Any], function: str, path: Path) -> list[Any]:
+    """What one of the reference's functions returns."""
+    found = names[function]()
+    if not isinstance(found, (list, tuple)):
+        raise ExportError(f"{path}: {function} should return a list, but returns {found!r}")
+    return list(found)
 
 
 def _literal(argument: Any, path: Path) -> str:
@@ -311,13 +339,15 @@ def _convolutions(
         problems[_problem(module, tuple(inputs[0].shape), path)] = None
 
     with torch.device("meta"), torch.no_grad():
-        model, inputs = names["Model"](*arguments), names["get_inputs"]()
+        model, inputs = names["Model"](*arguments), _listed(names, "get_inputs", path)
         for module in model.modules():
             if type(module) is nn.Conv2d:
                 module.register_forward_pre_hook(record)
         if not all(isinstance(input, Tensor) for input in inputs):
             raise ExportError(f"{path}: all that get_inputs returns should be tensors")
         model(*inputs)
+    if not problems:
+        raise ExportError(f"{path}: Model makes no convolution of what get_inputs returns")
     return tuple(problems), tuple(tuple(input.shape) for input in inputs)
 
 

@@ -78,7 +78,7 @@ def store(key: str, payload: bytes) -> None:
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, _header(key, payload) + payload)
+        replace(path, _header(key, payload) + payload)
     except _TROUBLE as error:
         # Windows refuses to replace a file that another process is just reading: no harm.
         if load(key) != payload:
@@ -103,12 +103,12 @@ def _header(key: str, payload: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(key.encode() + payload).digest()
 
 
-def _replace(path: Path, entry: bytes) -> None:
+def replace(path: Path, contents: bytes) -> None:
     """Writes the file so that readers see the old one or the new one, never a part."""
     # The checksum, not fsync, guards against a machine that stops before the data is on disk.
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(entry)
+        temporary.write_bytes(contents)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

@@ -183,8 +183,6 @@ def kernel_of(launch: Launch) -> Kernel:
 
 
 def gpu_architecture(device: int) -> str:
-    if torch.version.cuda is None:
-        raise RuntimeError("this convolution's kernels need an NVIDIA GPU and PyTorch for CUDA")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         raise RuntimeError(
@@ -192,7 +190,7 @@ def gpu_architecture(device: int) -> str:
             "this convolution's kernels need 7.0 or newer"
         )
     # Hopper's tensor cores are sm_90a's, which compilers know since CUDA 12.
-    tensor_cores = (major, minor) == (9, 0) and int(torch.version.cuda.split(".")[0]) >= 12
+    tensor_cores = (major, minor) == (9, 0) and int(str(torch.version.cuda).split(".")[0]) >= 12
     return f"sm_{major}{minor}{'a' if tensor_cores else ''}"
 
 
@@ -385,7 +383,22 @@ class Conv2d(nn.Module):
         )
 
 
+def missing_gpu() -> str | None:
+    """Why there is no GPU to compute on; None if there is one."""
+    if torch.version.cuda is None:
+        return (
+            "this convolution's kernels need an NVIDIA GPU and PyTorch for CUDA, but PyTorch "
+            f"{torch.__version__} is built without it"
+        )
+    if not torch.cuda.is_available():
+        return "this convolution's kernels need an NVIDIA GPU, but PyTorch finds none here"
+    return None
+
+
 def check_device(x: Tensor, weight: Tensor) -> None:
+    missing = missing_gpu()
+    if missing is not None:
+        raise RuntimeError(missing)
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(
             "input and weight should be on the same CUDA device, but are on "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastconv.exporter.parts.runtime import Conv2d
+from fastconv.exporter.parts.runtime import Conv2d, missing_gpu
 
 TOLERANCE = {"ieee": 1e-5, "tf32": 1e-3}  # of the norm; TF32 has 10 bits
 
@@ -56,8 +56,12 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
     """Prints errors and speed-up of a model on inputs of these shapes, in both precisions.
 
-    Raises an AssertionError where it differs from PyTorch by more than rounding does.
+    Raises an AssertionError where it differs from PyTorch by more than rounding does. Ends with a
+    sentence where there is no GPU.
     """
+    missing = missing_gpu()
+    if missing is not None:
+        raise SystemExit(missing)
     model = model.cuda()
     twin = pytorch_twin(model)
     inputs = [torch.randn(shape, device="cuda") for shape in shapes]

@@ -1,0 +1,122 @@
+"""Files that commands read and write.
+
+What cannot be written is found out before the work, and a file is replaced as a whole, so that an
+interruption or a full disk leaves the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastconv.jit import cache
+
+
+class FileError(ValueError):
+    """A file that cannot be read or written; says which and why."""
+
+
+def read_text(path: Path) -> str:
+    """What a text file holds."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"cannot read {path}: it is no text in UTF-8") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value that a JSON file holds."""
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path} is no JSON: {error}") from error
+    except RecursionError as error:
+        raise FileError(f"{path} is no JSON that can be read: it is nested too deeply") from error
+
+
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Raises a FileError unless all outputs can be written, each without losing something.
+
+    Two outputs cannot be one file, nor can an output be what is read. None stands for what was not
+    asked for.
+    """
+    taken = {Path(path).resolve(): "read" for path in inputs if path is not None}
+    for path in outputs:
+        if path is None:
+            continue
+        _check_output(path)
+        if not replaceable(path):
+            continue
+        if use := taken.get(path.resolve()):
+            raise FileError(f"cannot write {path}: it is to be {use} as well")
+        taken[path.resolve()] = "written"
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder for files unless it is there, or raises a FileError that says why not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _try_folder(path)
+    except FileExistsError as error:
+        raise FileError(f"cannot write to {path}: it is not a folder") from error
+    except OSError as error:
+        raise FileError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def write(path: Path, contents: str | bytes) -> None:
+    """Replaces a file at once; what is no plain file, a device or a pipe, is written to.
+
+    A symbolic link stays one: the file that it names is replaced.
+    """
+    encoded = contents.encode() if isinstance(contents, str) else contents
+    try:
+        if not replaceable(path):
+            path.write_bytes(encoded)
+            return
+        target = path.resolve()
+        mode = target.stat().st_mode if target.exists() else None
+        cache.replace(target, encoded)
+        if mode is not None:
+            target.chmod(mode)
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from error
+
+
+def replaceable(path: Path) -> bool:
+    """Whether another file can take the place of what is there, if anything is.
+
+    Not so for devices and pipes; nor for what has a name there because it is open, which may be a
+    file (``/dev/stdout``); nor in a folder that takes no new files.
+    """
+    if path.absolute().parts[1:2] in (("dev",), ("proc",)):
+        return False
+    if not path.exists():
+        return True
+    return path.is_file() and os.access(path.resolve().parent, os.W_OK)
+
+
+def _check_output(path: Path) -> None:
+    try:
+        if path.is_dir():
+            raise FileError(f"cannot write {path}: it is a folder")
+        parent = path.resolve().parent
+        if not path.exists() and not parent.is_dir():
+            raise FileError(f"cannot write {path}: there is no folder {parent}")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise FileError(f"cannot write {path}: it is write-protected")
+        if replaceable(path):
+            _try_folder(parent)
+    except (OSError, RuntimeError) as error:  # the latter where links form a loop
+        raise FileError(f"cannot write {path}: {getattr(error, 'strerror', error)}") from error
+
+
+def _try_folder(folder: Path) -> None:
+    """Raises an OSError unless files can be made there."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
