@@ -150,6 +150,41 @@ def test_forms_of_pairs(name: str, value: Any, device: torch.device) -> None:
     )
 
 
+# Weights and geometries where any number from 9 on means the same: nothing is that far away.
+ANY_NUMBER = [
+    ((4, 2, 3, 3), {"stride": 9}),
+    ((4, 2, 3, 3), {"stride": (1, 9)}),
+    ((4, 1, 3, 3), {"stride": (9, 2), "groups": 2}),
+    ((4, 2, 1, 3), {"dilation": (9, 1)}),
+    ((4, 2, 1, 1), {"dilation": 9, "stride": (2, 9)}),
+]
+
+
+@pytest.mark.parametrize("number", [2**31, 2**62, 2**63 - 1])
+@pytest.mark.parametrize(("weight_shape", "geometry"), ANY_NUMBER, ids=str)
+def test_steps_that_are_never_taken(
+    weight_shape: tuple[int, ...], geometry: dict[str, Any], number: int
+) -> None:
+    def larger(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(larger, value))
+        return number if value == 9 else value
+
+    input, weight = torch.randn(2, 2, 8, 8), torch.randn(weight_shape)
+    above = torch.randn_like(F.conv2d(input, weight, **geometry))
+    expected = oracle.with_gradients(F.conv2d, (input, weight), above, **geometry)
+    geometry = {name: larger(value) for name, value in geometry.items()}
+    actual = oracle.with_gradients(fastconv.conv2d, (input, weight), above, **geometry)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_outputs_far_apart() -> None:
+    far = {"padding": 2**61, "stride": 2**61}
+    output = fastconv.conv2d(torch.randn(1, 1, 8, 8), torch.randn(1, 1, 3, 3), **far)
+    assert output.shape == (1, 1, 3, 3)
+    assert output.count_nonzero() == 1
+
+
 @pytest.mark.parametrize("padding", [((1, 0), (2, 3)), [[1, 0], [2, 3]], ([1, 0], (2, 3))], ids=str)
 def test_forms_of_four_sided_padding(padding: Any, device: torch.device) -> None:
     tensors = [torch.randn(shape, device=device) for shape in ((2, 3, 5, 6), (4, 3, 3, 2))]

@@ -115,6 +115,31 @@ def test_one_of_two_beyond_64_bits(name: str, transform: Callable[..., Any]) -> 
         function(INPUT)
 
 
+MISSHAPEN: dict[str, tuple[dict[str, Any], str]] = {
+    "channels": ({"input": randn(2, 3, 8, 8)}, "[6, 4, 3, 3], expected input[2, 3, 8, 8] to have"),
+    "groups": ({"weight": randn(5, 2, 3, 3), "groups": 2}, "got weight of size [5, 2, 3, 3]"),
+    "bias": ({"bias": randn(5)}, "6 elements, but got bias of size [5]"),
+    "kernel": ({"input": randn(1, 4, 2, 9)}, "(2 x 9). Kernel size: (3 x 3)"),
+}
+
+
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("mapped", [["input"], ["weight"], ["bias"], ["input", "weight"]], ids=str)
+@pytest.mark.parametrize(("changed", "message"), MISSHAPEN.values(), ids=MISSHAPEN)
+def test_mapped_tensors_are_named_by_the_shapes_seen_inside(
+    changed: dict[str, Any], message: str, mapped: list[str], size: int
+) -> None:
+    arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6), "groups": 1, **changed}
+    groups = arguments.pop("groups")
+    for name in mapped:
+        arguments[name] = arguments[name].expand(size, *arguments[name].shape)
+    in_dims = tuple(0 if name in mapped else None for name in arguments)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        torch.func.vmap(lambda *tensors: fastconv.conv2d(*tensors, groups=groups), in_dims)(
+            *arguments.values()
+        )
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.parametrize("options", [{}, {"padding": "same"}], ids=str)

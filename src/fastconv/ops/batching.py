@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastconv.ops import autocast
-from fastconv.ops.schema import forward, input_grad, library, weight_grad
+from fastconv.ops.schema import (
+    describe_forward,
+    describe_input_grad,
+    describe_weight_grad,
+    forward,
+    forward_result,
+    input_grad,
+    input_grad_result,
+    library,
+    weight_grad,
+    weight_grad_result,
+)
 
 
 def _fold(tensor: Tensor, mapped: int, dim: int, groups: int = 1) -> Tensor:
@@ -31,6 +43,14 @@ def _expand(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
 
 
+def _each(function: Callable[[Tensor, int], Tensor], in_dims: Any, args: Any) -> list[Any]:
+    """The arguments, ``function`` applied to those that are mapped and the dimension they are."""
+    return [
+        function(arg, mapped) if isinstance(arg, Tensor) and mapped is not None else arg
+        for arg, mapped in zip(args, in_dims, strict=True)
+    ]
+
+
 def _over_nothing(op: Callable[..., Any], in_dims: Any, *args: Any) -> Any:
     """The result of a map over a dimension of size 0, which autograd sees depend on ``args``."""
 
@@ -38,12 +58,7 @@ def _over_nothing(op: Callable[..., Any], in_dims: Any, *args: Any) -> Any:
         tensor = tensor.movedim(mapped, 0)
         return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[0]
 
-    result = op(
-        *(
-            one(arg, mapped) if isinstance(arg, Tensor) and mapped is not None else arg
-            for arg, mapped in zip(args, in_dims, strict=True)
-        )
-    )
+    result = op(*_each(one, in_dims, args))
     if isinstance(result, Tensor):
         return result.expand(0, *result.shape), 0
     return tuple(part.expand(0, *part.shape) for part in result), (0,) * len(result)
@@ -111,19 +126,25 @@ def _vmap_weight_grad(
 
 
 def register() -> None:
-    for name, op, rule in (
-        ("forward", forward, _vmap_forward),
-        ("input_grad", input_grad, _vmap_input_grad),
-        ("weight_grad", weight_grad, _vmap_weight_grad),
-    ):
-        torch.library.register_vmap(f"fastconv::{name}", _batched(op, rule), lib=library)
+    for name, op, rule, check in (
+        ("forward", forward, _vmap_forward, partial(describe_forward, forward_result)),
+        ("input_grad", input_grad, _vmap_input_grad,
+         partial(describe_input_grad, input_grad_result)),
+        ("weight_grad", weight_grad, _vmap_weight_grad,
+         partial(describe_weight_grad, weight_grad_result)),
+    ):  # fmt: skip
+        torch.library.register_vmap(f"fastconv::{name}", _batched(op, rule, check), lib=library)
 
 
-def _batched(op: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+def _batched(
+    op: Callable[..., Any], rule: Callable[..., Any], check: Callable[..., Any]
+) -> Callable[..., Any]:
     def batched(info: Any, in_dims: Any, *args: Any) -> Any:
         with autocast.of_mapped():
             if info.batch_size == 0:
                 return _over_nothing(op, in_dims, *args)
+            # Folded sizes would be wrong in other words than those the user has.
+            check(*_each(lambda tensor, mapped: tensor.select(mapped, 0), in_dims, args))
             return rule(info, in_dims, *args)
 
     return batched
