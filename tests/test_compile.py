@@ -85,6 +85,24 @@ def test_memory_formats(memory_format: torch.memory_format, weight_too: bool) ->
     _assert_same(compiled, call, [input, weight, bias])
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gradients_keep_their_layout(memory_format: torch.memory_format) -> None:
+    def loss(input: Tensor, weight: Tensor) -> Tensor:
+        tokens = fastconv.conv2d(input, weight, stride=2).flatten(2).transpose(1, 2)
+        return (tokens @ torch.ones(6, 5)).sum()
+
+    input, weight = torch.randn(2, 4, 8, 6), torch.randn(6, 4, 2, 2).to(memory_format=memory_format)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    _assert_same(compiled, loss, [input, weight])
+    theirs = oracle.with_gradients(
+        lambda *leaves: nn.functional.conv2d(*leaves, stride=2).sum(),
+        [input, weight],
+        torch.ones(()),
+    )
+    ours = oracle.with_gradients(compiled, [input, weight], torch.ones(()))
+    assert [gradient.stride() for gradient in ours] == [gradient.stride() for gradient in theirs]
+
+
 # None equal to a side of the weight: PyTorch takes sides that are equal at first for one.
 SIZES = [(5, 9, 8), (3, 12, 8), (2, 7, 19), (4, 30, 11)]
 

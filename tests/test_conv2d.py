@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, note
+from hypothesis import assume, given, note
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -92,16 +94,14 @@ def _conjugated(tensor: Tensor) -> Tensor:
     return tensor.conj().resolve_conj().conj()
 
 
-@pytest.mark.parametrize("which", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("which", ["input", "weight", "bias", "grad_output"])
 def test_lazy_conjugates(which: str, device: torch.device) -> None:
-    input, weight = (
-        oracle.random(shape, torch.complex64, device) for shape in ((2, 3, 6, 5), (4, 3, 3, 3))
-    )
+    shapes = {"input": (2, 3, 6, 5), "weight": (4, 3, 3, 3), "bias": (4,)}
+    tensors = {
+        name: oracle.random(shape, torch.complex64, device) for name, shape in shapes.items()
+    }
     oracle.assert_matches(
-        (
-            _conjugated(input) if which == "input" else input,
-            _conjugated(weight) if which == "weight" else weight,
-        ),
+        [_conjugated(tensor) if name == which else tensor for name, tensor in tensors.items()],
         layout=_conjugated if which == "grad_output" else torch.clone,
         padding=1,
     )
@@ -111,11 +111,31 @@ def test_lazy_negatives(device: torch.device) -> None:
     def negated(tensor: Tensor) -> Tensor:
         return _conjugated(torch.complex(tensor, tensor)).imag
 
-    input, weight = (
-        negated(torch.randn(shape, device=device)) for shape in ((2, 3, 6, 5), (4, 3, 3, 3))
-    )
-    assert input.is_neg()
-    oracle.assert_matches((input, weight), layout=negated, padding=1)
+    tensors = [
+        negated(torch.randn(shape, device=device)) for shape in ((2, 3, 6, 5), (4, 3, 3, 3), (4,))
+    ]
+    assert all(tensor.is_neg() for tensor in tensors)
+    oracle.assert_matches(tensors, layout=negated, padding=1)
+    oracle.assert_matches([*(tensor.resolve_neg() for tensor in tensors[:2]), tensors[2]])
+
+
+@pytest.mark.parametrize("needed", [(2,), (0, 2), (1, 2), (0, 1, 2)], ids=str)
+def test_gradients_of_complex_halves(needed: tuple[int, ...], device: torch.device) -> None:
+    tensors = [
+        oracle.random(shape, torch.complex32, device)
+        for shape in ((2, 3, 6, 5), (4, 3, 3, 3), (4,))
+    ]
+
+    def gradients(function: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [tensor.to(dtype).requires_grad_(i in needed) for i, tensor in enumerate(tensors)]
+        output = function(*leaves, padding=1)
+        above = torch.ones(output.shape, dtype=dtype, device=device)
+        return torch.autograd.grad(output, [leaves[i] for i in needed], above)
+
+    expected = gradients(F.conv2d, torch.complex64)
+    for ours, theirs in zip(gradients(fastconv.conv2d, torch.complex32), expected, strict=True):
+        assert ours.dtype == torch.complex32
+        torch.testing.assert_close(ours.to(torch.complex64), theirs, rtol=2e-3, atol=2e-2)
 
 
 ONE_OR_TWO = [2, (2,), [2], (2, 1), [1, 3], np.int64(2), torch.tensor(2), torch.Size((1, 2))]
@@ -128,6 +148,41 @@ def test_forms_of_pairs(name: str, value: Any, device: torch.device) -> None:
     torch.testing.assert_close(
         fastconv.conv2d(input, weight, **{name: value}), F.conv2d(input, weight, **{name: value})
     )
+
+
+# Weights and geometries where any number from 9 on means the same: nothing is that far away.
+ANY_NUMBER = [
+    ((4, 2, 3, 3), {"stride": 9}),
+    ((4, 2, 3, 3), {"stride": (1, 9)}),
+    ((4, 1, 3, 3), {"stride": (9, 2), "groups": 2}),
+    ((4, 2, 1, 3), {"dilation": (9, 1)}),
+    ((4, 2, 1, 1), {"dilation": 9, "stride": (2, 9)}),
+]
+
+
+@pytest.mark.parametrize("number", [2**31, 2**62, 2**63 - 1])
+@pytest.mark.parametrize(("weight_shape", "geometry"), ANY_NUMBER, ids=str)
+def test_steps_that_are_never_taken(
+    weight_shape: tuple[int, ...], geometry: dict[str, Any], number: int
+) -> None:
+    def larger(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(larger, value))
+        return number if value == 9 else value
+
+    input, weight = torch.randn(2, 2, 8, 8), torch.randn(weight_shape)
+    above = torch.randn_like(F.conv2d(input, weight, **geometry))
+    expected = oracle.with_gradients(F.conv2d, (input, weight), above, **geometry)
+    geometry = {name: larger(value) for name, value in geometry.items()}
+    actual = oracle.with_gradients(fastconv.conv2d, (input, weight), above, **geometry)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_outputs_far_apart() -> None:
+    far = {"padding": 2**61, "stride": 2**61}
+    output = fastconv.conv2d(torch.randn(1, 1, 8, 8), torch.randn(1, 1, 3, 3), **far)
+    assert output.shape == (1, 1, 3, 3)
+    assert output.count_nonzero() == 1
 
 
 @pytest.mark.parametrize("padding", [((1, 0), (2, 3)), [[1, 0], [2, 3]], ([1, 0], (2, 3))], ids=str)
@@ -188,6 +243,45 @@ def test_memory_format_is_pytorchs(
     assert actual[0].stride() == expected[0].stride()
     for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.dtype, _meaningful_strides(ours)) == (dtype, _meaningful_strides(theirs))
+
+
+# Every way to lie in memory that PyTorch may tell apart.
+ARRANGEMENTS = {
+    **{name: partial(Tensor.contiguous, memory_format=form) for name, form in FORMATS.items()},
+    **LAYOUTS,
+    "sliced, channels last": lambda tensor: _sliced(tensor.movedim(1, -1)).movedim(-1, 1),
+}
+arrangements = st.sampled_from(sorted(ARRANGEMENTS))
+
+
+@pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
+@given(case=convolutions(), names=st.tuples(arrangements, arrangements, arrangements))
+def test_strides_are_pytorchs(
+    dtype: torch.dtype, case: Convolution, names: tuple[str, str, str]
+) -> None:
+    assume(case.batched and case.input_shape[0] > 0)
+    input, weight, grad_output = (ARRANGEMENTS[name] for name in names)
+    sides = case.geometry["padding"]
+    geometry = {**case.geometry, "padding": tuple(max(side) for side in sides)}
+    tensors = case.tensors(dtype, torch.device("cpu"))
+    leaves = [input(tensors[0]), weight(tensors[1]), *tensors[2:]]
+    above = grad_output(torch.randn_like(F.conv2d(*leaves, **geometry)))
+    expected = oracle.with_gradients(F.conv2d, leaves, above, **geometry)
+    actual = oracle.with_gradients(fastconv.conv2d, leaves, above, **geometry)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert _meaningful_strides(ours) == _meaningful_strides(theirs)
+
+
+def test_gradient_penalty_of_a_patch_embedding(device: torch.device) -> None:
+    input, weight, projection = (
+        torch.randn(shape, device=device, requires_grad=True)
+        for shape in ((2, 3, 16, 12), (8, 3, 4, 4), (8, 5))
+    )
+    tokens = fastconv.conv2d(input, weight, stride=4).flatten(2).transpose(1, 2)
+    (gradient,) = torch.autograd.grad((tokens @ projection).sum(), input, create_graph=True)
+    gradient.view(2, -1).norm(dim=1).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
 
 
 def _meaningful_strides(tensor: Tensor) -> dict[int, int]:

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 import fastconv
 from fastconv import ops
+from fastconv.backends import cuda
+from fastconv.kernels import planner
+from fastconv.problem import Problem
 
 randn = torch.randn
 INPUT, WEIGHT = randn(2, 4, 8, 8), randn(6, 4, 3, 3)
@@ -75,6 +78,11 @@ for name in ("stride", "padding", "dilation"):
 for name in ("stride", "padding", "dilation", "groups"):
     for value in (1.5, True, None):
         REJECTED[f"{name}={value}"] = ({name: value}, f"{name}={value!r}")
+for name in ("stride", "padding", "dilation", "groups"):
+    for value in (2**63, -(2**63) - 1, 10**30):
+        REJECTED[f"{name}={value}"] = ({name: value}, f"{name}={value}")
+REJECTED["padding=2**62"] = ({"padding": 2**62}, f"padding={[2**62] * 4}")
+REJECTED["padding=(2**62, 1)"] = ({"padding": (2**62, 1)}, f"makes one of {2**63 + 8}")
 for name in ("stride", "dilation", "groups"):
     REJECTED[f"{name} is a string"] = ({name: "1"}, f"{name}='1'")
 
@@ -97,6 +105,84 @@ def test_sparse_tensors(where: set[str]) -> None:
         F.conv2d(**arguments)
     with pytest.raises(RuntimeError, match=r"(?i)sparse"):
         fastconv.conv2d(**arguments)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, torch.func.vmap], ids=["", "vmap"])
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_one_of_two_beyond_64_bits(name: str, transform: Callable[..., Any]) -> None:
+    function = transform(lambda input: fastconv.conv2d(input, WEIGHT, **{name: (1, 2**63)}))
+    with pytest.raises(ValueError, match=f"{name} should fit in 64 bits, but got {name}={2**63}"):
+        function(INPUT)
+
+
+MISSHAPEN: dict[str, tuple[dict[str, Any], str]] = {
+    "channels": ({"input": randn(2, 3, 8, 8)}, "[6, 4, 3, 3], expected input[2, 3, 8, 8] to have"),
+    "groups": ({"weight": randn(5, 2, 3, 3), "groups": 2}, "got weight of size [5, 2, 3, 3]"),
+    "bias": ({"bias": randn(5)}, "6 elements, but got bias of size [5]"),
+    "kernel": ({"input": randn(1, 4, 2, 9)}, "(2 x 9). Kernel size: (3 x 3)"),
+}
+
+
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("mapped", [["input"], ["weight"], ["bias"], ["input", "weight"]], ids=str)
+@pytest.mark.parametrize(("changed", "message"), MISSHAPEN.values(), ids=MISSHAPEN)
+def test_mapped_tensors_are_named_by_the_shapes_seen_inside(
+    changed: dict[str, Any], message: str, mapped: list[str], size: int
+) -> None:
+    arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6), "groups": 1, **changed}
+    groups = arguments.pop("groups")
+    for name in mapped:
+        arguments[name] = arguments[name].expand(size, *arguments[name].shape)
+    in_dims = tuple(0 if name in mapped else None for name in arguments)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        torch.func.vmap(lambda *tensors: fastconv.conv2d(*tensors, groups=groups), in_dims)(
+            *arguments.values()
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("options", [{}, {"padding": "same"}], ids=str)
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_nested_tensors(name: str, options: dict[str, Any], layout: torch.layout) -> None:
+    parts = [randn(4, 8, 8), randn(3, 8, 8)] if name != "bias" else [randn(3), randn(3)]
+    arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6)}
+    arguments[name] = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(ERRORS):
+        F.conv2d(**arguments, **options)
+    with pytest.raises(NotImplementedError, match=f"dense tensors, but {name} is a nested one"):
+        fastconv.conv2d(**arguments, **options)
+
+
+def test_unbatched_nested_tensors() -> None:
+    with pytest.raises(NotImplementedError, match="input is a nested one"):
+        fastconv.conv2d(torch.nested.nested_tensor([randn(8, 8), randn(8, 7)]), WEIGHT)
+
+
+TOO_LARGE_FOR_GPUS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "batch": (((2**31, 1, 1, 1), (1, 1, 1, 1)), f"input of size [{2**31}, 1, 1, 1]"),
+    "width": (((1, 1, 1, 2**32), (1, 1, 1, 1)), f"input of size [1, 1, 1, {2**32}]"),
+    "output": (((1, 1, 1, 1), (2**31, 1, 1, 1)), f"weight of size [{2**31}, 1, 1, 1]"),
+    "stride": (((1, 1, 4, 4), (1, 1, 1, 1), (1, 2**40)), f"stride [1, {2**40}]"),
+    "padding": (
+        ((1, 1, 4, 4), (1, 1, 1, 1), (2**30, 1), (2**31, 0, 0, 0)),
+        f"padding (top, bottom, left, right) [{2**31}, 0, 0, 0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", [planner.forward, planner.input_grad, planner.weight_grad])
+@pytest.mark.parametrize(
+    ("geometry", "message"), TOO_LARGE_FOR_GPUS.values(), ids=TOO_LARGE_FOR_GPUS
+)
+def test_too_large_for_gpu_kernels(
+    geometry: tuple[Any, ...], message: str, plan: planner.Planner
+) -> None:
+    defaults = ((1, 1), (0, 0, 0, 0), (1, 1), 1)
+    problem = Problem.of(*geometry, *defaults[len(geometry) - 2 :])
+    layout = (False, False, (1, 1, 1, 1), True, "ieee", False)
+    with pytest.raises(NotImplementedError, match=re.escape(f"below 2**31, but got {message}")):
+        cuda._ready(plan, problem, torch.float32, *layout, 0)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -254,6 +340,11 @@ MISUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         ops.input_grad,
         (GRAD_OUTPUT, WEIGHT.to_sparse(), (8, 8), *GEOMETRY),
         "weight has torch.sparse_coo",
+    ),
+    "input_grad, memory format": (
+        ops.input_grad,
+        (GRAD_OUTPUT, WEIGHT, (8, 8), *GEOMETRY, torch.channels_last_3d),
+        "memory_format=torch.channels_last_3d",
     ),
     "weight_grad, sparse": (
         ops.weight_grad,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -440,8 +441,13 @@ class TestLaunch:
             jit.prepare([LAUNCH], CUDA, ("y", "bias"))
 
     def test_integer_that_does_not_fit(self, driver: Driver) -> None:
-        with pytest.raises(OverflowError):
+        with pytest.raises(jit.LaunchError, match="32-bit integers, but got 2147483648"):
             jit.prepare([Launch(scale(), (1, 1, 1), 32, 0, ("x", "y", 2**31))], CUDA)
+
+    @pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 2**16, 1), (1, 1, 2**16)], ids=str)
+    def test_grid_too_large(self, grid: tuple[int, int, int], driver: Driver) -> None:
+        with pytest.raises(jit.LaunchError, match=re.escape(f"65535) blocks, not {grid}")):
+            jit.prepare([Launch(scale(), grid, 32, 0, ("x", "y", 1))], CUDA)
 
     def test_wrong_number_of_addresses(self, driver: Driver) -> None:
         with pytest.raises(Exception, match="2"):

@@ -219,6 +219,27 @@ def test_symbolic_trace() -> None:
     assert any(node.target is fastconv.conv2d for node in traced.graph.nodes)
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("padding", [1, "same", "valid", ((1, 0), (2, 1))], ids=str)
+def test_jit_trace(padding: Any) -> None:
+    module = fastconv.Conv2d(4, 6, (3, 2), padding=padding, dilation=(1, 3))
+    traced = torch.jit.trace(module, torch.randn(2, 4, 9, 8))
+    input = torch.randn(3, 4, 12, 7)  # a trace is for all sizes of images
+    assert traced(input).equal(module(input))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_jit_trace_warns_that_it_keeps_the_size_of_a_kernel() -> None:
+    def same(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fastconv.conv2d(input, weight, padding="same")
+
+    tensors = torch.randn(2, 4, 9, 8), torch.randn(6, 4, 3, 3)
+    with pytest.warns(torch.jit.TracerWarning, match="constant"):
+        traced = torch.jit.trace(same, tensors)
+    assert traced(*tensors).equal(same(*tensors))
+
+
 def _network(convolution: Callable[..., nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, combinations, product
 from typing import Any
 
@@ -80,6 +81,9 @@ def _operator_calls(
     for bias_too in (False, True):
         arguments = (*tensors(GRAD_OUTPUT, INPUT), WEIGHT[2:], *GEOMETRY, bias_too)
         yield ops.weight_grad, arguments
+    for written in FORMATS.values():
+        yield ops.input_grad, (*tensors(GRAD_OUTPUT, WEIGHT), INPUT[2:], *GEOMETRY, written)
+        yield ops.weight_grad, (*tensors(GRAD_OUTPUT, INPUT), WEIGHT[2:], *GEOMETRY, True, written)
 
 
 every_format = pytest.mark.parametrize("formats", list(product(FORMATS, FORMATS)), ids="-".join)
@@ -108,7 +112,11 @@ def test_promised_layouts_are_returned(formats: tuple[str, str], dtype: torch.dt
 
     first, second = (FORMATS[name] for name in formats)
     for operator, arguments in _operator_calls(first, second, dtype=dtype):
-        returned = describe(operator(*arguments))
+        results = operator(*arguments)
+        returned = describe(results)
+        if isinstance(arguments[-1], torch.memory_format):
+            result = results if isinstance(results, Tensor) else results[0]
+            assert result.is_contiguous(memory_format=arguments[-1])
         on_meta = (a.to("meta") if isinstance(a, Tensor) else a for a in arguments)
         assert describe(operator(*on_meta)) == returned
         with FakeTensorMode() as mode:
@@ -248,6 +256,37 @@ def test_vmap(function: Callable[..., Any], shapes: Any, dims: tuple[int | None,
     torch.testing.assert_close(vmap(function, dims)(*tensors), _loop(function, dims, *tensors))
 
 
+@pytest.mark.parametrize(("function", "shapes", "dims"), MAPPED)
+def test_vmap_over_nothing(
+    function: Callable[..., Any], shapes: Any, dims: tuple[int | None, ...]
+) -> None:
+    one = function(*_doubles(*shapes))
+    tensors = [
+        tensor if dim is None else tensor.narrow(dim, 0, 0)
+        for tensor, dim in zip(_mapped(*shapes, dims=dims), dims, strict=True)
+    ]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    results = vmap(function, dims)(*leaves)
+    results, one = ((r,) if isinstance(r, Tensor) else r for r in (results, one))
+    assert [tuple(r.shape) for r in results] == [(0, *o.shape) for o in one]
+    sums = sum(result.sum() for result in results)
+    gradients = torch.autograd.grad(sums, leaves, materialize_grads=True)
+    assert all(not gradient.any() for gradient in gradients)
+
+
+EMPTY = {
+    "no images": ((0, 4, 5, 6), WEIGHT, BIAS),
+    "no input channels": ((2, 0, 5, 6), (6, 0, 3, 2), BIAS),
+}
+
+
+@pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("dims", _dims(3), ids=str)
+def test_vmap_of_empty_tensors(shapes: Any, dims: tuple[int | None, ...]) -> None:
+    tensors = _mapped(*shapes, dims=dims)
+    torch.testing.assert_close(vmap(conv2d, dims)(*tensors), _loop(conv2d, dims, *tensors))
+
+
 @pytest.mark.parametrize("dims", list(product((None, 0), repeat=3))[1:], ids=str)
 def test_vmap_of_grad(dims: tuple[int | None, ...]) -> None:
     tensors = _mapped(INPUT, WEIGHT, BIAS, dims=dims)
@@ -315,6 +354,47 @@ def test_autocast(dtype: torch.dtype, to: torch.dtype, device: torch.device) -> 
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=8 * tolerance)
 
 
+def _value(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The sum of what ``function`` returns, as ``grad`` sees it."""
+    return lambda *x: torch.func.grad_and_value(lambda *y: function(*y).sum())(*x)[1]
+
+
+# Transforms, and the tensors that they expect to have one more dimension.
+AUTOCAST_UNDER: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "vmap": (lambda f: vmap(f, (0, None, None)), (0,)),
+    "vmap of the weight": (lambda f: vmap(f, (None, 0, None)), (1,)),
+    "vmap of the bias": (lambda f: vmap(f, (None, None, 0)), (2,)),
+    "vmap of all": (lambda f: vmap(f, (0, 0, 0)), (0, 1, 2)),
+    "vmap of vmap": (lambda f: vmap(vmap(f, (None, 0, None)), (0, None, None)), (0, 1)),
+    "vmap of none": (lambda f: lambda *x: vmap(lambda _: f(*x))(torch.ones(3)), ()),
+    "grad": (_value, ()),
+    "vmap of grad": (lambda f: vmap(_value(f), (0, None, None)), (0,)),
+    "grad of vmap": (lambda f: _value(vmap(f, (0, None, None))), (0,)),
+    "jvp": (lambda f: lambda *x: jvp(f, x, x)[1], ()),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside"])
+@pytest.mark.parametrize(("transform", "mapped"), AUTOCAST_UNDER.values(), ids=AUTOCAST_UNDER)
+def test_dtypes_of_autocast_and_transforms(
+    transform: Callable[..., Any], mapped: tuple[int, ...], inside: bool
+) -> None:
+    tensors = [
+        torch.randn((3, *shape) if index in mapped else shape)
+        for index, shape in enumerate((INPUT, WEIGHT, BIAS))
+    ]
+
+    def dtype(function: Callable[..., Tensor]) -> torch.dtype:
+        def cast(*some: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return function(*some, groups=2)
+
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+            return transform(cast if inside else partial(function, groups=2))(*tensors).dtype
+
+    assert dtype(fastconv.conv2d) == dtype(F.conv2d)
+
+
 def test_autocast_with_mixed_dtypes() -> None:
     input, weight, bias = (torch.randn(shape) for shape in (INPUT, WEIGHT, BIAS))
     tensors = (input.bfloat16(), weight, bias.half())
@@ -352,6 +432,63 @@ def test_only_the_gradients_needed(needed: tuple[int, ...]) -> None:
     expected = grad(_loss(reference), needed)(*(tensor.detach() for tensor in tensors))
     torch.testing.assert_close(tuple(tensors[index].grad for index in needed), expected)
     assert all(tensor.grad is None for i, tensor in enumerate(tensors) if i not in needed)
+
+
+class _Tagged(Tensor):
+    """A tensor that makes tagged ones of whatever it has a part in, as FakeTensor does."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Tagged:
+        tagged = Tensor._make_wrapper_subclass(
+            _Tagged, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype
+        )
+        tagged.inner = tensor
+        return tagged
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def untag(value: Any) -> Any:
+            return value.inner if isinstance(value, cls) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(untag, (args, kwargs or {}))
+        return cls.of(func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "requires_grad"])
+@pytest.mark.parametrize("which", range(3), ids=["input", "weight", "bias"])
+def test_one_tensor_of_a_subclass(which: int, requires_grad: bool) -> None:
+    tensors = [tensor.requires_grad_(requires_grad) for tensor in _doubles(INPUT, WEIGHT, BIAS)]
+    expected = conv2d(*tensors).detach()
+    tensors[which] = _Tagged.of(tensors[which].detach())
+    output = conv2d(*tensors)
+    assert type(output) is _Tagged
+    assert output.inner.equal(expected)
+    assert output.requires_grad == requires_grad
+
+
+@pytest.mark.parametrize("needed", SUBSETS, ids=str)
+def test_many_gradients_at_once(needed: tuple[int, ...]) -> None:
+    tensors = [tensor.requires_grad_() for tensor in _doubles(INPUT, WEIGHT, BIAS)]
+    leaves = [tensors[index] for index in needed]
+    (above,) = _doubles((3, *GRAD_OUTPUT))
+    ours, theirs = (
+        torch.autograd.grad(function(*tensors), leaves, above, is_grads_batched=True)
+        for function in (conv2d, reference)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_names_of_nodes() -> None:
+    tensors = [tensor.requires_grad_() for tensor in _doubles(INPUT, WEIGHT, BIAS)]
+    output = conv2d(*tensors)
+    assert output.grad_fn.name() == "FastconvConv2dBackward"
+    gradients = torch.autograd.grad(output.square().sum(), tensors[:2], create_graph=True)
+    assert [gradient.grad_fn.name() for gradient in gradients] == [
+        "FastconvInputGradBackward",
+        "FastconvWeightGradBackward",
+    ]
 
 
 def test_backward_twice() -> None:

@@ -8,11 +8,13 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastconv import _precision
 from fastconv._precision import Precision
 from fastconv.ops import autograd
+from fastconv.ops.schema import check_dense
 from fastconv.problem import Padding
 
 IntOrPair = int | Sequence[int]
@@ -71,6 +73,8 @@ def conv2d(
     stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
     sides = _sides(padding, weight, stride, dilation)
     batched = input.dim() == 4
+    if not batched:
+        check_dense("input", input)
     output: Tensor = autograd.forward_here(
         input if batched else input.unsqueeze(0),
         weight, bias, stride, sides, dilation, _int("groups", groups),
@@ -149,8 +153,29 @@ def _named_padding(
             f"padding='same' is not supported for strided convolutions, but got stride={stride}"
         )
     # Weights of another rank are refused later on, with a better message.
+    kernel_size = (*_kernel_size(weight), 1, 1)
     vertical, horizontal = (
-        step * (size - 1) for step, size in zip(dilation, (*weight.shape[2:], 1, 1), strict=False)
+        step * (size - 1) for step, size in zip(dilation, kernel_size, strict=False)
     )
     top, left = vertical // 2, horizontal // 2
     return Padding(top, vertical - top, left, horizontal - left)
+
+
+def _kernel_size(weight: Tensor) -> tuple[int, ...]:
+    """The weight's sides but for its channels, as ints.
+
+    In a trace (``torch.jit.trace``) sizes are tensors, and no operator but PyTorch's own can be
+    given them: a trace keeps the numbers, as it keeps the stride. A parameter's do not change;
+    for any other tensor PyTorch warns.
+    """
+    check_dense("weight", weight)
+    if not torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return weight.shape[2:]
+    if not isinstance(weight, Parameter):
+        return tuple(int(size) for size in weight.shape[2:])
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        return weight.shape[2:]
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 Pair = tuple[int, int]
 
+WORD = 1 << 63
+"""One more than the largest number in PyTorch: its integers have 64 bits."""
+
 
 class Padding(NamedTuple):
     """Zeros around the input, side by side."""
@@ -46,6 +49,7 @@ class Problem:
         groups: int,
     ) -> Problem:
         """The problem of convolving these shapes; raises PyTorch's error if there is none."""
+        check_words(stride, padding, dilation, groups)
         _check_parameters(stride, padding, dilation, groups)
         _check_weight(weight_shape, groups)
         _check_input(input_shape, weight_shape, groups)
@@ -63,6 +67,7 @@ class Problem:
             groups,
         )
         problem._check_kernel_fits()
+        problem._check_padded_size()
         return problem
 
     @property
@@ -115,6 +120,29 @@ class Problem:
                 f"Kernel size: ({extent[0]} x {extent[1]}). "
                 "Kernel size can't be greater than actual input size"
             )
+
+    def _check_padded_size(self) -> None:
+        for size in self.padded_size:
+            if isinstance(size, int) and size >= WORD:  # of a symbolic one PyTorch will know
+                raise RuntimeError(
+                    f"padded input sizes are below 2**63, but padding={list(self.padding)} "
+                    f"(top, bottom, left, right) makes one of {size}"
+                )
+
+
+def check_words(
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> None:
+    """Raises if a number has more than the 64 bits that PyTorch's have."""
+    for name, values in (
+        ("stride", stride),
+        ("padding", padding),
+        ("dilation", dilation),
+        ("groups", (groups,)),
+    ):
+        for value in values:
+            if isinstance(value, int) and not -WORD <= value < WORD:
+                raise ValueError(f"{name} should fit in 64 bits, but got {name}={value}")
 
 
 def _pair(values: tuple[int, ...] | list[int]) -> Pair:

@@ -323,9 +323,11 @@ class _Axis(NamedTuple):
 
     def part(self, outputs: slice, taps: slice) -> _Axis:
         """These outputs and taps only."""
+        count = outputs.stop - outputs.start
         return self._replace(
-            outputs=outputs.stop - outputs.start,
+            outputs=count,
             taps=taps.stop - taps.start,
+            step=self.step if count > 1 else 1,  # in bytes, a step that is not taken may overflow
             before=self.before - outputs.start * self.step - taps.start * self.reach,
         )
 
@@ -357,8 +359,9 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
         problem.input_size,
         problem.output_size,
         problem.kernel_size,
-        problem.stride,
-        problem.dilation,
+        # Of a single output or tap the distance to the next means nothing, and may be any number.
+        map(min, problem.stride, problem.padded_size),
+        map(min, problem.dilation, problem.padded_size),
         before,
         strict=True,
     )

@@ -173,9 +173,27 @@ def _ready(
         precision,
         bias_grad,
     )
+    _check_sizes(problem)
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
     return _Ready(launch.prepare(planned.launches, device, _TENSORS[plan]), planned.scratch_bytes)
+
+
+def _check_sizes(problem: Problem) -> None:
+    """Raises if a number is too large for kernels, which take them as 32-bit ints."""
+    for name, values in (
+        ("input of size", problem.input_shape),
+        ("weight of size", problem.weight_shape),
+        ("output of size", problem.output_shape),
+        ("stride", problem.stride),
+        ("padding (top, bottom, left, right)", problem.padding),
+        ("dilation", problem.dilation),
+    ):
+        if max(values) >= 1 << 31:
+            raise NotImplementedError(
+                "fastconv's GPU kernels take sizes, strides, padding and dilation below 2**31, "
+                f"but got {name} {list(values)}"
+            )
 
 
 def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:

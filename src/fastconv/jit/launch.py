@@ -29,6 +29,9 @@ _SPECIFIC = {(9, 0), (10, 0), (12, 0)}
 # More shared memory than this, static and dynamic together, has to be asked for.
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
+# The most blocks along each dimension of a grid, on every GPU.
+_LARGEST_GRID = (2**31 - 1, 65535, 65535)
+
 
 class LaunchError(RuntimeError):
     """The CUDA driver refused to load or launch a kernel."""
@@ -113,10 +116,7 @@ class Prepared:
             functools.partial(driver.cuLaunchKernel, function, *_configuration(launch))
             for launch, function in zip(launches, functions, strict=True)
         ]
-        # Unlike ctypes, array raises if a value does not fit.
-        self._integers = [
-            array("i", (a for a in launch.arguments if isinstance(a, int))) for launch in launches
-        ]
+        self._integers = [_integers(launch) for launch in launches]
         self._idle: list[_Block] = []
         # Looked up here rather than in every call.
         self._pack_into = struct.Struct(f"{len(names)}Q").pack_into
@@ -209,6 +209,10 @@ class _Loaded:
             raise LaunchError(
                 f"{self._what} runs with {self._most_threads} threads in a block at most, "
                 f"not with {launch.block}"
+            )
+        if any(size > most for size, most in zip(launch.grid, _LARGEST_GRID, strict=True)):
+            raise LaunchError(
+                f"{self._what}: a grid has at most {_LARGEST_GRID} blocks, not {launch.grid}"
             )
         with _lock:  # so that the limit never falls
             if launch.shared_bytes > self._shared_bytes:
@@ -337,6 +341,17 @@ def _problem(status: Any) -> str:
 def _configuration(launch: Launch) -> tuple[int, ...]:
     """Grid, block and shared memory in the order of cuLaunchKernel's parameters."""
     return (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
+
+
+def _integers(launch: Launch) -> array[int]:
+    """The integers among the arguments, as the kernel reads them."""
+    values = [argument for argument in launch.arguments if isinstance(argument, int)]
+    try:
+        return array("i", values)
+    except OverflowError:
+        raise LaunchError(
+            f"{describe(launch.kernel)} takes 32-bit integers, but got {max(values, key=abs)}"
+        ) from None
 
 
 def _address(buffer: array[int]) -> int:

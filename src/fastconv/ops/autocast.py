@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastconv.ops.schema import forward, library
+
+_here = threading.local()
+
+
+@contextmanager
+def of_mapped() -> Iterator[None]:
+    """What autocast is for convolutions under vmap in PyTorch: on a CPU, nothing.
+
+    vmap makes its ``conv2d`` a ``convolution``, which autocast knows on GPUs alone. No dispatch
+    key can say so to the levels below: functorch puts back the keys that it found.
+    """
+    outer, _here.mapped = getattr(_here, "mapped", False), True
+    try:
+        yield
+    finally:
+        _here.mapped = outer
 
 
 def register(device_type: str, dispatch_key: str) -> None:
@@ -23,8 +42,11 @@ def register(device_type: str, dispatch_key: str) -> None:
         return tensor.to(dtype) if eligible and tensor is not None else tensor
 
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        dtype = torch.get_autocast_dtype(device_type)
+        tensors: tuple[Tensor | None, ...] = (input, weight, bias)
+        if not (device_type == "cpu" and getattr(_here, "mapped", False)):
+            dtype = torch.get_autocast_dtype(device_type)
+            tensors = tuple(cast(tensor, dtype) for tensor in tensors)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return forward(cast(input, dtype), cast(weight, dtype), cast(bias, dtype), *geometry)
+            return forward(*tensors, *geometry)
 
     library.impl("forward", kernel, dispatch_key)

@@ -17,13 +17,26 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from fastconv.ops import devices
-from fastconv.ops.schema import forward, input_grad, library, weight_grad
+from fastconv.ops.schema import (
+    check_dense,
+    forward,
+    gradient_format,
+    input_grad,
+    library,
+    weight_grad,
+)
+from fastconv.problem import check_words
+
+# torch.autograd.grad(is_grads_batched=True) has a vmap of its own, unknown to functorch.
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
+
+# The names of these classes are those of the nodes in a user's graph, with "Backward" added.
 
 
-class _Forward(_SingleLevelFunction):
+class FastconvConv2d(_SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        return _below_autograd(forward, devices.forward_kernels, args)
+        return _below_autograd(forward, devices.forward_kernels, args, args[2])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -37,14 +50,17 @@ class _Forward(_SingleLevelFunction):
         input_, weight_, bias_ = None, None, None
         if grad is not None:
             input, weight = ctx.saved_tensors
+            memory_format = gradient_format(input, weight)
             if needs_input:
-                input_ = input_grad(grad, weight.conj(), input.shape[2:], *ctx.geometry)
+                input_ = _input_grad_here(
+                    grad, weight.conj(), input.shape[2:], *ctx.geometry, memory_format
+                )
             if needs_weight:
-                weight_, bias_ = weight_grad(
-                    grad, input.conj(), weight.shape[2:], *ctx.geometry, needs_bias
+                weight_, bias_ = _weight_grad_here(
+                    grad, input.conj(), weight.shape[2:], *ctx.geometry, needs_bias, memory_format
                 )
             elif needs_bias:
-                bias_ = grad.sum((0, 2, 3))
+                bias_ = _sum_of_positions(grad)
         return (input_, weight_, bias_ if needs_bias else None, *(None for _ in others))
 
     @staticmethod
@@ -58,14 +74,15 @@ class _Forward(_SingleLevelFunction):
         return tangent
 
 
-class _InputGrad(_SingleLevelFunction):
+class FastconvInputGrad(_SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(input_grad, devices.input_grad_kernels, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        grad_output, weight, ctx.input_size, *ctx.geometry = inputs
+        grad_output, weight, *ctx.arguments = inputs
+        ctx.geometry = ctx.arguments[1:6]
         _save(ctx, grad_output, weight)
 
     @staticmethod
@@ -87,22 +104,21 @@ class _InputGrad(_SingleLevelFunction):
         grad_output, weight = ctx.saved_tensors
         tangent = None
         if grad_output_t is not None:
-            tangent = input_grad(grad_output_t, weight, ctx.input_size, *ctx.geometry)
+            tangent = input_grad(grad_output_t, weight, *ctx.arguments)
         if weight_t is not None:
-            tangent = _sum(
-                tangent, input_grad(grad_output, weight_t, ctx.input_size, *ctx.geometry)
-            )
+            tangent = _sum(tangent, input_grad(grad_output, weight_t, *ctx.arguments))
         return tangent
 
 
-class _WeightGrad(_SingleLevelFunction):
+class FastconvWeightGrad(_SingleLevelFunction):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return _below_autograd(weight_grad, devices.weight_grad_kernels, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        grad_output, input, ctx.kernel_size, *ctx.geometry, ctx.bias = inputs
+        grad_output, input, *ctx.arguments = inputs
+        ctx.geometry, ctx.bias = ctx.arguments[1:6], ctx.arguments[6]
         _save(ctx, grad_output, input)
         if not ctx.bias:
             ctx.mark_non_differentiable(output[1])
@@ -127,14 +143,10 @@ class _WeightGrad(_SingleLevelFunction):
         grad_output, input = ctx.saved_tensors
         tangent, bias_tangent = None, None
         if grad_output_t is not None:
-            tangent, bias_tangent = weight_grad(
-                grad_output_t, input, ctx.kernel_size, *ctx.geometry, ctx.bias
-            )
+            tangent, bias_tangent = weight_grad(grad_output_t, input, *ctx.arguments)
         if input_t is not None:
-            tangent = _sum(
-                tangent,
-                weight_grad(grad_output, input_t, ctx.kernel_size, *ctx.geometry, False)[0],
-            )
+            without_bias = (*ctx.arguments[:6], False, *ctx.arguments[7:])
+            tangent = _sum(tangent, weight_grad(grad_output, input_t, *without_bias)[0])
         if ctx.bias and bias_tangent is None:
             bias_tangent = grad_output.new_zeros(grad_output.shape[1])
         return tangent, bias_tangent if ctx.bias else None
@@ -150,10 +162,21 @@ def _sum(first: Tensor | None, second: Tensor) -> Tensor:
     return second if first is None else first + second
 
 
-def _below_autograd(op: Callable[..., Any], kernels: devices.Kernels, args: Any) -> Any:
+def _sum_of_positions(grad_output: Tensor) -> Tensor:
+    """The gradient of the bias."""
+    if grad_output.dtype != torch.complex32:
+        return grad_output.sum((0, 2, 3))
+    # PyTorch has no sum of complex32 on a CPU.
+    parts = torch.view_as_real(grad_output.resolve_conj()).sum((0, 2, 3))
+    return torch.view_as_complex(parts)
+
+
+def _below_autograd(
+    op: Callable[..., Any], kernels: devices.Kernels, args: Any, bias: Tensor | None = None
+) -> Any:
     """The operator's next kernel below autograd: the device's, or functorch's next level."""
     if not torch._C._are_functorch_transforms_active():
-        kernel = devices.direct(kernels, args[0], args[1])
+        kernel = devices.direct(kernels, args[0], args[1], bias)
         with torch._C._AutoDispatchBelowAutograd():
             return (op if kernel is None else kernel)(*args)
     # A Function's forward runs with recording off, which the outer levels must not inherit.
@@ -162,7 +185,11 @@ def _below_autograd(op: Callable[..., Any], kernels: devices.Kernels, args: Any)
 
 
 def register() -> None:
-    for op, function in ((forward, _Forward), (input_grad, _InputGrad), (weight_grad, _WeightGrad)):
+    for op, function in (
+        (forward, FastconvConv2d),
+        (input_grad, FastconvInputGrad),
+        (weight_grad, FastconvWeightGrad),
+    ):
         library.impl(op, _kernel(function), "Autograd")
 
 
@@ -171,18 +198,48 @@ def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: 
 
     If nothing but autograd stands between the caller and the device, the result is the same.
     """
-    if not (
+    if not _watched():
+        kernel = devices.direct(devices.forward_kernels, input, weight, bias)
+        if kernel is not None and not torch.is_autocast_enabled(input.device.type):
+            if _recorded(input, weight, bias):
+                return FastconvConv2d.apply(input, weight, bias, *geometry)  # type: ignore[attr-defined]
+            return kernel(input, weight, bias, *geometry)
+    check_dense("input", input)
+    check_dense("weight", weight)
+    if bias is not None:
+        check_dense("bias", bias)
+    check_words(*geometry[:4])
+    return forward(input, weight, bias, *geometry)
+
+
+def _input_grad_here(*args: Any) -> Tensor:
+    """The operator ``input_grad``, likewise."""
+    return _gradient_here(input_grad, FastconvInputGrad, devices.input_grad_kernels, args)
+
+
+def _weight_grad_here(*args: Any) -> tuple[Tensor, Tensor]:
+    return _gradient_here(weight_grad, FastconvWeightGrad, devices.weight_grad_kernels, args)
+
+
+def _gradient_here(
+    op: Callable[..., Any], function: Any, kernels: devices.Kernels, args: tuple[Any, ...]
+) -> Any:
+    """A gradient: autocast leaves its operators alone, but ``is_grads_batched`` may map them."""
+    watched = _watched() or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+    kernel = None if watched else devices.direct(kernels, args[0], args[1])
+    if kernel is None:
+        return op(*args)
+    return function.apply(*args) if _recorded(args[0], args[1]) else kernel(*args)
+
+
+def _watched() -> bool:
+    """Whether a compiler, transform, tracer or profiler has to see the operators called."""
+    return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
-    ):
-        kernel = devices.direct(devices.forward_kernels, input, weight)
-        if kernel is not None and not torch.is_autocast_enabled(input.device.type):
-            if _recorded(input, weight, bias):
-                return _Forward.apply(input, weight, bias, *geometry)  # type: ignore[attr-defined]
-            return kernel(input, weight, bias, *geometry)
-    return forward(input, weight, bias, *geometry)
+    )
 
 
 def _recorded(*tensors: Any) -> bool:

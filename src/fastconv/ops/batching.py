@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastconv.ops.schema import forward, input_grad, library, weight_grad
+from fastconv.ops import autocast
+from fastconv.ops.schema import (
+    describe_forward,
+    describe_input_grad,
+    describe_weight_grad,
+    forward,
+    forward_result,
+    input_grad,
+    input_grad_result,
+    library,
+    weight_grad,
+    weight_grad_result,
+)
 
 
 def _fold(tensor: Tensor, mapped: int, dim: int, groups: int = 1) -> Tensor:
@@ -27,6 +41,27 @@ def _unfold(tensor: Tensor, dim: int, size: int, groups: int = 1) -> Tensor:
 def _expand(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
     """The tensor with a mapped dimension in front, whether it had one or not."""
     return tensor.expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+
+
+def _each(function: Callable[[Tensor, int], Tensor], in_dims: Any, args: Any) -> list[Any]:
+    """The arguments, ``function`` applied to those that are mapped and the dimension they are."""
+    return [
+        function(arg, mapped) if isinstance(arg, Tensor) and mapped is not None else arg
+        for arg, mapped in zip(args, in_dims, strict=True)
+    ]
+
+
+def _over_nothing(op: Callable[..., Any], in_dims: Any, *args: Any) -> Any:
+    """The result of a map over a dimension of size 0, which autograd sees depend on ``args``."""
+
+    def one(tensor: Tensor, mapped: int) -> Tensor:
+        tensor = tensor.movedim(mapped, 0)
+        return torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[0]
+
+    result = op(*_each(one, in_dims, args))
+    if isinstance(result, Tensor):
+        return result.expand(0, *result.shape), 0
+    return tuple(part.expand(0, *part.shape) for part in result), (0,) * len(result)
 
 
 def _vmap_forward(
@@ -52,7 +87,7 @@ def _vmap_forward(
 def _vmap_input_grad(
     info: Any, in_dims: Any, grad_output: Any, weight: Any, input_size: Any, *geometry: Any
 ) -> Any:
-    stride, padding, dilation, groups, precision = geometry
+    stride, padding, dilation, groups, precision, *rest = geometry
     size, (grad_dim, weight_dim, *_) = info.batch_size, in_dims
     if weight_dim is None:
         grad = input_grad(_fold(grad_output, grad_dim, 0), weight, input_size, *geometry)
@@ -62,7 +97,7 @@ def _vmap_input_grad(
         return _unfold(grad, 1, size, groups), 0
     grad = input_grad(
         _fold(grad_output, grad_dim, 1), _fold(weight, weight_dim, 0), input_size,
-        stride, padding, dilation, groups * size, precision,
+        stride, padding, dilation, groups * size, precision, *rest,
     )  # fmt: skip
     return _unfold(grad, 1, size), 0
 
@@ -70,7 +105,7 @@ def _vmap_input_grad(
 def _vmap_weight_grad(
     info: Any, in_dims: Any, grad_output: Any, input: Any, kernel_size: Any, *geometry: Any
 ) -> Any:
-    stride, padding, dilation, groups, precision, bias = geometry
+    stride, padding, dilation, groups, precision, bias, *rest = geometry
     size, (grad_dim, input_dim, *_) = info.batch_size, in_dims
     if grad_dim is None:
         grad, bias_grad = weight_grad(
@@ -82,14 +117,34 @@ def _vmap_weight_grad(
     if input_dim is not None:
         input, groups = _fold(input, input_dim, 1), groups * size
     grad, bias_grad = weight_grad(
-        grad_output, input, kernel_size, stride, padding, dilation, groups, precision, bias
-    )
+        grad_output, input, kernel_size,
+        stride, padding, dilation, groups, precision, bias, *rest,
+    )  # fmt: skip
     if not bias:
         return (_unfold(grad, 0, size, inner), bias_grad), (0, None)
     return (_unfold(grad, 0, size, inner), _unfold(bias_grad, 0, size, inner)), (0, 0)
 
 
 def register() -> None:
-    torch.library.register_vmap("fastconv::forward", _vmap_forward, lib=library)
-    torch.library.register_vmap("fastconv::input_grad", _vmap_input_grad, lib=library)
-    torch.library.register_vmap("fastconv::weight_grad", _vmap_weight_grad, lib=library)
+    for name, op, rule, check in (
+        ("forward", forward, _vmap_forward, partial(describe_forward, forward_result)),
+        ("input_grad", input_grad, _vmap_input_grad,
+         partial(describe_input_grad, input_grad_result)),
+        ("weight_grad", weight_grad, _vmap_weight_grad,
+         partial(describe_weight_grad, weight_grad_result)),
+    ):  # fmt: skip
+        torch.library.register_vmap(f"fastconv::{name}", _batched(op, rule, check), lib=library)
+
+
+def _batched(
+    op: Callable[..., Any], rule: Callable[..., Any], check: Callable[..., Any]
+) -> Callable[..., Any]:
+    def batched(info: Any, in_dims: Any, *args: Any) -> Any:
+        with autocast.of_mapped():
+            if info.batch_size == 0:
+                return _over_nothing(op, in_dims, *args)
+            # Folded sizes would be wrong in other words than those the user has.
+            check(*_each(lambda tensor, mapped: tensor.select(mapped, 0), in_dims, args))
+            return rule(info, in_dims, *args)
+
+    return batched

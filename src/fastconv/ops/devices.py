@@ -11,8 +11,11 @@ from torch import Tensor
 
 from fastconv.backends import cpu, cuda
 from fastconv.ops.schema import (
+    BIAS,
+    PRECISION,
     describe_forward,
-    describe_gradient,
+    describe_input_grad,
+    describe_weight_grad,
     forward,
     forward_result,
     input_grad,
@@ -52,7 +55,9 @@ def register() -> None:
             library.impl(op, kernel, device_type.upper())
 
 
-def direct(kernels: Kernels, first: Tensor, second: Tensor) -> Callable[..., Any] | None:
+def direct(
+    kernels: Kernels, first: Tensor, second: Tensor, bias: Tensor | None = None
+) -> Callable[..., Any] | None:
     """The device's function, if the dispatcher would find nothing to do below autograd.
 
     To get there through the dispatcher takes as long again as the whole rest of a call.
@@ -62,6 +67,7 @@ def direct(kernels: Kernels, first: Tensor, second: Tensor) -> Callable[..., Any
         and type(second) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()
         and not (first.is_conj() or second.is_conj() or first.is_neg() or second.is_neg())
+        and (bias is None or (type(bias) in _PLAIN and not (bias.is_conj() or bias.is_neg())))
     ):
         return kernels.get(first.device.type)
     return None
@@ -72,8 +78,7 @@ def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
         result = describe_forward(_forward_result, *args)
         output = result.new()
         if output.numel():
-            input, weight, bias, *_, precision = args
-            backend.forward(result.problem, input, weight, bias, output, precision)
+            backend.forward(result.problem, *args[:3], output, args[PRECISION])
         return output
 
     return run
@@ -81,11 +86,10 @@ def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
 
 def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        result = describe_gradient(_input_grad_result, "weight", *args)
+        result = describe_input_grad(_input_grad_result, *args)
         grad = result.new()
         if grad.numel():
-            grad_output, weight, *_, precision = args
-            backend.input_grad(result.problem, grad_output, weight, grad, precision)
+            backend.input_grad(result.problem, *args[:2], grad, args[PRECISION])
         return grad
 
     return run
@@ -93,12 +97,10 @@ def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
 
 def _weight_grad_on(backend: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        result = describe_gradient(_weight_grad_result, "input", *args)
-        grad_output, input, *_, precision, bias = args
-        grad, bias_grad = result.new(), new_bias_grad(result, bias)
-        backend.weight_grad(
-            result.problem, grad_output, input, grad, bias_grad if bias else None, precision
-        )
+        result = describe_weight_grad(_weight_grad_result, *args)
+        grad, bias_grad = result.new(), new_bias_grad(result, args[BIAS])
+        wanted = bias_grad if args[BIAS] else None
+        backend.weight_grad(result.problem, *args[:2], grad, wanted, args[PRECISION])
         return grad, bias_grad
 
     return run

@@ -26,22 +26,27 @@ _GEOMETRY = "SymInt[2] stride, SymInt[4] padding, SymInt[2] dilation, SymInt gro
 library = torch.library.Library("fastconv", "DEF")
 library.define(f"forward(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor")
 library.define(
-    f"input_grad(Tensor grad_output, Tensor weight, SymInt[2] input_size, {_GEOMETRY}) -> Tensor"
+    "input_grad(Tensor grad_output, Tensor weight, SymInt[2] input_size, "
+    f"{_GEOMETRY}, MemoryFormat? memory_format=None) -> Tensor"
 )
 library.define(
     "weight_grad(Tensor grad_output, Tensor input, SymInt[2] kernel_size, "
-    f"{_GEOMETRY}, bool bias) -> (Tensor, Tensor)"
+    f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)"
 )
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
 #   padding is (top, bottom, left, right); precision None follows PyTorch's setting when it runs.
 forward = torch.ops.fastconv.forward.default
-# input_grad(grad_output, weight, input_size, <the same five>) -> gradient of the input
-#   input_size is (height, width), which the output's size leaves open when strides are above 1.
+# input_grad(grad_output, weight, input_size, <the same five>, memory_format) -> gradient
+#   input_size is (height, width), which the output's size leaves open when strides are above 1;
+#   memory_format is the gradient's: None stands for channels-last if either tensor is.
 input_grad = torch.ops.fastconv.input_grad.default
-# weight_grad(grad_output, input, kernel_size, <the same five>, bias) -> (weight, bias) gradients
-#   with bias=False the second is an empty tensor.
+# weight_grad(grad_output, input, kernel_size, <the same five>, bias, memory_format)
+#   -> (weight, bias) gradients; with bias=False the second is an empty tensor.
 weight_grad = torch.ops.fastconv.weight_grad.default
+
+# Where these stand among the arguments of every operator that has them.
+PRECISION, BIAS = 7, 8
 
 
 class Form(NamedTuple):
@@ -55,10 +60,22 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Form:
         if tensor.layout is not torch.strided:
-            raise RuntimeError(
-                f"fastconv takes dense (torch.strided) tensors, but {name} has {tensor.layout}"
-            )
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            check_dense(name, tensor)
+        try:
+            return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        except RuntimeError:
+            check_dense(name, tensor)
+            raise
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises if the tensor is nested, which has no shape, or has another layout than strided."""
+    if tensor.is_nested:
+        raise NotImplementedError(f"fastconv takes dense tensors, but {name} is a nested one")
+    if tensor.layout is not torch.strided:
+        raise RuntimeError(
+            f"fastconv takes dense (torch.strided) tensors, but {name} has {tensor.layout}"
+        )
 
 
 class Result(NamedTuple):
@@ -92,7 +109,7 @@ def forward_result(
             f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
             f"{problem.out_channels} elements, but got bias of size {list(bias.shape)} instead"
         )
-    return _result(problem, problem.output_shape, input, weight)
+    return _result(problem, problem.output_shape, input, joint_format(input, weight))
 
 
 def input_grad_result(
@@ -103,13 +120,15 @@ def input_grad_result(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
+    memory_format: torch.memory_format | None,
 ) -> Result:
     _check_alike(grad_output=grad_output, weight=weight)
     _check_rank(grad_output=grad_output, weight=weight)
     input_shape = (grad_output.shape[0], weight.shape[1] * groups, *input_size)
     problem = Problem.of(input_shape, weight.shape, stride, padding, dilation, groups)
     _check_grad_output(problem, grad_output)
-    return _result(problem, problem.input_shape, grad_output, weight)
+    memory_format = memory_format or joint_format(grad_output, weight)
+    return _result(problem, problem.input_shape, grad_output, memory_format)
 
 
 def weight_grad_result(
@@ -120,6 +139,7 @@ def weight_grad_result(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
+    memory_format: torch.memory_format | None,
 ) -> Result:
     _check_alike(grad_output=grad_output, input=input)
     _check_rank(grad_output=grad_output, input=input)
@@ -131,17 +151,45 @@ def weight_grad_result(
     weight_shape = (grad_output.shape[1], input.shape[1] // max(groups, 1), *kernel_size)
     problem = Problem.of(input.shape, weight_shape, stride, padding, dilation, groups)
     _check_grad_output(problem, grad_output)
-    return _result(problem, problem.weight_shape, grad_output, input)
+    memory_format = memory_format or joint_format(grad_output, input)
+    return _result(problem, problem.weight_shape, grad_output, memory_format)
 
 
-def _result(problem: Problem, shape: tuple[int, ...], first: Form, second: Form) -> Result:
+def _result(
+    problem: Problem, shape: tuple[int, ...], like: Form, memory_format: torch.memory_format
+) -> Result:
+    if memory_format not in (torch.contiguous_format, torch.channels_last):
+        raise RuntimeError(
+            "fastconv writes torch.contiguous_format and torch.channels_last, "
+            f"but got memory_format={memory_format}"
+        )
+    return Result(problem, shape, memory_format, like.dtype, like.device)
+
+
+def joint_format(first: Form, second: Form) -> torch.memory_format:
     """Channels-last if either operand is: PyTorch's rule. On GPUs it has none for float64."""
-    contiguous_only = first.dtype == torch.float64 and first.device.type == "cuda"
-    channels_last = not contiguous_only and (
+    channels_last = not _is_double_on_gpu(first.dtype, first.device) and (
         is_channels_last(first.shape, first.stride) or is_channels_last(second.shape, second.stride)
     )
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    return Result(problem, shape, memory_format, first.dtype, first.device)
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def gradient_format(input: Tensor, weight: Tensor) -> torch.memory_format:
+    """The memory format of both gradients of a convolution in PyTorch, where it is the output's.
+
+    That of the output's gradient, which depends on whatever comes later, is of no importance.
+    Complex gradients are always contiguous: PyTorch puts them together from real ones.
+    """
+    dtype = input.dtype
+    channels_last = not (dtype.is_complex or _is_double_on_gpu(dtype, input.device)) and (
+        is_channels_last(input.shape, input.stride())
+        or is_channels_last(weight.shape, weight.stride())
+    )
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def _is_double_on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
+    return (dtype is torch.float64 or dtype is torch.complex128) and device.type == "cuda"
 
 
 def _check_alike(**forms: Form | None) -> None:
@@ -212,28 +260,52 @@ def describe_forward(
     )
 
 
-def describe_gradient(
+def describe_input_grad(
     check: Check,
-    other_name: str,
     grad_output: Tensor,
-    other: Tensor,
-    size: Sequence[int],
+    weight: Tensor,
+    input_size: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
     precision: str | None,
-    bias: bool = False,
+    memory_format: torch.memory_format | None = None,
 ) -> Result:
-    """Of either gradient: ``other`` and ``size`` are the weight and the input's, or vice versa."""
     return check(
         Form.of("grad_output", grad_output),
-        Form.of(other_name, other),
-        tuple(size),
+        Form.of("weight", weight),
+        tuple(input_size),
         tuple(stride),
         tuple(padding),
         tuple(dilation),
         groups,
+        memory_format,
+    )
+
+
+def describe_weight_grad(
+    check: Check,
+    grad_output: Tensor,
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    precision: str | None,
+    bias: bool,
+    memory_format: torch.memory_format | None = None,
+) -> Result:
+    return check(
+        Form.of("grad_output", grad_output),
+        Form.of("input", input),
+        tuple(kernel_size),
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+        memory_format,
     )
 
 
@@ -250,12 +322,12 @@ def _fake_forward(*args: Any) -> Tensor:
 
 
 def _fake_input_grad(*args: Any) -> Tensor:
-    return describe_gradient(input_grad_result, "weight", *args).new()
+    return describe_input_grad(input_grad_result, *args).new()
 
 
 def _fake_weight_grad(*args: Any) -> tuple[Tensor, Tensor]:
-    result = describe_gradient(weight_grad_result, "input", *args)
-    return result.new(), new_bias_grad(result, args[-1])
+    result = describe_weight_grad(weight_grad_result, *args)
+    return result.new(), new_bias_grad(result, args[BIAS])
 
 
 torch.library.register_fake("fastconv::forward", _fake_forward, lib=library)
