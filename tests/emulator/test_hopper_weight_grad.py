@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from emulator import precompile
-from emulator.works import Case, Tensors, Work, float64, run
+from emulator.works import Case, Planner, Tensors, Work, float64, run
 from fastconv.kernels import hopper
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.problem import Problem
@@ -23,6 +25,23 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """With this kernel, even where it is not the fastest."""
     plan: Plan = MODULE.plan(MODULE.choose_tile(problem, operands, gpu), gpu)
     return plan
+
+
+def _in_stages_of(columns: int) -> Planner:
+    """The same with stages of so many columns, even where others are faster."""
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        with mock.patch.object(MODULE, "ROW_STAGE_COLUMNS", (columns,)):
+            tile = MODULE.choose_tile(problem, operands, gpu)
+        assert tile.stage_columns == columns
+        plan: Plan = MODULE.plan(tile, gpu)
+        return plan
+
+    return weight_grad
+
+
+# Stages of so few columns that lanes copy them, and of enough for bulk copies.
+BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
 
 
 # Dtype, precision, and the relative error allowed.
@@ -55,6 +74,23 @@ CASES = (
 SHIFTED = CASES[-1]
 
 
+def _rows(width: int, images: int = 1) -> Case:
+    """Images that are multiples of 16 bytes, of output rows that are not."""
+    name = f"rows of {width}" + (f" of {images} images" if images > 1 else "")
+    return Case(name, (images, 9, 7, width), (20, 9, 2, 3), padding=(1, 1, 1, 1))
+
+
+# Rows whose copies begin early, by up to 7, 6 or 3 columns: their ends are copied element by
+# element, in pairs or as they are in float32, and beside them whole units.
+LEADS = (
+    ("bfloat16", _rows(41), BY_LANES, True),
+    ("float16", _rows(41), IN_BULK, True),
+    ("bfloat16", _rows(37, images=9), IN_BULK, False),
+    ("float16", _rows(42), BY_LANES, False),
+    ("ieee", _rows(41), IN_BULK, True),
+)
+
+
 def _work(
     case: Case, mode: str, channels_last: bool = False, aligned: bool = True, bias: bool = False
 ) -> Work:
@@ -73,6 +109,8 @@ def _works() -> list[Work]:
         works += [_work(CASES[0], mode, aligned=False, bias=i % 2 == 0)]
         works += [_work(CASES[2], mode, bias=True), _work(SHIFTED, mode, bias=i % 2 == 1)]
         works += [_work(CASES[2], mode, channels_last=True, bias=True)]
+    for mode, case, planner, bias in LEADS:
+        works.append(replace(_work(case, mode, bias=bias), planner=planner))
     return list(dict.fromkeys(works))
 
 

@@ -33,6 +33,12 @@ struct PhasePlace {
   }
 };
 
+// Elements that lanes copy at once: of a row's ends, which has a whole number of them, or of a
+// pixel's channels. No copy is narrower than 4 bytes: fewer are written.
+constexpr int kCopied = C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
+// What lies inside of a row goes in whole units.
+constexpr int kMostCopied = C::grad_channels_last || kShifted ? kCopied : kVector;
+
 // Part of a step that fills a stage.
 struct StagePlace {
   int image;  // of phase 0
@@ -183,7 +189,6 @@ struct RowCopier {
       copy_elements<kVector>(unit, row + (exists ? column : 0), exists);
       return;
     }
-    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
 #pragma unroll
     for (int i = 0; i < kVector; i += kCopied) {
       const int at = column + i;
@@ -248,9 +253,9 @@ struct PixelCopier {
       const int channel = i % kPixelVectors * kVector;
       Scalar* const unit = reinterpret_cast<Scalar*>(target + i * 16);
 #pragma unroll
-      for (int j = 0; j < kVector; j += C::grad_vector) {
+      for (int j = 0; j < kVector; j += kCopied) {
         const bool exists = column < columns && channel + j < count;
-        copy_elements<C::grad_vector>(
+        copy_elements<kCopied>(
             unit + j, exists ? pixel + column * kOutChannels + channel + j : channels, exists);
       }
     }
@@ -267,12 +272,14 @@ struct CopierFor<true> {
 };
 using GradCopier = CopierFor<C::grad_channels_last>::type;
 
-// Arrives when all that this thread has written or copied to shared memory is there. What is copied
-// element by element, 2 bytes each, is written at once.
+// Arrives when all that this thread has written or copied to shared memory is there.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
-  constexpr int kCopied =
-      C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
-  if constexpr (kCopied * kScalarBytes >= 4) {
+  constexpr bool kCopies = kMostCopied * kScalarBytes >= 4;
+  constexpr bool kWrites = kCopied * kScalarBytes < 4;
+  if constexpr (kCopies && kWrites) {
+    barrier_expect_copies(barrier);
+    barrier_arrive(barrier);
+  } else if constexpr (kCopies) {
     barrier_arrive_after_copies(barrier);
   } else {
     barrier_arrive(barrier);
