@@ -13,10 +13,16 @@ constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
 constexpr int kOutChannel = C::out_height * C::out_width;
+static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+              "");
 
 // By how many columns a step begins early: all phases and channels of a row are aligned alike.
 __device__ __forceinline__ int early(int output_row) {
-  return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
+  // The row may be beyond the image, but the last bits are right in any case.
+  return C::lead == 0 ? 0
+                      : static_cast<int>(static_cast<unsigned>(output_row) * C::out_width %
+                                         static_cast<unsigned>(kVector));
 }
 
 // Where a phase of a step lies in grad_output.
@@ -204,6 +210,8 @@ struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
   static constexpr bool kWholePixels = kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
+  using Offset = OffsetFor<elements_of(kCoveredRows, C::out_width, kOutChannels) +
+                           elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
   int count;  // of channels that exist
@@ -223,8 +231,9 @@ struct PixelCopier {
     for (int phase = warp; phase < kPhases; phase += kGradWarps) {
       const PhasePlace of(place.image, place.row, phase, batch);
       const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
-      const Scalar* const pixel = channels + static_cast<long long>(of.image) * kOutImage +
-                                  (of.row * C::out_width + place.column) * kOutChannels;
+      const Scalar* const pixel =
+          channels + static_cast<long long>(of.image) * kOutImage +
+          (static_cast<Offset>(of.row) * C::out_width + place.column) * kOutChannels;
       unsigned char* const target = stage + phase * kPhaseBytes;
       if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
       copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
