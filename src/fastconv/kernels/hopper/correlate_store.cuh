@@ -31,6 +31,17 @@ constexpr bool kRowsInside =
     (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
 constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
+// Products have rows, columns and channels that do not exist; what is stored of them would lie so
+// far.
+constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
+constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
+constexpr int kFarOutChannel =
+    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
+using OutOffset = OffsetFor<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                            elements_of(kFarOutColumn, kOutColumn) +
+                            elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
+
 // Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
 // image does: a step of rows or columns may be larger than it.
 constexpr int kMostUnrolled = 64;
@@ -78,9 +89,9 @@ struct Target {
   __device__ Scalar* row_start(int product_row, int y) const {
     const int c = group * C::group_out + channel(product_row);
     if constexpr (C::out_channels_last) {
-      return image + (y * C::image_width * kOutChannels + c);
+      return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
-      return image + ((c * C::image_height + y) * C::image_width);
+      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
     }
   }
 
@@ -98,7 +109,7 @@ struct Target {
         const int x = kStoredStep * stored_column + j;
         if (!kFewStores && x >= C::image_width) break;
         store_if(
-            reinterpret_cast<Stored*>(row + x * kOutColumn),
+            reinterpret_cast<Stored*>(row + static_cast<OutOffset>(x) * kOutColumn),
             i == C::row_at && j == kStoredAt ? value : Stored{},
             valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
       }
