@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import replace
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -147,6 +147,20 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
         _problem((1, 32, 8, 40000), (64, 32, 3, 3), dilation=(1, 19000), padding=(1, 1, 0, 0)),
         "tf32", H200, "a halo tile that does not fit",
     ),
+    "padding beyond 32 bits": (
+        planner.weight_grad,
+        _problem((1, 64, 8, 64), (64, 64, 1, 1), stride=(2**26, 1), padding=(2**30, 0, 0, 0)),
+        "tf32", H200, r"[0-9]+ rows of padded images and tiles beyond them, 2\^30 and more",
+    ),
+    "tiles beyond 32 bits": (
+        planner.forward,
+        _problem((1, 64, 1, 2**22), (64, 64, 1, 3), dilation=(1, 2**20)),
+        "tf32", H200, r"[0-9]+ columns of padded images and tiles beyond them, 2\^30 and more",
+    ),
+    "batch beyond 32 bits": (
+        planner.weight_grad, _problem((2**30, 64, 1, 1), (64, 64, 1, 1)), "tf32", H200,
+        r"1073741824 images, 2\^30 and more",
+    ),
 }  # fmt: skip
 
 
@@ -232,6 +246,31 @@ def test_planning_takes_no_time(
     start = time.thread_time()
     planner.forward(problem, operands, H200)
     assert time.thread_time() - start < 0.5
+
+
+def test_planning_many_taps_takes_no_time() -> None:
+    """There are 4000 ways to cut this weight's gradient into products."""
+    problem = _problem((4, 11, 405, 822), (84, 11, 23, 150))
+    start = time.thread_time()
+    planner.weight_grad(problem, _operands(problem, "bfloat16"), H200)
+    assert time.thread_time() - start < 1.5
+
+
+def test_large_weights_take_few_launches() -> None:
+    """The workspace grows with the weight, beyond what ordinary ones need."""
+    problem = _problem((2, 4096, 8, 8), (2**18, 4096, 1, 1))
+    plan = planner.weight_grad(problem, _operands(problem), H200)
+    assert plan.family == "hopper"
+    assert len(plan.launches) <= 64
+    assert plan.scratch_bytes <= 4 * prod(problem.weight_shape) // 16
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["hopper", "direct"])
+@pytest.mark.parametrize("plan", [*PASSES, planner.weight_grad])
+def test_the_dilation_of_one_tap_makes_no_difference(plan: Planner, gpu: Gpu) -> None:
+    problem = _problem((4, 32, 40, 40), (64, 32, 1, 3), dilation=(5000, 2))
+    plain = replace(problem, dilation=(1, 2))
+    assert plan(problem, _operands(problem), gpu) == plan(plain, _operands(plain), gpu)
 
 
 # --- The same bits in any batch -------------------------------------------------------------------
@@ -565,6 +604,17 @@ def test_any_geometry_has_a_legal_plan(**case: Any) -> None:
 @any_geometry
 def test_any_weight_gradient_has_a_legal_plan(**case: Any) -> None:
     _check((planner.weight_grad,), **case)
+
+
+def test_phases_of_far_strides() -> None:
+    """As many as taps reach, whatever the stride; the time it takes is that of the taps."""
+    problem = _problem((1, 1, 1, 20), (1, 1, 1, 3), stride=(1, 10**9), padding=(0, 0, 1, 0))
+    placings = [phase.placing for phase in layers.phases(problem, 1)]
+    assert [placing[:4] for placing in placings] == [
+        (10**9, 0, 0, 1),
+        (10**9, 1, 1, 2),
+        (10**9, 10**9 - 1, 2, 10**9),
+    ]
 
 
 @settings(max_examples=300)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -111,6 +111,14 @@ class Problem:
         height, width = self.output_size
         per_pixel = 2 * self.out_channels * (self.in_channels // self.groups) * taps
         return self.batch * height * width * per_pixel
+
+    @property
+    def without_idle_dilation(self) -> Problem:
+        """The same convolution: along an axis of one tap, any dilation is as good as 1."""
+        height, width = self.kernel_size
+        rows, columns = self.dilation
+        dilation = (rows if height > 1 else 1, columns if width > 1 else 1)
+        return self if dilation == self.dilation else replace(self, dilation=dilation)
 
     def _check_kernel_fits(self) -> None:
         padded, extent = self.padded_size, self.kernel_extent

@@ -226,6 +226,21 @@ BOTH_COPIES = """
   out[i] = tile[i];
 """
 
+# A quarter of the tile by copies of all lanes, the next by writes of theirs.
+COPIES_AND_WRITES = """
+  Barrier* const full = reinterpret_cast<Barrier*>(tile + 2048);
+  if (i == 0) barrier_init(full, 32);
+  __syncthreads();
+  if (i < 32) {
+    copy_async<4>(tile + i, in + i, true);
+    tile[32 + i] = in[32 + i];
+    barrier_expect_copies(full);
+    barrier_arrive(full);
+  }
+  barrier_wait(full, 0);
+  out[i] = tile[i % 64];
+"""
+
 # What is done to PRODUCT, and what the message has to say.
 FAULTY_PRODUCTS = {
     "barrier_uninitialised": (("barrier_init(loaded, 1)", "0"), "byte 8192.* is not initialised"),
@@ -364,6 +379,7 @@ COPIES_NOT_AWAITED = change(
     "bulk_load(tile, in, 256, full); barrier_expect(full, 256);",
     "",
 )
+COPIES_NOT_EXPECTED = change(COPIES_AND_WRITES, "barrier_expect_copies(full);", "")
 UNAWAITED_ROUND = change(RING, "if (i == 0) barrier_wait(empty, (step + 1) % 2);", "")
 
 
@@ -408,6 +424,8 @@ SM90 = {
         sm90_launch("ring", RING),
         sm90_launch("both_copies", BOTH_COPIES),
         sm90_launch("copies_not_awaited", COPIES_NOT_AWAITED),
+        sm90_launch("copies_and_writes", COPIES_AND_WRITES),
+        sm90_launch("copies_not_expected", COPIES_NOT_EXPECTED),
         sm90_launch("unawaited_load", UNAWAITED_LOAD),
         sm90_launch("unawaited_sums", UNAWAITED_SUMS),
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
@@ -495,6 +513,14 @@ def test_barrier_for_both_kinds_of_copies() -> None:
     assert_close(memory["out"].flatten()[:128], memory["in"][:128], rtol=0, atol=0)
     with pytest.raises(EmulatorError, match=r"before the copies of barrier_arrive_after_copies, "):
         run([SM90["copies_not_awaited"]], memory)
+
+
+def test_barrier_for_copies_and_writes() -> None:
+    memory, _ = product_tensors()
+    run_both_orders([SM90["copies_and_writes"]], memory)
+    assert_close(memory["out"].flatten()[:64], memory["in"][:64], rtol=0, atol=0)
+    with pytest.raises(EmulatorError, match="exits without waiting for its copies"):
+        run([SM90["copies_not_expected"]], memory)
 
 
 def test_load_that_is_not_awaited() -> None:

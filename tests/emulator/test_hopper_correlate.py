@@ -282,6 +282,12 @@ WORKS = [
                 "tf32"),
     _input_grad(Case("nothing but zeros", (1, 64, 1, 1), (16, 64, 2, 2), (4, 4), (3, 0, 3, 0)),
                 "tf32"),
+    # Steps of so many rows and columns that a loop clears them; larger than the image.
+    *(_input_grad(Case("far steps", (1, 64, 13, 31), (16, 64, 1, 1), (9, 10), (0, 0, 3, 0)), mode,
+                  channels_last=last) for mode, last in (("tf32", False), ("bfloat16", True))),
+    _input_grad(Case("far steps of rows", (1, 64, 75, 16), (16, 64, 1, 1), (70, 2)), "float16"),
+    _input_grad(Case("steps beyond the image", (1, 64, 3, 5), (16, 64, 1, 1), (1000, 3000)),
+                "tf32"),
     # Strides and dilations with a common divisor, and without.
     _input_grad(Case("stride and dilation", (1, 64, 23, 27), (16, 64, 3, 3), (4, 2), (3, 0, 1, 2),
                      (2, 4)), "ieee"),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from emulator import precompile
-from emulator.works import Case, Tensors, Work, float64, run
+from emulator import run as run_launches
+from emulator.works import HOPPER, Case, Planner, Tensors, Work, float64, run
 from fastconv.kernels import hopper
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.problem import Problem
 
 # Few processors, so that blocks have several runs each.
@@ -23,6 +29,23 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """With this kernel, even where it is not the fastest."""
     plan: Plan = MODULE.plan(MODULE.choose_tile(problem, operands, gpu), gpu)
     return plan
+
+
+def _in_stages_of(columns: int) -> Planner:
+    """The same with stages of so many columns, even where others are faster."""
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        with mock.patch.object(MODULE, "ROW_STAGE_COLUMNS", (columns,)):
+            tile = MODULE.choose_tile(problem, operands, gpu)
+        assert tile.stage_columns == columns
+        plan: Plan = MODULE.plan(tile, gpu)
+        return plan
+
+    return weight_grad
+
+
+# Stages of so few columns that lanes copy them, and of enough for bulk copies.
+BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
 
 
 # Dtype, precision, and the relative error allowed.
@@ -53,6 +76,25 @@ CASES = (
     Case("rows shifted", (1, 9, 4, 133), (20, 9, 2, 3)),
 )  # fmt: skip
 SHIFTED = CASES[-1]
+# So far that a product has one, and the next is further than a matrix of the tensor cores reaches.
+FAR_TAPS = Case("taps far apart", (1, 8, 3, 4105), (8, 8, 1, 3), dilation=(1, 2050))
+
+
+def _rows(width: int, images: int = 1) -> Case:
+    """Images that are multiples of 16 bytes, of output rows that are not."""
+    name = f"rows of {width}" + (f" of {images} images" if images > 1 else "")
+    return Case(name, (images, 9, 7, width), (20, 9, 2, 3), padding=(1, 1, 1, 1))
+
+
+# Rows whose copies begin early, by up to 7, 6 or 3 columns: their ends are copied element by
+# element, in pairs or as they are in float32, and beside them whole units.
+LEADS = (
+    ("bfloat16", _rows(41), BY_LANES, True),
+    ("float16", _rows(41), IN_BULK, True),
+    ("bfloat16", _rows(37, images=9), IN_BULK, False),
+    ("float16", _rows(42), BY_LANES, False),
+    ("ieee", _rows(41), IN_BULK, True),
+)
 
 
 def _work(
@@ -73,6 +115,9 @@ def _works() -> list[Work]:
         works += [_work(CASES[0], mode, aligned=False, bias=i % 2 == 0)]
         works += [_work(CASES[2], mode, bias=True), _work(SHIFTED, mode, bias=i % 2 == 1)]
         works += [_work(CASES[2], mode, channels_last=True, bias=True)]
+    works.append(_work(FAR_TAPS, "bfloat16"))
+    for mode, case, planner, bias in LEADS:
+        works.append(replace(_work(case, mode, bias=bias), planner=planner))
     return list(dict.fromkeys(works))
 
 
@@ -120,6 +165,63 @@ def test_channels_keep_to_themselves(mode: str) -> None:
     assert actual[poisoned].isnan().all()
     others = [i for i in range(work.case.weight[0]) if i not in poisoned]
     assert torch.equal(actual[others], expected[others])
+
+
+def test_padding_far_beyond_the_image() -> None:
+    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    near = Case("a row", (1, 64, 1, 1024), (8, 64, 1, 1), (1, 8))
+    far = replace(near, stride=(2**15, 8), padding=(2**16, 0, 0, 0))
+    work = _work(far, "ieee", channels_last=True)
+    assert far.padding[0] * 1024 * 64 > 2**31
+    assert far.problem.output_size == (3, 128)
+    tensors = Tensors.random(work)
+    tensors.grad_output[:, :, :2] *= 2.0  # as good as any: they see zeros
+    alone = replace(tensors, grad_output=tensors.grad_output[:, :, 2:])
+    assert _error(run(work, tensors), float64(replace(work, case=near), alone)) <= 3e-7
+
+
+SHARES = """
+#include "hopper/weight_grad_tile.cuh"
+extern "C" __global__ void shares(int* places, int workers, int batch) {
+  for (int worker = 0; worker < workers; ++worker) {
+    const fastconv::hopper::Share share(worker, workers, batch);
+    places[4 * worker] = share.at.walk;
+    places[4 * worker + 1] = share.at.step;
+    places[4 * worker + 2] = share.end.walk;
+    places[4 * worker + 3] = share.end.step;
+  }
+}
+"""
+
+
+def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
+    """Workers have all steps, each once, and about equally many."""
+    case = Case("vast", (8, 1, 8_000_000, 130), (16, 1, 5, 10))
+    work = replace(_work(case, "tf32"), gpu=HOPPER)
+    launch = work.plan.launches[0]
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    workers = launch.arguments[5]
+    assert isinstance(workers, int)
+    assert c["steps"] * c["strip_weight"] >= 2**31
+    source = tmp_path / "shares.cuh"
+    source.write_text(SHARES)
+    shares = Kernel(str(source), "shares", launch.kernel.constants)
+    places = torch.zeros(workers, 4, dtype=torch.int32)
+    run_launches([Launch(shares, (1, 1, 1), 1, 0, ("places", workers, 8))], {"places": places})
+    begins, ends = places.long().view(workers, 2, 2).unbind(1)
+    strips = ceil_div(
+        round_up(c["out_width"] + c["lead"], 8), c["strip_stages"] * c["stage_columns"]
+    )
+    assert strips > 1
+    walks = ceil_div(8, c["phase_images"]) * strips
+    assert begins[0].tolist() == [0, 0]
+    assert ends[-1].tolist() == [walks, 0]
+    assert torch.equal(begins[1:], ends[:-1])
+    assert begins.min() >= 0
+    assert begins[:, 0].max() < walks
+    assert begins[:, 1].max() < c["steps"]
+    steps = (ends - begins) @ torch.tensor([c["steps"], 1])
+    assert 0 < steps.min() <= steps.max() < 2 * walks * c["steps"] / workers
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench.workloads import FOUNDING, Workload
 from fastconv.kernels import planner
+from fastconv.problem import Problem
 from gpu.helpers import CUDA, FORMATS, arguments_of, precompile
 
 
@@ -113,3 +114,42 @@ def test_bias_in_the_same_pass(mode: str, memory_format: Any, workload: Workload
     assert torch.equal(grad, grad_alone)
     expected = grad_output.double().sum((0, 2, 3))
     assert _error(bias, expected) <= max(tolerance, 2e-6)
+
+
+# Input, kernel, stride and padding of contiguous layers whose output rows have odd lengths.
+ODD_ROWS = (
+    ((16, 64, 128, 431), (3, 9), (2, 1), (1, 4)),
+    ((16, 64, 128, 431), (3, 9), (1, 1), (1, 4)),
+    ((16, 64, 128, 431), (3, 3), (2, 1), (1, 1)),
+    ((16, 64, 128, 199), (3, 9), (2, 1), (1, 4)),
+    ((16, 64, 64, 101), (5, 5), (2, 1), (2, 2)),
+    ((1, 64, 128, 431), (3, 9), (2, 1), (1, 4)),
+    ((8, 64, 65, 65), (3, 3), (1, 1), (1, 1)),
+    ((2, 64, 512, 513), (3, 3), (1, 1), (1, 1)),
+)
+
+
+@pytest.mark.parametrize("layer", ODD_ROWS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_odd_rows(dtype: torch.dtype, layer: tuple[Any, ...]) -> None:
+    """At the sizes of ordinary layers, where copies are under way for long."""
+    input_shape, kernel, stride, (rows, columns) = layer
+    padding = (rows, rows, columns, columns)
+    problem = Problem.of(input_shape, (64, 64, *kernel), stride, padding, (1, 1), 1)
+    input = torch.randn(problem.input_shape, device=CUDA).to(dtype)
+    grad_output = torch.randn(problem.output_shape, device=CUDA).to(dtype)
+    grad, bias = ops.weight_grad(grad_output, input, kernel, *arguments_of(problem), True)
+    tolerance = TOLERANCES[dtype, "ieee"] + TRUNCATION
+    assert _error(grad, _weight_grad_in_float64(problem, grad_output, input)) <= tolerance
+    assert _error(bias, grad_output.double().sum((0, 2, 3))) <= tolerance
+
+
+def _weight_grad_in_float64(problem: Problem, grad_output: Tensor, input: Tensor) -> Tensor:
+    """By PyTorch, two images at a time: float64's workspaces are large."""
+    padding = (problem.padding.top, problem.padding.left)
+    total = torch.zeros(problem.weight_shape, dtype=torch.float64, device=input.device)
+    for image, grad in zip(input.split(2), grad_output.split(2), strict=True):
+        total += torch.nn.grad.conv2d_weight(
+            image.double(), problem.weight_shape, grad.double(), problem.stride, padding
+        )
+    return total

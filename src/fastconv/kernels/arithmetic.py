@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isqrt
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -13,7 +15,8 @@ def round_up(a: int, b: int) -> int:
 
 def divisors(n: int) -> list[int]:
     """All of them, ascending."""
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
 
 
 def shares(size: int) -> list[int]:

@@ -36,6 +36,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _first(planners: tuple[Planner, ...], problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     declined = []
+    problem = problem.without_idle_dilation  # which families would make room for
     for planner in planners:
         try:
             plan = planner(problem, operands, gpu)

@@ -307,6 +307,13 @@ void barrier_expect(void* address, int bytes) {
   barrier.expected_bytes += bytes;
 }
 
+void barrier_expect_copies(Site site, void* address) {
+  Barrier& barrier = find_barrier(address);
+  if (barrier.missing == 0) fail("the barrier has all arrivals: it cannot wait for copies");
+  ++barrier.missing;  // the copies' arrival
+  barrier_arrive_after_copies(site, address);
+}
+
 void barrier_arrive_after_copies(Site site, void* address) {
   Barrier& barrier = find_barrier(address);
   Arrival arrival = {site, {}};

@@ -16,6 +16,8 @@ void barrier_expect(void* barrier, int bytes);
 // Takes over the thread's asynchronous copies. They land, and the thread arrives, when a thread
 // waits for the barrier and no thread can go on without.
 void barrier_arrive_after_copies(Site site, void* barrier);
+// The same with one more arrival for the phase to wait for, which is that of the copies.
+void barrier_expect_copies(Site site, void* barrier);
 
 // Lands when a thread waits for the barrier and no thread can go on without; until then the target
 // is poisoned.

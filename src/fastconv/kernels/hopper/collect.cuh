@@ -82,13 +82,26 @@ __device__ __forceinline__ int pixel_of(int plane, int i) {
   }
 }
 
+constexpr int kInPixel = C::in_channels_last ? C::group_in : 1;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+static_assert(elements_of(C::group_in, C::in_height, C::in_width) < kMostElements, "");
+
+// Rows and columns that taps read, before or behind the input's first; and where the farthest
+// element would be.
+constexpr int kFarRow = larger_of(
+    C::padding_top, C::out_height* C::stride_height + C::kernel_height * C::dilation_height);
+constexpr int kFarColumn =
+    larger_of(C::padding_left, (C::out_width + kPixels) * C::stride_width +
+                                   (C::kernel_width + 8) * C::dilation_width);
+using InOffset =
+    OffsetFor<elements_of(kFarRow, C::in_width, kInPixel) + elements_of(kFarColumn, kInPixel) +
+              elements_of(C::group_in, kInChannel)>;
+
 // A thread's share of an input row, on its way to the ring.
 struct InputRow {
   unsigned elements[kRowTasks][kVector];
 
   __device__ __forceinline__ void load(const Scalar* image, const Item& item, int row) {
-    constexpr int kPixel = C::in_channels_last ? C::group_in : 1;
-    constexpr int kChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 #pragma unroll
     for (int task = 0; task < kRowTasks; ++task) {
       const int index = task * kThreads + static_cast<int>(threadIdx.x);
@@ -96,14 +109,15 @@ struct InputRow {
       const int column = index / (2 * kSteps);
       const int tap = column / C::group_in;
       const bool exists = tap < C::kernel_width && row >= 0 && row < C::in_height;
-      const Scalar* const source =
-          image + column % C::group_in * kChannel + row * (C::in_width * kPixel);
+      const Scalar* const source = image + column % C::group_in * kInChannel +
+                                   static_cast<InOffset>(row) * (C::in_width * kInPixel);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const int out = item.column + pixel_of(plane, i);
         const int at = out * C::stride_width - C::padding_left + tap * C::dilation_width;
         const bool inside = out < C::out_width && at >= 0 && at < C::in_width;
-        elements[task][i] = load_bits(source + at * kPixel, exists && inside);
+        elements[task][i] =
+            load_bits(source + static_cast<InOffset>(at) * kInPixel, exists && inside);
       }
     }
   }
@@ -143,6 +157,10 @@ struct InputRow {
 
 constexpr int kOutPixel = C::grad_channels_last ? C::group_out : 1;
 constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
+static_assert(elements_of(C::group_out, C::out_height, C::out_width) < kMostElements, "");
+// A walk looks one step ahead, and products have channels that do not exist.
+using OutOffset = OffsetFor<elements_of(C::out_height + kRowStep, C::out_width, kOutPixel) +
+                            elements_of(kBlockOutputs* kOutputBlocks + 8, kOutChannel)>;
 
 using Raw = unsigned[C::unit_steps][4];
 using Fragments = unsigned[C::parts][C::unit_steps][4];
@@ -160,18 +178,18 @@ struct GradLoader {
     const int column = item.column + thread % 4 * 2;
     pixels = grad_output +
              static_cast<long long>(item.image) * C::group_out * (C::out_height * C::out_width) +
-             channel * kOutChannel + column * kOutPixel;
+             static_cast<OutOffset>(channel) * kOutChannel + column * kOutPixel;
     columns = C::out_width - column;
     for (int i = 0; i < 2; ++i) exists[i] = channel + i * 8 < C::group_out;
   }
 
   __device__ __forceinline__ void load(Raw& raw, int row, int unit, bool wanted) const {
-    const Scalar* const of_row = pixels + row * (C::out_width * kOutPixel);
+    const Scalar* const of_row = pixels + static_cast<OutOffset>(row) * (C::out_width * kOutPixel);
 #pragma unroll
     for (int step = 0; step < C::unit_steps; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Scalar* const source = of_row + half * 8 * kOutChannel;
+        const Scalar* const source = of_row + static_cast<OutOffset>(half * 8) * kOutChannel;
         const int first = (unit * C::unit_steps + step) * kStepPixels;
         const bool there = wanted && exists[half];
         if constexpr (kScalarBytes == 2) {

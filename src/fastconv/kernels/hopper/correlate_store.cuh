@@ -31,6 +31,28 @@ constexpr bool kRowsInside =
     (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
 constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
+// Products have rows, columns and channels that do not exist; what is stored of them would lie so
+// far.
+constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
+constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
+constexpr int kFarOutChannel =
+    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
+using OutOffset = OffsetFor<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                            elements_of(kFarOutColumn, kOutColumn) +
+                            elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
+
+// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
+// image does: a step of rows or columns may be larger than it.
+constexpr int kMostUnrolled = 64;
+constexpr int kPixelRows = C::row_end - C::row_begin;
+constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
+constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
+constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
+constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
+constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
+constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
+
 // Where a warpgroup's sums go.
 struct Target {
   Scalar* image;
@@ -67,9 +89,9 @@ struct Target {
   __device__ Scalar* row_start(int product_row, int y) const {
     const int c = group * C::group_out + channel(product_row);
     if constexpr (C::out_channels_last) {
-      return image + (y * C::image_width * kOutChannels + c);
+      return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
-      return image + ((c * C::image_height + y) * C::image_width);
+      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
     }
   }
 
@@ -77,15 +99,17 @@ struct Target {
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
                                         const Stored& value, bool valid) const {
-#pragma unroll
+#pragma unroll kStoredRowsAtOnce
     for (int i = C::row_begin; i < C::row_end; ++i) {
       const int y = image_row(product_row, line, i);
+      if (!kFewStores && y >= C::image_height) break;
       Scalar* const row = row_start(product_row, y);
-#pragma unroll
+#pragma unroll kStoredAtOnce
       for (int j = kStoredBegin; j < kStoredEnd; ++j) {
         const int x = kStoredStep * stored_column + j;
+        if (!kFewStores && x >= C::image_width) break;
         store_if(
-            reinterpret_cast<Stored*>(row + x * kOutColumn),
+            reinterpret_cast<Stored*>(row + static_cast<OutOffset>(x) * kOutColumn),
             i == C::row_at && j == kStoredAt ? value : Stored{},
             valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
       }
@@ -242,9 +266,10 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
   constexpr int kCleared = kRowsAligned ? kVector : 1;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
-#pragma unroll
+#pragma unroll kRowsAtOnce
     for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
       const int y = target.image_row(first, line, image_row);
+      if (!kFewRows && y >= C::image_height) break;
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
         const Window window(target.row_start(first + i, y), target, y, line, turn);

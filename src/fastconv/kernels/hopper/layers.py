@@ -140,11 +140,10 @@ def phases(problem: Problem, axis: int) -> list[Phase]:
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     before = (problem.padding.top, problem.padding.left)[axis]
     step = dilation // math.gcd(stride, dilation)
-    taps_of = [
-        [tap for tap in range(kernel) if (at + before - tap * dilation) % stride == 0]
-        for at in range(stride)
-    ]
-    reached = [at for at, taps in enumerate(taps_of) if taps]
+    taps_of: dict[int, list[int]] = {}
+    for tap in range(kernel):
+        taps_of.setdefault((tap * dilation - before) % stride, []).append(tap)
+    reached = sorted(taps_of)
     # Each clears what lies before it, the last also what comes after.
     borders = [0, *(at + 1 for at in reached[:-1]), stride]
     found = []

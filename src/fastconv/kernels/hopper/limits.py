@@ -14,7 +14,12 @@ OUTPUTS = 64  # channels of a product
 PRODUCT_BYTES = OUTPUTS * 32  # of its weights
 LEAST_GROUP = 8  # channels
 LAUNCH_REGISTERS = 168  # of a thread, for three warpgroups
-MOST_IMAGE = 2**30  # elements: offsets within an image are 32-bit numbers
+# What kernels count in 32 bits, with room for tiles that reach beyond an image.
+MOST_IMAGE = 2**30  # elements
+MOST_REACH = 2**30  # rows or columns, padding and what tiles overhang included
+OVERHANG = 1024  # positions of an output beyond its last one that a tile may have
+MOST_BATCH = 2**30
+MOST_STRIDE = 2**31  # of weights in memory
 OVERLAP_LOSS = 0.25
 
 # Weight gradients. The error of the tensor core's sums grows with the number of products added, in
@@ -62,6 +67,30 @@ def row_advance(problem: Problem) -> int:
 def consumer_registers(producer_registers: int) -> int:
     """What the two consumers' threads can have if the producer's keep so many."""
     return (3 * LAUNCH_REGISTERS - producer_registers) // CONSUMERS
+
+
+def check_reach(problem: Problem, operands: Operands) -> None:
+    """Raises Declined for places that cannot be counted in 32 bits.
+
+    Images of too many elements are found by :func:`check`. Kernels compute where each tap of each
+    position lies, also of those that padding or the end of a tile has outside of the image.
+    """
+    sides = zip(
+        ("rows", "columns"),
+        problem.padded_size,
+        problem.kernel_size,
+        problem.stride,
+        problem.dilation,
+        strict=True,
+    )
+    for name, padded, taps, stride, dilation in sides:
+        reach = padded + (OVERHANG * stride + 2 * taps) * dilation
+        if reach >= MOST_REACH:
+            raise Declined(f"{reach} {name} of padded images and tiles beyond them, 2^30 and more")
+    if problem.batch >= MOST_BATCH:
+        raise Declined(f"{problem.batch} images, 2^30 and more")
+    if max(operands.weight_strides) >= MOST_STRIDE:
+        raise Declined(f"weights that are {max(operands.weight_strides)} elements apart")
 
 
 def check(

@@ -37,6 +37,15 @@ using Operand = OperandOf<Scalar>::type;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
+// Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
+// an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
+// padding is, need not be: see OffsetFor.
+constexpr long long kMostElements = 1LL << 30;
+template <class... Sizes>
+__host__ __device__ constexpr long long elements_of(Sizes... sizes) {
+  return (1LL * ... * sizes);
+}
+
 // A number in two parts, of TF32's precision.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   const float rounded = round_to_tf32(value);

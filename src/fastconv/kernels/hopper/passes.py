@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper import correlate, spread
+from fastconv.kernels.hopper import correlate, limits, spread
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
@@ -14,6 +14,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
+    limits.check_reach(problem, operands)
     return _plan(forward_ways(problem, operands), gpu)
 
 
@@ -23,6 +24,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
+    limits.check_reach(problem, operands)
     return _plan(input_grad_ways(problem, operands), gpu)
 
 
@@ -37,7 +39,8 @@ def alternatives(
     ways_of = {"forward": forward_ways, "input_grad": input_grad_ways}
     if direction not in ways_of:
         raise Declined(direction)
-    ways = ways_of[direction](problem, operands)
+    limits.check_reach(problem, operands)
+    ways = ways_of[direction](problem.without_idle_dilation, operands)
     chosen = _spread(ways, gpu)
     return correlate.alternatives(ways, gpu, most) if chosen is None else [chosen]
 

@@ -129,6 +129,18 @@ using Item = Walk<C::strip_columns, kRowStep>;
 constexpr int kInPlane = C::in_height * C::in_width;
 constexpr int kInPixel = C::in_channels_last ? C::group_in : 1;
 constexpr int kInChannel = C::in_channels_last ? 1 : kInPlane;
+static_assert(elements_of(C::group_in, C::in_height, C::in_width) < kMostElements, "");
+static_assert(elements_of(C::group_out, C::out_height, C::out_width) < kMostElements, "");
+
+// Rows and columns that taps read, before or behind the input's first; and where the farthest
+// element would be, of channels that a unit has too many too.
+constexpr int kFarRow =
+    larger_of(C::padding_top, C::out_height + C::kernel_height * C::dilation_height);
+constexpr int kFarColumn = larger_of(C::padding_left + C::lead, C::out_width + kPixels);
+using InOffset =
+    OffsetFor<elements_of(kFarRow, C::in_width, kInPixel) + elements_of(kFarColumn, kInPixel) +
+              elements_of(kSteps* kStepChannels, kInChannel)>;
+
 // Words that a thread loads for a product; single 16-bit elements take one each.
 constexpr bool kSingles = !C::vector_loads && !C::pair_loads;
 constexpr int kRawWords = kSingles ? 4 * kWordElements : 4;
@@ -148,7 +160,8 @@ struct Loader {
         item.column - C::padding_left - C::lead + thread / 32 * 16 + thread % 32 / 4 * 2;
     first_channel = thread % 4 * (C::vector_loads ? kVector : kWordElements);
     pixels = input + static_cast<long long>(item.image) * C::group_in * kInPlane +
-             static_cast<long long>(first_channel) * kInChannel + column * kInPixel;
+             static_cast<long long>(first_channel) * kInChannel +
+             static_cast<InOffset>(column) * kInPixel;
     for (int i = 0; i < 2; ++i) valid[i] = column + i >= 0 && column + i < C::in_width;
   }
 
@@ -162,12 +175,13 @@ struct Loader {
   __device__ __forceinline__ void load(Raw& raw, int row, int unit) const {
     const bool inside = row >= 0 && row < C::in_height;
     const Scalar* const source =
-        pixels + row * (C::in_width * kInPixel) +
+        pixels + static_cast<InOffset>(row) * (C::in_width * kInPixel) +
         static_cast<long long>(unit) * (C::unit_steps * kStepChannels) * kInChannel;
     const int channels = unit * (C::unit_steps * kStepChannels);
 #pragma unroll
     for (int step = 0; step < C::unit_steps; ++step) {
-      const Scalar* const of_step = source + step * kStepChannels * kInChannel;
+      const Scalar* const of_step =
+          source + static_cast<InOffset>(step * kStepChannels) * kInChannel;
       if constexpr (C::vector_loads) {
         if (step % 2 == 0) {
           load_vectors(raw[step], raw[(step + 1) % C::unit_steps], of_step,
@@ -202,7 +216,7 @@ struct Loader {
 #pragma unroll
       for (int element = 0; element < kWordElements; ++element) {
         const int channel = half * kVector + element;
-        const Scalar* const pixel = source + channel * kInChannel;
+        const Scalar* const pixel = source + static_cast<InOffset>(channel) * kInChannel;
         const bool there = inside && exists(channels + channel);
         const int at = half * kWordElements + element;
         if constexpr (kSingles) {
@@ -354,7 +368,9 @@ struct Storer {
         target[i] = narrow<Scalar>(output_at(i / C::group_out, channel) + bias_of(channel));
       }
     } else {
-      constexpr int kPlane = C::out_height * C::out_width;
+      // Four channels, some of which may not exist.
+      constexpr OffsetFor<elements_of(4, C::out_height, C::out_width)> kPlane =
+          C::out_height * C::out_width;
       Scalar* target = image + row * C::out_width + column + warp * kPlane + lane;
 #pragma unroll 1
       for (int channel = warp; channel < C::group_out; channel += 4) {

@@ -49,6 +49,9 @@ ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
 PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
+MOST_ROUNDS = 32  # of a weight's tiles through the workspace: each is two launches
+MOST_WORKSPACE_BYTES = 16 << 30
+MOST_WALKS = 2**30  # of what a launch computes: 32-bit numbers
 MOST_GRAD_STAGES = 4
 FEWEST_GRAD_STAGES = 2
 
@@ -85,6 +88,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
     sizes = (problem.input_size, problem.output_size)
     limits.check(operands, gpu, problem.groups, channels, *sizes)
+    limits.check_reach(problem, operands)
     ways: list[tuple[float, Callable[[], Plan]]] = []
     reasons = []
     try:
@@ -117,8 +121,7 @@ def _portable_cycles(problem: Problem, gpu: Gpu) -> float:
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient with ``weight_grad.cuh``."""
     problem = tile.problem
-    most_blocks = WORKSPACE_BYTES // tile.block_bytes
-    tiles_at_once = min(tile.count, most_blocks)
+    tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
     kernel = tuple(_constants(tile).items())
     launches: list[Launch] = []
@@ -229,6 +232,12 @@ class Tile:
         """Of the workspace: with those of the bias."""
         return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.operands.bias_grad
 
+    @cached_property
+    def most_blocks(self) -> int:
+        """Whose sums are in the workspace at once: more of them where weights are that large."""
+        blocks = max(WORKSPACE_BYTES // self.block_bytes, ceil_div(self.count, MOST_ROUNDS))
+        return min(blocks, MOST_WORKSPACE_BYTES // self.block_bytes)
+
     # --- Pixels ----------------------------------------------------------------------------------
 
     @property
@@ -302,9 +311,14 @@ class Tile:
         return ceil_div(self.problem.batch, self.phase_images)
 
     @property
+    def walks(self) -> int:
+        """Down strips of columns, of all images."""
+        return self.image_groups * self.row_step * self.strips
+
+    @property
     def all_steps(self) -> int:
         """What workers share."""
-        return self.image_groups * self.row_step * self.steps * self.strips
+        return self.walks * self.steps
 
     # --- Shared memory ---------------------------------------------------------------------------
 
@@ -438,23 +452,34 @@ class Tile:
             BLOCK_CYCLES + 16 * (rows * ((self.strips - 1) * whole + last) + again * whole)
         )
 
-    def least_cycles(self, gpu: Gpu) -> float:
-        """What it takes at least, with any strips and stages."""
+    def least_cycles(self, gpu: Gpu, grad_cycles: float) -> float:
+        """What it takes at least, with any strips and stages.
+
+        ``grad_cycles`` are what it takes at least to get a row of the output's gradient.
+        """
         rows = self.image_groups * self.row_step * self.steps
-        channels = min(self.channel_groups * OUTPUTS, self.group_out)
-        row = limits.together(
+        row = ceil_div(self.row_columns, MOST_STRIP_COLUMNS) * STEP_CYCLES + limits.together(
             self.multiply_cycles(self.row_columns),
             self.input_cycles(self.row_columns * self.problem.stride[1]),
-            channels * self.row_columns * 16 / BYTES_PER_CYCLE,
+            grad_cycles,
         )
         return self.count * rows * row / gpu.processors
+
+    @property
+    def least_grad_cycles(self) -> float:
+        """What it takes at least to get a row of the output's gradient, with any stages."""
+        most = replace(self, grad_stages=MOST_GRAD_STAGES)
+        stages = (
+            replace(one, strip_stages=ceil_div(one.row_columns, one.stage_columns))
+            for one in _with_stages(most)
+        )
+        return min(one.grad_cycles(one.row_columns) for one in stages)
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
         count, processors = self.count, gpu.processors
-        most_blocks = WORKSPACE_BYTES // self.block_bytes
         steps = self.all_steps
-        most = max(min(most_blocks // min(count, most_blocks), steps), 1)
+        most = max(min(self.most_blocks // min(count, self.most_blocks), steps), 1)
 
         def cost(workers: int) -> float:
             waves = ceil_div(count * workers, processors)
@@ -473,9 +498,13 @@ def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
     best: Tile | None = None
     least = math.inf
     # Best products first: most of the others need not be looked at.
-    bounds = [
-        (tile.least_cycles(gpu), i, tile) for i, tile in enumerate(_products(problem, operands))
-    ]
+    bounds = []
+    grad_cycles: dict[int, float] = {}  # by channel groups, which alone decide
+    for i, products in enumerate(_products(problem, operands, gpu)):
+        groups = products.channel_groups
+        if groups not in grad_cycles:
+            grad_cycles[groups] = products.least_grad_cycles
+        bounds.append((products.least_cycles(gpu, grad_cycles[groups]), i, products))
     for bound, _, products in sorted(bounds):
         if bound >= least:
             break
@@ -488,19 +517,20 @@ def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
                 best, least = tile, cycles
     if best is None:
         raise Declined("input rows that do not fit shared memory")
-    if best.all_steps * max(best.weights) >= 2**62:
-        raise Declined("more than 2^62 cycles of work")
+    if best.walks >= MOST_WALKS:
+        raise Declined(f"{best.walks} strips of columns of all images, 2^30 and more")
+    if best.all_steps * max(best.weights) * best.workers(gpu) >= 2**62:
+        raise Declined("more work than can be shared by 64-bit numbers")
     return best
 
 
-def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
+def _products(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[Tile]:
     """All ways to cut the weights into products, without strips and stages."""
-    height, width = problem.kernel_size
     octets = ceil_div(problem.in_channels // problem.groups, OCTET)
     many_outputs = problem.out_channels // problem.groups > OUTPUTS
     most_columns = MOST_BLOCK_COLUMNS[limits.parts(operands)]
     phases = (1, operands.vector)[: min(problem.batch, 2)]
-    for taps, rows in product(shares(width), shares(height)):
+    for taps, rows in _taps(problem, operands, gpu):
         # Taps that are further apart than octets of channels make a product of one octet.
         joined = taps == 1 or problem.dilation[1] == 1
         for product_octets in shares(octets) if joined else (1,):
@@ -518,17 +548,35 @@ def _products(problem: Problem, operands: Operands) -> Iterator[Tile]:
                     )  # fmt: skip
 
 
-def _with_strips(tile: Tile) -> Iterator[Tile]:
-    """With stages of any width, and strips of them of about equal widths."""
+def _taps(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[tuple[int, int]]:
+    """Taps of a product and kernel rows of a tile, whose input may fit shared memory."""
+    height, width = problem.kernel_size
+    advance = limits.row_advance(problem)
+    for taps in shares(width):
+        reach = (BODY_COLUMNS - 1) * problem.stride[1] + (taps - 1) * problem.dilation[1] + 1
+        row_bytes = limits.parts(operands) * OCTET * reach * 16
+        for rows in shares(height):
+            if (rows + min(advance, rows)) * row_bytes > gpu.shared_bytes_per_block:
+                break
+            yield taps, rows
+
+
+def _with_stages(tile: Tile) -> Iterator[Tile]:
+    """With stages of any width."""
     last = tile.operands.output_channels_last
     for columns in PIXEL_STAGE_COLUMNS if last else ROW_STAGE_COLUMNS:
-        columns = min(columns, tile.row_columns)
-        stages = ceil_div(tile.row_columns, columns)
-        wanted = range(1, MOST_STRIP_COLUMNS // columns + 1)
-        for strip in sorted({ceil_div(stages, ceil_div(stages, n)) for n in wanted}):
-            yield replace(tile, stage_columns=columns, strip_stages=strip)
-        if columns == tile.row_columns:
+        yield replace(tile, stage_columns=min(columns, tile.row_columns))
+        if columns >= tile.row_columns:
             break
+
+
+def _with_strips(tile: Tile) -> Iterator[Tile]:
+    """The same, and with strips of them of about equal widths."""
+    for staged in _with_stages(tile):
+        stages = ceil_div(staged.row_columns, staged.stage_columns)
+        wanted = range(1, MOST_STRIP_COLUMNS // staged.stage_columns + 1)
+        for strip in sorted({ceil_div(stages, ceil_div(stages, n)) for n in wanted}):
+            yield replace(staged, strip_stages=strip)
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:

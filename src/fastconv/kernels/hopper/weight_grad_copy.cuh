@@ -13,10 +13,16 @@ constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
 constexpr int kOutChannel = C::out_height * C::out_width;
+static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+              "");
 
 // By how many columns a step begins early: all phases and channels of a row are aligned alike.
 __device__ __forceinline__ int early(int output_row) {
-  return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
+  // The row may be beyond the image, but the last bits are right in any case.
+  return C::lead == 0 ? 0
+                      : static_cast<int>(static_cast<unsigned>(output_row) * C::out_width %
+                                         static_cast<unsigned>(kVector));
 }
 
 // Where a phase of a step lies in grad_output.
@@ -32,6 +38,12 @@ struct PhasePlace {
     exists = image < batch && row < C::out_height;
   }
 };
+
+// Elements that lanes copy at once: of a row's ends, which has a whole number of them, or of a
+// pixel's channels. No copy is narrower than 4 bytes: fewer are written.
+constexpr int kCopied = C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
+// What lies inside of a row goes in whole units.
+constexpr int kMostCopied = C::grad_channels_last || kShifted ? kCopied : kVector;
 
 // Part of a step that fills a stage.
 struct StagePlace {
@@ -183,7 +195,6 @@ struct RowCopier {
       copy_elements<kVector>(unit, row + (exists ? column : 0), exists);
       return;
     }
-    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
 #pragma unroll
     for (int i = 0; i < kVector; i += kCopied) {
       const int at = column + i;
@@ -199,6 +210,8 @@ struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
   static constexpr bool kWholePixels = kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
+  using Offset = OffsetFor<elements_of(kCoveredRows, C::out_width, kOutChannels) +
+                           elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
   int count;  // of channels that exist
@@ -218,8 +231,9 @@ struct PixelCopier {
     for (int phase = warp; phase < kPhases; phase += kGradWarps) {
       const PhasePlace of(place.image, place.row, phase, batch);
       const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
-      const Scalar* const pixel = channels + static_cast<long long>(of.image) * kOutImage +
-                                  (of.row * C::out_width + place.column) * kOutChannels;
+      const Scalar* const pixel =
+          channels + static_cast<long long>(of.image) * kOutImage +
+          (static_cast<Offset>(of.row) * C::out_width + place.column) * kOutChannels;
       unsigned char* const target = stage + phase * kPhaseBytes;
       if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
       copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
@@ -248,9 +262,9 @@ struct PixelCopier {
       const int channel = i % kPixelVectors * kVector;
       Scalar* const unit = reinterpret_cast<Scalar*>(target + i * 16);
 #pragma unroll
-      for (int j = 0; j < kVector; j += C::grad_vector) {
+      for (int j = 0; j < kVector; j += kCopied) {
         const bool exists = column < columns && channel + j < count;
-        copy_elements<C::grad_vector>(
+        copy_elements<kCopied>(
             unit + j, exists ? pixel + column * kOutChannels + channel + j : channels, exists);
       }
     }
@@ -267,12 +281,14 @@ struct CopierFor<true> {
 };
 using GradCopier = CopierFor<C::grad_channels_last>::type;
 
-// Arrives when all that this thread has written or copied to shared memory is there. What is copied
-// element by element, 2 bytes each, is written at once.
+// Arrives when all that this thread has written or copied to shared memory is there.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
-  constexpr int kCopied =
-      C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
-  if constexpr (kCopied * kScalarBytes >= 4) {
+  constexpr bool kCopies = kMostCopied * kScalarBytes >= 4;
+  constexpr bool kWrites = kCopied * kScalarBytes < 4;
+  if constexpr (kCopies && kWrites) {
+    barrier_expect_copies(barrier);
+    barrier_arrive(barrier);
+  } else if constexpr (kCopies) {
     barrier_arrive_after_copies(barrier);
   } else {
     barrier_arrive(barrier);

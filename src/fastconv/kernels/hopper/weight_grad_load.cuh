@@ -22,6 +22,16 @@ constexpr int kInputWarps = kProducers / 32;
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
 
+// Rows and columns that the first strip of rows reads, before or behind the input's first; and
+// where the farthest element would be.
+constexpr int kFarRow = larger_of(
+    C::padding_top, kStripRows + round_up(C::kernel_height, C::kernel_rows) * C::dilation_height);
+constexpr int kFarColumn =
+    larger_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
+                                         kPieces * C::product_taps * C::dilation_width);
+using InOffset = OffsetFor<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
+                           elements_of(kBlockOctets, kOctet, kInChannel)>;
+
 __device__ __forceinline__ float load_element(const float* source, bool valid) {
   return load_or_zero(source, valid);
 }
@@ -119,7 +129,8 @@ struct InputLoader {
     const int number = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
     const Scalar* const source =
-        image + (octet(unit) * kOctet * kInChannel + y * kInRow + x * kInColumn);
+        image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
+                 static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
     for (int phase = 0; phase < kPhases; ++phase) {
       constexpr long long kImage = kInImage;

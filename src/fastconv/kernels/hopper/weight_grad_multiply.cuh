@@ -155,7 +155,7 @@ struct Consumer {
   // Elements of grad_output from phase 0 to another one.
   __device__ static unsigned phase_distance(int phase) {
     return static_cast<unsigned>(phase % C::phase_images) * kOutImage +
-           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep * C::out_width);
+           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep) * C::out_width;
   }
 
   // The thread's rows in the stages of a step.
@@ -180,10 +180,13 @@ struct Consumer {
   }
 
   // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
-  // or if there is but one, the next tap.
+  // or if there is but one, the next tap, of several.
   __device__ static Matrix ring() {
-    return matrix(shared_memory() + kInputRing, C::stride_width * kColumnVectors * 16,
-                  128 * (C::product_octets == 1 ? C::dilation_width : 1));
+    constexpr bool kNextTap = C::product_octets == 1 && C::product_taps > 1;
+    constexpr int kAlong = C::stride_width * kColumnVectors * 16;
+    constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
+    static_assert(larger_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 
   // Waits for rows of this step.

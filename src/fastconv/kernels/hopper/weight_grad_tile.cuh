@@ -73,7 +73,8 @@ constexpr int kNewRows = kRowAdvance < C::kernel_rows ? kRowAdvance : C::kernel_
 constexpr int kOldRows = C::kernel_rows - kNewRows;
 
 constexpr int kSteps = C::steps;  // of a strip of rows
-static_assert(kSteps * kRowStep * C::phase_strips >= C::out_height, "strips cover the image");
+constexpr int kCoveredRows = kSteps * kRowStep * C::phase_strips;
+static_assert(kCoveredRows >= C::out_height, "strips cover the image");
 
 constexpr int kBodyColumns = 8;  // that a consumer takes at a time
 static_assert(C::stage_columns % kBodyColumns == 0, "");
@@ -92,9 +93,12 @@ __device__ __forceinline__ int columns_of(int strip) {
                                           : min(kStripColumns, kRowColumns - strip * kStripColumns);
 }
 
-// What a step takes, in any unit: of one strip, and of all strips of one row.
-constexpr long long kLastStrip = static_cast<long long>(kStrips - 1) * C::strip_weight;
-constexpr long long kRowWeight = kLastStrip + C::last_strip_weight;
+// What the steps of a strip of rows take, in any unit: those of one strip of columns, of all but
+// the last, and of all.
+constexpr long long kStripWeight = static_cast<long long>(kSteps) * C::strip_weight;
+constexpr long long kLastStrip = (kStrips - 1) * kStripWeight;
+constexpr long long kRowsWeight =
+    kLastStrip + static_cast<long long>(kSteps) * C::last_strip_weight;
 
 // A step of a walk, found by the weight of what comes before it.
 struct Place {
@@ -102,11 +106,11 @@ struct Place {
   int step;
 
   __device__ explicit Place(long long weight) {
-    const long long rest = weight % (kSteps * kRowWeight);
-    const bool last = rest >= kSteps * kLastStrip;
-    const int strip = last ? kStrips - 1 : static_cast<int>(rest / (kSteps * C::strip_weight));
-    const long long of_strip = rest - static_cast<long long>(strip) * kSteps * C::strip_weight;
-    walk = static_cast<int>(weight / (kSteps * kRowWeight)) * kStrips + strip;
+    const long long rest = weight % kRowsWeight;
+    const bool last = rest >= kLastStrip;
+    const int strip = last ? kStrips - 1 : static_cast<int>(rest / kStripWeight);
+    const long long of_strip = rest - strip * kStripWeight;
+    walk = static_cast<int>(weight / kRowsWeight) * kStrips + strip;
     step = static_cast<int>(of_strip / (last ? C::last_strip_weight : C::strip_weight));
   }
 };
@@ -132,7 +136,7 @@ struct Share {
       : at(weight(batch) * worker / workers), end(weight(batch) * (worker + 1) / workers) {}
 
   __device__ static long long weight(int batch) {
-    return ceil_div(batch, C::phase_images) * kRowStep * kSteps * kRowWeight;
+    return ceil_div(batch, C::phase_images) * (kRowStep * kRowsWeight);
   }
   __device__ bool more() const {
     return at.walk < end.walk || (at.walk == end.walk && at.step < end.step);

@@ -44,7 +44,15 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       : "memory");
 }
 
-// Arrives when all of this thread's copy_async so far are complete.
+// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
+// comes after this.
+__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
+// what they copied, but not what the thread has written itself.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");

@@ -23,6 +23,11 @@ inline void barrier_expect(Barrier* barrier, int bytes) {
   emulator::barrier_expect(barrier, bytes);
 }
 
+inline void barrier_expect_copies(Barrier* barrier,
+                                  emulator::Site site = emulator::here("barrier_expect_copies")) {
+  emulator::barrier_expect_copies(site, barrier);
+}
+
 inline void barrier_arrive_after_copies(
     Barrier* barrier, emulator::Site site = emulator::here("barrier_arrive_after_copies")) {
   emulator::barrier_arrive_after_copies(site, barrier);
