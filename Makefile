@@ -53,7 +53,7 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=correlate --kernel-name kernel_substring=pack \
   --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce \
   --kernel-name kernel_substring=spread --kernel-name kernel_substring=collect \
-  --kernel-name kernel_substring=clear
+  --kernel-name kernel_substring=clear --kernel-name kernel_substring=scale
 sanitize:
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py
 	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py portable

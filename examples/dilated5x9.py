@@ -202,6 +202,12 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace hopper
 }  // namespace fastconv
 
+__global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
+  using namespace fastconv::hopper;
+  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
+}
+
 __global__ void __launch_bounds__(256)
     pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
          int batch) {
@@ -1384,7 +1390,8 @@ __device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* 
 template <bool kInside>
 __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
                                               const Scalar* const (&channels)[kVectorChannels],
-                                              unsigned char* target, int first, Scale& scale) {
+                                              unsigned char* target, int first, const Scale& scale,
+                                              Range& range) {
   Channels vectors[C::batch];
 #pragma unroll
   for (int k = 0; k < C::batch; ++k) {
@@ -1404,14 +1411,14 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
   for (int k = 0; k < C::batch; ++k) {
     const int pixel = first + 32 * k;
     if (pixel < C::pitch) {
-      store_parts<false>(target + pixel * 16, kPartPixels * 16, vectors[k], scale);
+      store_input(target + pixel * 16, kPartPixels * 16, vectors[k], scale, range);
     }
   }
 }
 
-// Writes a piece that has arrived to its stage.
+// Writes a piece that has arrived to its stage; `scales` are those of its two vectors.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
-                                        int lane, Scale& scale) {
+                                        int lane, const Scale (&scales)[2], Range& range) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
@@ -1426,13 +1433,28 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
     if (whole) {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<true>(piece, plane, channels, target, first + lane, scale);
+        convert_batch<true>(piece, plane, channels, target, first + lane, scales[plane], range);
       }
     } else {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<false>(piece, plane, channels, target, first + lane, scale);
+        convert_batch<false>(piece, plane, channels, target, first + lane, scales[plane], range);
       }
+    }
+  }
+}
+
+// Looks at every number of those channels of a piece in which each counts.
+__device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
+                                        const ChunkPowers& powers, int of_chunk, Range& range) {
+#pragma unroll 1
+  for (int i = 0; i < kPieceChannels; ++i) {
+    const float power = powers.powers[of_chunk + i];
+    if (power >= 0.0f || !piece.has(i)) continue;
+    const Scalar* const channel = raw + i * kRawChannel + piece.shift(i);
+    for (int pixel = lane; pixel < piece.columns; pixel += 32) {
+      const float number = widen(channel[pixel]);
+      range.see(number, number * power);
     }
   }
 }
@@ -1462,26 +1484,32 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
   Ring<C::raw_slots> arrived(0);
+  ChunkPowers powers(warp);
   int piece = warp;
   for (StageCursor stage(items); stage.more(); stage.advance()) {
     barrier_wait(&barriers().input_empty[at.stage], at.parity);
     const Source source(input, stage);
-    Scale scale = items.scale(stage.item.image);
+    Range range;
+    powers.load(items, stage.item.image, source.column_of(stage.item.group));
     for (; piece < kPieces; piece += kLoaderWarps) {
+      const int of_chunk = piece % C::k_steps * kPieceChannels;
+      const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
       if constexpr (C::bulk_loads) {
         barrier_wait(full + arrived.stage, arrived.parity);
       } else {
         copy_async_wait<C::raw_slots - 1>();
         __syncwarp();
       }
-      convert(Piece(source, piece), raw + arrived.stage * kRawElements,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scale);
+      const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
+      convert(Piece(source, piece), arrived_raw,
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scales, range);
+      if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
       __syncwarp();
       fetch_next(arrived.stage);
       arrived.advance();
     }
     piece -= kPieces;
-    items.judge(scale, stage.item.image);
+    items.judge(range, stage.item.image);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -1526,6 +1554,28 @@ constexpr bool kRowsInside =
     (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
 constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
+// Products have rows, columns and channels that do not exist; what is stored of them would lie so
+// far.
+constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
+constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
+constexpr int kFarOutChannel =
+    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
+using OutOffset = OffsetFor<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                            elements_of(kFarOutColumn, kOutColumn) +
+                            elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
+
+// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
+// image does: a step of rows or columns may be larger than it.
+constexpr int kMostUnrolled = 64;
+constexpr int kPixelRows = C::row_end - C::row_begin;
+constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
+constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
+constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
+constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
+constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
+constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
+
 // Where a warpgroup's sums go.
 struct Target {
   Scalar* image;
@@ -1562,9 +1612,9 @@ struct Target {
   __device__ Scalar* row_start(int product_row, int y) const {
     const int c = group * C::group_out + channel(product_row);
     if constexpr (C::out_channels_last) {
-      return image + (y * C::image_width * kOutChannels + c);
+      return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
-      return image + ((c * C::image_height + y) * C::image_width);
+      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
     }
   }
 
@@ -1572,15 +1622,17 @@ struct Target {
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
                                         const Stored& value, bool valid) const {
-#pragma unroll
+#pragma unroll kStoredRowsAtOnce
     for (int i = C::row_begin; i < C::row_end; ++i) {
       const int y = image_row(product_row, line, i);
+      if (!kFewStores && y >= C::image_height) break;
       Scalar* const row = row_start(product_row, y);
-#pragma unroll
+#pragma unroll kStoredAtOnce
       for (int j = kStoredBegin; j < kStoredEnd; ++j) {
         const int x = kStoredStep * stored_column + j;
+        if (!kFewStores && x >= C::image_width) break;
         store_if(
-            reinterpret_cast<Stored*>(row + x * kOutColumn),
+            reinterpret_cast<Stored*>(row + static_cast<OutOffset>(x) * kOutColumn),
             i == C::row_at && j == kStoredAt ? value : Stored{},
             valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
       }
@@ -1737,9 +1789,10 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
   constexpr int kCleared = kRowsAligned ? kVector : 1;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
-#pragma unroll
+#pragma unroll kRowsAtOnce
     for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
       const int y = target.image_row(first, line, image_row);
+      if (!kFewRows && y >= C::image_height) break;
       if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
       for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
         const Window window(target.row_start(first + i, y), target, y, line, turn);
@@ -1898,8 +1951,9 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
 """
 
 SOURCES["hopper/correlate_weights.cuh"] = r"""
-// Weights: packed as the tensor cores want them, and streamed to shared memory. The kernel that
-// packs them as float16 finds scales first: theirs, and those of the images.
+// Weights: packed as the tensor cores want them, and streamed to shared memory. Before they are
+// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
+// of output channels and of images.
 #include "hopper/correlate_load.cuh"
 
 namespace fastconv {
@@ -1908,18 +1962,17 @@ namespace hopper {
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
     C::groups * kOutputGroups * kSteps * C::channel_groups * 2 * kOutputs;
-constexpr int kMostSamples = 256;  // of an image, 32 numbers each
+constexpr int kFold = C::fold_height * C::fold_width;
+// Samples are of 32 numbers: of an image at least so many, and one for so many pixels of a channel.
+constexpr int kImageSamples = 256;
+constexpr int kProvenPixels = 1 << 15;
 
-// The weight of output channel `out` for input channel `in`, both of the group; zero for what
-// folding, or summing two columns, has added to the kernel. `sum` says which of the two.
-__device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
-                                            int row, int column, int sum) {
-  const FoldedChannel folded(in);
-  row = row * C::fold_height + folded.row;
-  column = column * C::fold_width + folded.column;
-  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+// The weight of one of the taps that are used, for an output and an input channel of the group;
+// zero where summing two columns has added to the kernel. `sum` says which of the two.
+__device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
+                                         int column, int sum) {
   long long k = group * C::group_out + out;
-  long long c = folded.channel;
+  long long c = in;
   if constexpr (C::transposed) {
     k = group * C::group_in + in;
     c = out;
@@ -1932,6 +1985,16 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int
                 static_cast<long long>(column) * C::weight_stride_width];
 }
 
+// The same as the products have it: zero also for what folding has added to the kernel.
+__device__ __forceinline__ Scalar weight_at(const Scalar* weight, int group, int out, int in,
+                                            int row, int column, int sum) {
+  const FoldedChannel folded(in);
+  row = row * C::fold_height + folded.row;
+  column = column * C::fold_width + folded.column;
+  if (row >= C::weight_height || column >= C::weight_width) return Scalar{};
+  return tap_at(weight, group, out, folded.channel, row, column, sum);
+}
+
 // Weights as the consumers want them, a chunk's taps in one piece:
 //   [group][output group][chunk][tap][k step][part][channel group][2][64][16 bytes]
 struct PackedVector {
@@ -1941,8 +2004,9 @@ struct PackedVector {
   int step;  // chunk, tap and k step
   int plane;
 
-  __device__ __forceinline__ void pack(const Scalar* weight, unsigned char* packed,
-                                       Scale& scale) const {
+  // Their numbers are what `number_of` makes of a weight and its input channel.
+  template <class NumberOf>
+  __device__ __forceinline__ Channels load(const Scalar* weight, NumberOf number_of) const {
     const int k_step = step % C::k_steps;
     const int tap = step / C::k_steps % kTaps;
     const int chunk = step / (C::k_steps * kTaps);
@@ -1954,24 +2018,27 @@ struct PackedVector {
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVectorChannels;
     const bool exists = out < C::group_out && row >= 0 && row < C::kernel_height;
+    const int group = part / kOutputGroups;
     Scalar elements[kVectorChannels];
     for (int j = 0; j < kVectorChannels; ++j) {
       const bool valid = exists && first + j < C::group_in;
-      elements[j] = valid
-                        ? weight_at(weight, part / kOutputGroups, out, first + j, row, column, sum)
-                        : Scalar{};
+      elements[j] =
+          valid ? number_of(weight_at(weight, group, out, first + j, row, column, sum), first + j)
+                : Scalar{};
     }
+    return channels_of(elements);
+  }
+  __device__ __forceinline__ unsigned char* target(unsigned char* packed) const {
     const long long product =
         (static_cast<long long>(part) * kSteps + step) * (kWeightParts * C::channel_groups) +
         channel_group;
-    store_parts<true>(packed + product * kProductBytes + (plane * kOutputs + m) * 16,
-                      C::channel_groups * kProductBytes, channels_of(elements), scale);
+    return packed + product * kProductBytes + (plane * kOutputs + m) * 16;
   }
 };
+constexpr int kPartBytes = C::channel_groups * kProductBytes;  // from a part to the next
 
 __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* packed) {
   const int step = static_cast<int>(gridDim.x * blockDim.x);
-  Scale scale(1.0f);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kPackedVectors; i += step) {
     int rest = i;
     PackedVector vector;
@@ -1983,55 +2050,183 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
     rest /= C::channel_groups;
     vector.step = rest % kSteps;
     vector.part = rest / kSteps;
-    vector.pack(weight, packed, scale);
+    const auto as_it_is = [](Scalar element, int) { return element; };
+    store_parts<true>(vector.target(packed), kPartBytes, vector.load(weight, as_it_is));
   }
 }
 
+// The weight of the `tap`-th tap that is used; channels are the group's.
+static_assert(!C::halves || C::column_sums == 1, "one sum for each tap");
+constexpr int kUsedTaps = C::weight_height * C::weight_width;
+__device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
+                                             int tap) {
+  return widen(
+      tap_at(weight, group, out, channel, tap / C::weight_width, tap % C::weight_width, 0));
+}
+
+// A block: what an input channel's numbers are multiplied by, and its weights divided by: the mean
+// of their exponents. If the channel's weights are 2^n times as large, so is this; and if an output
+// channel's are, it is as much larger for all input channels.
+__device__ __forceinline__ float column_power(const Scalar* weight, int group, int channel) {
+  int exponents = 0;
+  int count = 0;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < C::group_out * kUsedTaps; i += blockDim.x) {
+    const float number = used_weight(weight, group, i / kUsedTaps, channel, i % kUsedTaps);
+    exponents += static_cast<int>(__float_as_uint(number) >> 23 & 255u);
+    count += number != 0.0f;
+  }
+  exponents = block_combined(exponents, sum_of<int>);
+  return mean_power(exponents, block_combined(count, sum_of<int>));
+}
+
+// Blocks: all of these.
+__device__ __forceinline__ void find_columns(const Scalar* weight, float* columns) {
+#pragma unroll 1
+  for (int i = blockIdx.x; i < C::groups * kInGroup; i += gridDim.x) {
+    const int group = i / kInGroup;
+    const int channel = i % kInGroup;
+    const float power = column_power(weight, group, channel);
+    const int fold = static_cast<int>(threadIdx.x);
+    if (fold < kFold) columns[group * kGroupColumns + channel * kFold + fold] = power;
+  }
+}
+
+// How an output channel's weights are scaled, by input channels of the products.
+struct WeightScale {
+  const float* columns;  // of its group
+  float scale;
+
+  __device__ __forceinline__ float operator()(float number, int in) const {
+    return number * inverse(columns[in]) * scale;
+  }
+  template <class Half>
+  __device__ __forceinline__ Half operator()(Half element, int) const {
+    return element;  // never: only floats are scaled
+  }
+};
+
+// A block: whether what float16 has not of an output channel's filters is nothing beside them.
+__device__ __forceinline__ bool filters_fit(const Scalar* weight, int group, int out,
+                                            const WeightScale& scale) {
+  bool fit = true;
+  for (int channel = threadIdx.x; channel < kInGroup; channel += blockDim.x) {
+    HalfRange range;
+    float squares = 0.0f;
+#pragma unroll 16
+    for (int tap = 0; tap < kUsedTaps; ++tap) {
+      const float number = used_weight(weight, group, out, channel, tap);
+      const float scaled = scale(number, channel * kFold);
+      range.see(number, scaled);
+      squares += scaled * scaled;
+    }
+    fit = fit && (range.fits(kLeastWeight) || squares >= kUsedTaps * (kWeightSize * kWeightSize));
+  }
+  return block_largest(fit ? 0.0f : 1.0f) == 0.0f;
+}
+
 // A block: scales and packs one output channel's weights. Gives what scales its sums back.
-__device__ __forceinline__ float pack_channel(const Scalar* weight, unsigned char* packed,
-                                              int channel) {
+__device__ __forceinline__ float pack_channel(const Scalar* weight, const float* columns,
+                                              unsigned char* packed, int channel) {
   PackedVector vector;
   const int of_product = channel % kStackChannels;
   vector.channel_group = channel / kStackChannels % C::channel_groups;
   vector.part = channel / (kStackChannels * C::channel_groups);
+  const int group = vector.part / kOutputGroups;
   const int out = channel % (kOutputGroups * C::channel_groups * kStackChannels);
+  const bool exists = out < C::group_out;
+  WeightScale scale{columns + group * kGroupColumns, 1.0f};
   float largest = 0.0f;
-  constexpr int kWeights = C::kernel_height * C::kernel_width * C::column_sums;
-  for (int i = threadIdx.x; i < (out < C::group_out ? C::group_in * kWeights : 0);
-       i += blockDim.x) {
-    const int sum = i % C::column_sums;
-    const int column = i / C::column_sums % C::kernel_width;
-    const int row = i / (C::column_sums * C::kernel_width) % C::kernel_height;
-    largest = larger(largest, fabsf(widen(weight_at(weight, vector.part / kOutputGroups, out,
-                                                    i / kWeights, row, column, sum))));
+#pragma unroll 4
+  for (int i = threadIdx.x; i < (exists ? kInGroup * kUsedTaps : 0); i += blockDim.x) {
+    const int channel = i / kUsedTaps;
+    const float number = used_weight(weight, group, out, channel, i % kUsedTaps);
+    largest = larger(largest, fabsf(scale(number, channel * kFold)));
   }
-  Scale range(scale_to(block_largest(largest), kWeightExponent));
-  if (range.scale == 0.0f) return 0.0f;
-  for (int i = threadIdx.x; i < kSteps * 2 * C::stack * C::column_sums; i += blockDim.x) {
-    const int row = i % C::stack * kStackChannels + of_product;
-    const int sum = i / C::stack % C::column_sums;
-    vector.m = C::column_sums == 1 ? row : row / 8 * 16 + sum * 8 + row % 8;
-    vector.plane = i / (C::stack * C::column_sums) % 2;
-    vector.step = i / (C::stack * C::column_sums * 2);
-    vector.pack(weight, packed, range);
+  scale.scale = scale_to(block_largest(largest), kWeightExponent);
+  if (scale.scale == 0.0f || (exists && !filters_fit(weight, group, out, scale))) return 0.0f;
+  Range range;
+  for (int i = threadIdx.x; i < kSteps * 2 * C::stack; i += blockDim.x) {
+    vector.m = i % C::stack * kStackChannels + of_product;
+    vector.plane = i / C::stack % 2;
+    vector.step = i / (C::stack * 2);
+    const Channels scaled = vector.load(weight, scale);
+    range.see(scaled);
+    store_parts<true>(vector.target(packed), kPartBytes, scaled);
   }
-  return block_largest(range.fits(kLeastWeight) ? 0.0f : 1.0f) == 0.0f ? 1.0f / range.scale : 0.0f;
+  return block_largest(range.fits(kLeastWeight) ? 0.0f : 1.0f) == 0.0f ? inverse(scale.scale)
+                                                                       : 0.0f;
 }
 
-// A block: the scale of an image, by the largest of numbers that are spread evenly over it.
-__device__ __forceinline__ float sample(const Scalar* image) {
-  constexpr int kPieces = ceil_div(kInImage, 32);
-  constexpr int kSamples = kPieces < kMostSamples ? kPieces : kMostSamples;
-  constexpr long long kLast = kInImage > 32 ? kInImage - 32 : 0;  // where the last begins
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  float largest = 0.0f;
-#pragma unroll 8
-  for (int i = threadIdx.x / 32; i < kSamples; i += blockDim.x / 32) {
-    const int first = static_cast<int>(kLast * i / (kSamples > 1 ? kSamples - 1 : 1));
-    const float number = widen(load_element(image + first + lane, lane < kInImage));
-    largest = larger(largest, fabsf(number));
+// Samples of an image: pieces of 32 numbers, spread evenly over each channel.
+struct Samples {
+  static constexpr int kChannels = C::groups * kInGroup;
+  static constexpr int kPixels = C::in_height * C::in_width;
+  static constexpr int kOfImage = ceil_div(kImageSamples, kChannels);
+  static constexpr int kOfPixels = kPixels / kProvenPixels;
+  static constexpr int kWanted = kOfImage > kOfPixels ? kOfImage : kOfPixels;
+  static constexpr int kAll = ceil_div(kPixels, 32);
+  static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
+  static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;  // where the last begins
+  const Scalar* image;
+  const float* columns;
+  int lane;
+
+  // Of a channel of all groups'.
+  __device__ static __forceinline__ int column(int channel) {
+    return channel / kInGroup * kGroupColumns + channel % kInGroup * kFold;
   }
-  return scale_to(block_largest(largest), kImageExponent);
+  // A lane's number of a piece, with its channel's power; 0 if there is none.
+  __device__ __forceinline__ float number(int channel, int piece) const {
+    const long long first = kLast * piece / (kPieces > 1 ? kPieces - 1 : 1);
+    const Scalar* const source = image + static_cast<long long>(channel) * kPixels + first + lane;
+    const bool exists = lane < kPixels && channel < kChannels;
+    return fabsf(widen(load_element(source, exists))) *
+           columns[column(min(channel, kChannels - 1))];
+  }
+};
+
+// A block: the scale of an image, and what its channels' numbers are multiplied by.
+__device__ __forceinline__ float sample(const Scalar* image, const float* columns, float* powers) {
+  static_assert(!C::halves || !C::in_channels_last, "a channel's pixels are neighbours");
+  constexpr int kPieces = Samples::kPieces;
+  constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // channels
+  const Samples samples{image, columns, static_cast<int>(threadIdx.x) % 32};
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  float largest = 0.0f;
+  for (int first = threadIdx.x / 32 * kTogether; first < Samples::kChannels;
+       first += warps * kTogether) {
+    float squares[kTogether] = {};
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+#pragma unroll 8
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const float number = samples.number(first + i, piece);
+        largest = larger(largest, number);
+        squares[i] += number * number;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float of_channel = warp_combined(squares[i], sum_of<float>);
+      if (samples.lane == 0 && first + i < Samples::kChannels) {
+        powers[Samples::column(first + i)] = of_channel;
+      }
+    }
+  }
+  const float scale = scale_to(block_largest(largest), kImageExponent);
+  // All warps' have been written. They overflow only where no scale will do.
+  for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
+    const int column = Samples::column(channel);
+    const float power = columns[column] * scale;
+    const float least = Samples::kPixels * (kInputSize * kInputSize);
+    const bool proven = powers[column] * scale * scale >= least;
+    for (int fold = 0; fold < kFold; ++fold) powers[column + fold] = proven ? power : -power;
+  }
+  for (int i = threadIdx.x; i < C::table_columns; i += blockDim.x) {
+    if (i % kGroupColumns >= C::group_in) powers[i] = 0.0f;  // channels that do not exist
+  }
+  return scale;
 }
 
 __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
@@ -2046,10 +2241,11 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
     for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {
       const int image = i - C::table_channels;
       if (image < 0) {
-        const float factor = pack_channel(weight, packed, i);
+        const float factor = pack_channel(weight, tables.columns(), packed, i);
         if (threadIdx.x == 0) tables.channels()[i] = factor;
       } else {
-        const float scale = sample(input + static_cast<long long>(image) * kInImage);
+        const float scale = sample(input + static_cast<long long>(image) * kInImage,
+                                   tables.columns(), tables.powers(image));
         if (threadIdx.x == 0) {
           tables.images()[image] = scale;
           tables.marks()[image] = 0;
@@ -2511,17 +2707,23 @@ struct Source {
   __device__ __forceinline__ int channel_of(int index) const {
     return channel + Unit::plane(index) * kVectorChannels;
   }
+  // Where its first channel is in the tables.
+  __device__ __forceinline__ int column_of(int its_group) const {
+    return its_group * kGroupColumns + channel;
+  }
 };
 
-// A thread's units of a batch, and the image they are of.
+// A thread's units of a batch, the image they are of, and the first channel's column.
 struct Batch {
   Unit units[C::batch];
   int image;
+  int column;
 
   // Starts loading them.
   __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
     const Source source(input, at);
     image = at.item.image;
+    column = source.column_of(at.item.group);
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
       const int index = thread + kLoaders * (at.batch * C::batch + k);
@@ -2531,16 +2733,19 @@ struct Batch {
 
   // Writes them to a stage.
   __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
-                                        Scale& scale) const {
+                                        const ChunkPowers& powers, Range& range) const {
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
       const int index = thread + kLoaders * (batch * C::batch + k);
       if (!unit_exists(index)) continue;
       const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+      const int channel = Unit::plane(index) * kVectorChannels;
 #pragma unroll
       for (int i = 0; i < Unit::kVectors; ++i) {
-        store_parts<false>(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16,
-                           units[k].vector(i), scale);
+        const Scale scale = powers.of(channel + i * kVectorChannels);
+        store_input(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i),
+                    scale, range);
+        if (powers.strict) range.see_strictly(units[k].vector(i), scale);
       }
     }
   }
@@ -2551,7 +2756,8 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const int lane = thread % 32;
   Batch batches[C::batches_ahead];
-  Scale scale(1.0f);
+  Range range;
+  ChunkPowers powers(thread / 32);
   LoadCursor next(items);
   Ring<C::input_stages> at(1);
   int under_way = 0;
@@ -2575,13 +2781,14 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
       if (under_way == 0) break;
       --under_way;
       if (batch == 0) {
-        scale = items.scale(batches[i].image);
+        powers.load(items, batches[i].image, batches[i].column);
         barrier_wait(&barriers().input_empty[at.stage], at.parity);
       }
-      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, scale);
+      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, powers,
+                       range);
       if (++batch == kBatches) {
         batch = 0;
-        items.judge(scale, batches[i].image);
+        items.judge(range, batches[i].image);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -2663,12 +2870,21 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
 SOURCES["hopper/correlate_scale.cuh"] = r"""
 // float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
 //
-// Each image is scaled by a power of two that a sample of its numbers decides, and each output
-// channel's weights by one that the largest of them decides; sums are scaled back as they are
-// stored. Whether all numbers fit is seen as they are converted. If an image's do not, it is
-// marked, and a second kernel (`repairs`) computes it once more, in TF32; if weights do not, it
-// computes all images, and the first none. Nothing but an image's own numbers and the weights
-// decides.
+// Numbers are scaled by powers of two: those of an input channel by one that the size of its
+// weights decides, the weights by its inverse, so that it does not matter in which units a channel
+// is given; each image by one that a sample of its numbers decides, and each output channel's
+// weights by one that the largest of them decides. Sums are scaled back as they are stored.
+//
+// Below 2^-14, float16 has fewer bits, and what it loses is absolute. So numbers fit if
+//   - of each vector of 8 channels, the largest number is not below that, and
+//   - what is lost is nothing beside the channel as a whole (of weights: the filter, an output and
+//     an input channel's taps): its mean square is large enough, or none of its numbers is below.
+// An image's channel is proven to be large enough by the sample, for what is in it is a part of
+// the sum of squares; in channels where it is not, loaders look at every number (`strict`).
+//
+// If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
+// TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
+// numbers and the weights decides.
 #include "hopper/correlate_vector.cuh"
 
 namespace fastconv {
@@ -2687,6 +2903,16 @@ constexpr int kMostExponent = 50;  // of what is scaled: products of two scales 
 constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
+// The root mean square, of a channel or of a filter, beside which it does not matter what smaller
+// numbers lose. That is 2^-24 at most, 2^-25 and 2^-36 in two parts (weights and input), of which
+// the root mean square is 0.6: so at most 6e-7 of the channel's or the filter's norm, 2e-8 in two
+// parts.
+constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
+constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
+
+// Input channels as the tables have them: those of the products, of one group after the other.
+constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
+
 // Tables in the workspace.
 struct Tables {
   unsigned char* scratch;
@@ -2696,8 +2922,15 @@ struct Tables {
   __device__ __forceinline__ float* channels() const {
     return reinterpret_cast<float*>(scratch + C::tables_at);
   }
+  // What an input channel's numbers are multiplied by, and its weights divided by.
+  __device__ __forceinline__ float* columns() const { return channels() + C::table_channels; }
+  // The same times the image's scale: all that its numbers are multiplied by. Negative if each of
+  // them has to fit.
+  __device__ __forceinline__ float* powers(int image) const {
+    return columns() + (1ll + image) * C::table_columns;
+  }
   // An image's scale; 0 if none will do.
-  __device__ __forceinline__ float* images() const { return channels() + C::table_channels; }
+  __device__ __forceinline__ float* images() const { return powers(batch); }
   // Not 0 for images some of whose numbers do not fit.
   __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
 };
@@ -2742,31 +2975,87 @@ struct Items {
     return index;
   }
 
-  // What an image's numbers are multiplied by.
-  __device__ __forceinline__ Scale scale(int image) const {
-    return Scale(C::halves ? tables.images()[image] : 1.0f);
-  }
   // Marks the image if not all numbers that the warp has seen since the last call fit.
-  __device__ __forceinline__ void judge(HalfScale& range, int image) const {
+  __device__ __forceinline__ void judge(HalfRange& range, int image) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
-    range = HalfScale(range.scale);
+    range = HalfRange();
   }
-  __device__ __forceinline__ void judge(NoScale&, int) const {}
+  __device__ __forceinline__ void judge(NoRange&, int) const {}
 };
 
-// The larger of all threads' numbers, in a block of whole warps.
-__device__ __forceinline__ float block_largest(float number) {
-  auto* const of_warps = reinterpret_cast<float*>(shared_memory());
+// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
+struct ChunkPowers {
+  const float* powers;
+  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
+  bool strict = false;  // whether one is negative
+
+  __device__ explicit ChunkPowers(int warp)
+      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
+
+  __device__ __forceinline__ void load(const Items& items, int image, int column) {
+    const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
+    if (!C::halves || at == begin) return;
+    at = begin;
+    const float* const source = items.tables.powers(image) + column;
+    if constexpr (!kPowersCopied) powers = source;
+    strict = false;
+    __syncwarp();  // the last ones have been read
+#pragma unroll
+    for (int first = 0; first < kChunkChannels; first += 32) {
+      const int i = first + static_cast<int>(threadIdx.x) % 32;
+      const float power = i < kChunkChannels ? source[i] : 0.0f;
+      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
+      strict = strict || power < 0.0f;
+    }
+    strict = __any_sync(~0u, strict);  // and all have been written
+  }
+  // Of the vector that begins with a channel of the chunk.
+  __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
+};
+
+// All lanes' values, combined in a fixed order.
+template <class Value, class Combine>
+__device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
 #pragma unroll
   for (int flip = 16; flip > 0; flip /= 2) {
-    number = larger(number, __shfl_xor_sync(~0u, number, flip));
+    value = combine(value, __shfl_xor_sync(~0u, value, flip));
   }
+  return value;
+}
+
+// All threads' values, in a block of whole warps.
+template <class Value, class Combine>
+__device__ __forceinline__ Value block_combined(Value value, Combine combine) {
+  auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
+  value = warp_combined(value, combine);
   __syncthreads();  // the last call's have been read
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = number;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
-  for (int i = 0; i < static_cast<int>(blockDim.x) / 32; ++i) number = larger(number, of_warps[i]);
-  return number;
+  value = of_warps[0];
+  for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) value = combine(value, of_warps[i]);
+  return value;
+}
+__device__ __forceinline__ float block_largest(float number) {
+  return block_combined(number, larger);
+}
+template <class Value>
+__device__ __forceinline__ Value sum_of(Value first, Value second) {
+  return first + second;
+}
+
+constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
+
+// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
+// add up to `exponents`; 1 if there are none.
+__device__ __forceinline__ float mean_power(int exponents, int count) {
+  if (count == 0) return 1.0f;
+  const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
+  return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
+}
+// One divided by a power of two.
+__device__ __forceinline__ float inverse(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
 // The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
@@ -2832,15 +3121,30 @@ __device__ __forceinline__ Channels channels_of(const Scalar* elements) {
   return vector;
 }
 
-// How numbers become float16: multiplied by a power of two. Keeps what is needed to tell whether
-// all of them fit: of each vector's largest number, but for zeros, the largest and the smallest.
-struct HalfScale {
-  float scale;
+// How a vector's numbers become float16's: multiplied by powers of two, which are negative for
+// channels in which every number counts by itself (see correlate_scale.cuh).
+struct Powers {
+  alignas(16) float power[8];
+
+  __device__ explicit Powers(const float* powers) {
+    const auto* const halves = reinterpret_cast<const float4*>(powers);
+    *reinterpret_cast<float4*>(power) = halves[0];
+    *reinterpret_cast<float4*>(power + 4) = halves[1];
+  }
+  __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
+    Numbers scaled;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scaled.number[i] = vector.number[i] * fabsf(power[i]);
+    return scaled;
+  }
+};
+
+// Which numbers float16 was asked for: keeps what is needed to tell whether it has them.
+struct HalfRange {
   float largest = 0.0f;
-  unsigned smallest = ~0u;  // its bits, less one: then zeros are no number's
+  unsigned smallest = ~0u;  // bits, less one: then zeros are no number's
 
-  __device__ explicit HalfScale(float scale) : scale(scale) {}
-
+  // Of a vector, scaled, the largest number counts.
   __device__ __forceinline__ void see(const Numbers& vector) {
     float of_vector = 0.0f;
 #pragma unroll
@@ -2848,28 +3152,42 @@ struct HalfScale {
     largest = larger(largest, of_vector);
     smallest = min(smallest, __float_as_uint(of_vector) - 1u);
   }
-  // Whether float16 has them all, and the least of a vector's largest numbers as a normal one with
-  // so much to spare: what a vector's smaller ones lose then is no more than its largest does.
+  // Of a number that counts by itself, even if scaling makes it zero.
+  __device__ __forceinline__ void see(float number, float scaled) {
+    const unsigned bits = max(__float_as_uint(fabsf(scaled)), 1u);
+    if (number != 0.0f) smallest = min(smallest, bits - 1u);
+  }
+  __device__ __forceinline__ void see_strictly(const Numbers& vector, const Powers& powers) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float number = powers.power[i] < 0.0f ? vector.number[i] : 0.0f;
+      see(number, number * powers.power[i]);
+    }
+  }
+  // Whether float16 has the largest, and the smallest as well as a number of this size.
   __device__ bool fits(float least) const {
-    return largest * scale <= 65504.0f && smallest >= __float_as_uint(least / scale) - 1u;
+    return largest <= 65504.0f && smallest >= __float_as_uint(least) - 1u;
   }
 };
 
-// What everything else needs of that.
-struct NoScale {
-  static constexpr float scale = 1.0f;
-
-  __device__ explicit NoScale(float) {}
+// What everything else needs of these.
+struct NoPowers {
+  __device__ explicit NoPowers(const float*) {}
+};
+struct NoRange {
+  __device__ void see(const Words&) {}
+  __device__ void see(float, float) {}
+  __device__ void see_strictly(const Words&, const NoPowers&) {}
   __device__ bool fits(float) const { return true; }
 };
 
-using Scale = Either<C::halves, HalfScale, NoScale>::type;
+using Scale = Either<C::halves, Powers, NoPowers>::type;
+using Range = Either<C::halves, HalfRange, NoRange>::type;
 
 // Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
 // numbers; 16-bit types as they are.
 template <bool kWeight>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
-                                            NoScale&) {
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
   if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
 #pragma unroll
     for (unsigned& word : vector.word) {
@@ -2896,14 +3214,13 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 // smaller: a third part.
 template <bool kWeight>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
-                                            const Numbers& vector, HalfScale& range) {
+                                            const Numbers& scaled) {
   constexpr float kLow = 2048.0f;
-  range.see(vector);
   Words high, low, smaller;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float first = vector.number[2 * i] * range.scale;
-    const float second = vector.number[2 * i + 1] * range.scale;
+    const float first = scaled.number[2 * i];
+    const float second = scaled.number[2 * i + 1];
     const bool to_even = C::parts == 2 || C::ties_to_even;
     high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
     if constexpr (C::parts == 2) {
@@ -2922,6 +3239,19 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   if constexpr (C::parts == 2 && kWeight) {
     *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
   }
+}
+
+// A vector of the input, as it was loaded.
+__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
+                                            const Words& vector, const NoPowers&, NoRange&) {
+  store_parts<false>(target, part_bytes, vector);
+}
+__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
+                                            const Numbers& vector, const Powers& powers,
+                                            HalfRange& range) {
+  const Numbers scaled = powers.scale(vector);
+  range.see(scaled);
+  store_parts<false>(target, part_bytes, scaled);
 }
 
 }  // namespace hopper
@@ -3044,7 +3374,12 @@ constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kRawRing = kStaging + kConsumers * kStagingBytes;
-constexpr int kBarriers = kRawRing + kRawSlots * kRawBytes;
+constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
+// Of each loading warp, what a chunk's channels are multiplied by. Long lines' pieces read it from
+// memory, which takes little beside them.
+constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
+constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
+constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
 static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) +
                       8 * (kConsumers + kRawSlots) <=
                   C::shared_bytes,
@@ -3172,6 +3507,15 @@ using Operand = OperandOf<Scalar>::type;
 constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
 constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
+// Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
+// an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
+// padding is, need not be: see OffsetFor.
+constexpr long long kMostElements = 1LL << 30;
+template <class... Sizes>
+__host__ __device__ constexpr long long elements_of(Sizes... sizes) {
+  return (1LL * ... * sizes);
+}
+
 // A number in two parts, of TF32's precision.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   const float rounded = round_to_tf32(value);
@@ -3201,6 +3545,7 @@ namespace fastconv {
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+__host__ __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 // Division that rounds down, also for negative a.
 __host__ __device__ constexpr int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
@@ -3223,6 +3568,10 @@ struct IndexOf<true> {
 };
 template <long long kEnd>
 using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
+
+// The same by the largest offset there is, of a place that nobody reads included.
+template <long long kLargest>
+using OffsetFor = typename OffsetOf<(kLargest >= 1LL << 31)>::type;
 
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
@@ -3481,7 +3830,15 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       : "memory");
 }
 
-// Arrives when all of this thread's copy_async so far are complete.
+// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
+// comes after this.
+__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
+// what they copied, but not what the thread has written itself.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
@@ -3953,6 +4310,16 @@ constexpr int kInputWarps = kProducers / 32;
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
 
+// Rows and columns that the first strip of rows reads, before or behind the input's first; and
+// where the farthest element would be.
+constexpr int kFarRow = larger_of(
+    C::padding_top, kStripRows + round_up(C::kernel_height, C::kernel_rows) * C::dilation_height);
+constexpr int kFarColumn =
+    larger_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
+                                         kPieces * C::product_taps * C::dilation_width);
+using InOffset = OffsetFor<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
+                           elements_of(kBlockOctets, kOctet, kInChannel)>;
+
 __device__ __forceinline__ float load_element(const float* source, bool valid) {
   return load_or_zero(source, valid);
 }
@@ -4050,7 +4417,8 @@ struct InputLoader {
     const int number = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
     const Scalar* const source =
-        image + (octet(unit) * kOctet * kInChannel + y * kInRow + x * kInColumn);
+        image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
+                 static_cast<InOffset>(y) * kInRow + static_cast<InOffset>(x) * kInColumn);
 #pragma unroll
     for (int phase = 0; phase < kPhases; ++phase) {
       constexpr long long kImage = kInImage;
@@ -4375,7 +4743,7 @@ struct Consumer {
   // Elements of grad_output from phase 0 to another one.
   __device__ static unsigned phase_distance(int phase) {
     return static_cast<unsigned>(phase % C::phase_images) * kOutImage +
-           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep * C::out_width);
+           static_cast<unsigned>(phase / C::phase_images) * (kSteps * kRowStep) * C::out_width;
   }
 
   // The thread's rows in the stages of a step.
@@ -4400,10 +4768,13 @@ struct Consumer {
   }
 
   // The ring of input rows. Along the sum comes the neighbouring column, across it the next octet,
-  // or if there is but one, the next tap.
+  // or if there is but one, the next tap, of several.
   __device__ static Matrix ring() {
-    return matrix(shared_memory() + kInputRing, C::stride_width * kColumnVectors * 16,
-                  128 * (C::product_octets == 1 ? C::dilation_width : 1));
+    constexpr bool kNextTap = C::product_octets == 1 && C::product_taps > 1;
+    constexpr int kAlong = C::stride_width * kColumnVectors * 16;
+    constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
+    static_assert(larger_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 
   // Waits for rows of this step.
@@ -4627,10 +4998,16 @@ constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
 constexpr int kOutChannel = C::out_height * C::out_width;
+static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+              "");
 
 // By how many columns a step begins early: all phases and channels of a row are aligned alike.
 __device__ __forceinline__ int early(int output_row) {
-  return C::lead == 0 ? 0 : output_row * C::out_width % kVector;
+  // The row may be beyond the image, but the last bits are right in any case.
+  return C::lead == 0 ? 0
+                      : static_cast<int>(static_cast<unsigned>(output_row) * C::out_width %
+                                         static_cast<unsigned>(kVector));
 }
 
 // Where a phase of a step lies in grad_output.
@@ -4646,6 +5023,12 @@ struct PhasePlace {
     exists = image < batch && row < C::out_height;
   }
 };
+
+// Elements that lanes copy at once: of a row's ends, which has a whole number of them, or of a
+// pixel's channels. No copy is narrower than 4 bytes: fewer are written.
+constexpr int kCopied = C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
+// What lies inside of a row goes in whole units.
+constexpr int kMostCopied = C::grad_channels_last || kShifted ? kCopied : kVector;
 
 // Part of a step that fills a stage.
 struct StagePlace {
@@ -4797,7 +5180,6 @@ struct RowCopier {
       copy_elements<kVector>(unit, row + (exists ? column : 0), exists);
       return;
     }
-    constexpr int kCopied = gcd(C::out_width, C::grad_vector);  // a row has whole ones
 #pragma unroll
     for (int i = 0; i < kVector; i += kCopied) {
       const int at = column + i;
@@ -4813,6 +5195,8 @@ struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
   static constexpr bool kWholePixels = kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
+  using Offset = OffsetFor<elements_of(kCoveredRows, C::out_width, kOutChannels) +
+                           elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
   int count;  // of channels that exist
@@ -4832,8 +5216,9 @@ struct PixelCopier {
     for (int phase = warp; phase < kPhases; phase += kGradWarps) {
       const PhasePlace of(place.image, place.row, phase, batch);
       const int columns = of.exists ? min(place.columns, C::out_width - place.column) : 0;
-      const Scalar* const pixel = channels + static_cast<long long>(of.image) * kOutImage +
-                                  (of.row * C::out_width + place.column) * kOutChannels;
+      const Scalar* const pixel =
+          channels + static_cast<long long>(of.image) * kOutImage +
+          (static_cast<Offset>(of.row) * C::out_width + place.column) * kOutChannels;
       unsigned char* const target = stage + phase * kPhaseBytes;
       if (C::grad_bulk && columns > 0 && is_elected()) copy_inside(target, pixel, columns, barrier);
       copy_rest(target, pixel, C::grad_bulk ? max(columns, 0) : 0, columns, place.columns);
@@ -4862,9 +5247,9 @@ struct PixelCopier {
       const int channel = i % kPixelVectors * kVector;
       Scalar* const unit = reinterpret_cast<Scalar*>(target + i * 16);
 #pragma unroll
-      for (int j = 0; j < kVector; j += C::grad_vector) {
+      for (int j = 0; j < kVector; j += kCopied) {
         const bool exists = column < columns && channel + j < count;
-        copy_elements<C::grad_vector>(
+        copy_elements<kCopied>(
             unit + j, exists ? pixel + column * kOutChannels + channel + j : channels, exists);
       }
     }
@@ -4881,12 +5266,14 @@ struct CopierFor<true> {
 };
 using GradCopier = CopierFor<C::grad_channels_last>::type;
 
-// Arrives when all that this thread has written or copied to shared memory is there. What is copied
-// element by element, 2 bytes each, is written at once.
+// Arrives when all that this thread has written or copied to shared memory is there.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
-  constexpr int kCopied =
-      C::grad_channels_last ? C::grad_vector : gcd(C::out_width, C::grad_vector);
-  if constexpr (kCopied * kScalarBytes >= 4) {
+  constexpr bool kCopies = kMostCopied * kScalarBytes >= 4;
+  constexpr bool kWrites = kCopied * kScalarBytes < 4;
+  if constexpr (kCopies && kWrites) {
+    barrier_expect_copies(barrier);
+    barrier_arrive(barrier);
+  } else if constexpr (kCopies) {
     barrier_arrive_after_copies(barrier);
   } else {
     barrier_arrive(barrier);
@@ -5072,7 +5459,8 @@ constexpr int kNewRows = kRowAdvance < C::kernel_rows ? kRowAdvance : C::kernel_
 constexpr int kOldRows = C::kernel_rows - kNewRows;
 
 constexpr int kSteps = C::steps;  // of a strip of rows
-static_assert(kSteps * kRowStep * C::phase_strips >= C::out_height, "strips cover the image");
+constexpr int kCoveredRows = kSteps * kRowStep * C::phase_strips;
+static_assert(kCoveredRows >= C::out_height, "strips cover the image");
 
 constexpr int kBodyColumns = 8;  // that a consumer takes at a time
 static_assert(C::stage_columns % kBodyColumns == 0, "");
@@ -5091,9 +5479,12 @@ __device__ __forceinline__ int columns_of(int strip) {
                                           : min(kStripColumns, kRowColumns - strip * kStripColumns);
 }
 
-// What a step takes, in any unit: of one strip, and of all strips of one row.
-constexpr long long kLastStrip = static_cast<long long>(kStrips - 1) * C::strip_weight;
-constexpr long long kRowWeight = kLastStrip + C::last_strip_weight;
+// What the steps of a strip of rows take, in any unit: those of one strip of columns, of all but
+// the last, and of all.
+constexpr long long kStripWeight = static_cast<long long>(kSteps) * C::strip_weight;
+constexpr long long kLastStrip = (kStrips - 1) * kStripWeight;
+constexpr long long kRowsWeight =
+    kLastStrip + static_cast<long long>(kSteps) * C::last_strip_weight;
 
 // A step of a walk, found by the weight of what comes before it.
 struct Place {
@@ -5101,11 +5492,11 @@ struct Place {
   int step;
 
   __device__ explicit Place(long long weight) {
-    const long long rest = weight % (kSteps * kRowWeight);
-    const bool last = rest >= kSteps * kLastStrip;
-    const int strip = last ? kStrips - 1 : static_cast<int>(rest / (kSteps * C::strip_weight));
-    const long long of_strip = rest - static_cast<long long>(strip) * kSteps * C::strip_weight;
-    walk = static_cast<int>(weight / (kSteps * kRowWeight)) * kStrips + strip;
+    const long long rest = weight % kRowsWeight;
+    const bool last = rest >= kLastStrip;
+    const int strip = last ? kStrips - 1 : static_cast<int>(rest / kStripWeight);
+    const long long of_strip = rest - strip * kStripWeight;
+    walk = static_cast<int>(weight / kRowsWeight) * kStrips + strip;
     step = static_cast<int>(of_strip / (last ? C::last_strip_weight : C::strip_weight));
   }
 };
@@ -5131,7 +5522,7 @@ struct Share {
       : at(weight(batch) * worker / workers), end(weight(batch) * (worker + 1) / workers) {}
 
   __device__ static long long weight(int batch) {
-    return ceil_div(batch, C::phase_images) * kRowStep * kSteps * kRowWeight;
+    return ceil_div(batch, C::phase_images) * (kRowStep * kRowsWeight);
   }
   __device__ bool more() const {
     return at.walk < end.walk || (at.walk == end.walk && at.step < end.step);
@@ -5793,9 +6184,9 @@ FORWARD_FLOAT_TF32_0 = tuple(
         channel_groups=1, stack=1, pixels=248, tile_rows=1, tile_columns=248, pitch=272, lead=0,
         joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
         segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8, weight_stages=4,
-        resident=False, pass_pixels=128, buffers=1, batch=3, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=223440, packed_at=368640,
-        tables_at=552960, table_channels=64, repairs=False,
+        resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=223824, packed_at=368640,
+        tables_at=552960, table_channels=64, table_columns=32, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_TF32_1 = tuple(
@@ -5816,11 +6207,16 @@ FORWARD_FLOAT_TF32_1 = tuple(
         segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, weight_stages=3,
         resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=223120, packed_at=0,
-        tables_at=552960, table_channels=64, repairs=True,
+        tables_at=552960, table_channels=64, table_columns=32, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
     launches=(
+        Launch(
+            "hopper/correlate.cuh", "scale", FORWARD_FLOAT_TF32_0,
+            grid=32, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 8),
+        ),
         Launch(
             "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32_0,
             grid=72, block=256, shared_bytes=32,
@@ -5828,7 +6224,7 @@ TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32_0,
-            grid=128, block=384, shared_bytes=223440,
+            grid=128, block=384, shared_bytes=223824,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -5842,7 +6238,7 @@ TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=553280,
+    scratch_bytes=554432,
 )
 
 INPUT_GRAD_FLOAT_TF32_0 = tuple(
@@ -5863,7 +6259,7 @@ INPUT_GRAD_FLOAT_TF32_0 = tuple(
         segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2, weight_stages=3,
         resident=False, pass_pixels=48, buffers=1, batch=2, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=230776, packed_at=884736,
-        tables_at=1327104, table_channels=32, repairs=False,
+        tables_at=1327104, table_channels=32, table_columns=64, repairs=False,
     ).items()
 )
 INPUT_GRAD_FLOAT_TF32_1 = tuple(
@@ -5884,11 +6280,16 @@ INPUT_GRAD_FLOAT_TF32_1 = tuple(
         segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2, weight_stages=4,
         resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=230152, packed_at=0,
-        tables_at=1327104, table_channels=32, repairs=True,
+        tables_at=1327104, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
     launches=(
+        Launch(
+            "hopper/correlate.cuh", "scale", INPUT_GRAD_FLOAT_TF32_0,
+            grid=64, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 8),
+        ),
         Launch(
             "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_TF32_0,
             grid=40, block=256, shared_bytes=32,
@@ -5910,7 +6311,7 @@ TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=1327296,
+    scratch_bytes=1329600,
 )
 
 WEIGHT_GRAD_FLOAT_TF32 = tuple(
@@ -5960,8 +6361,8 @@ FORWARD_FLOAT_IEEE_0 = tuple(
         joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
         segment_tiles=64, k_steps=2, stage_taps=1, input_stages=8, weight_stages=3,
         resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=88, consumer_registers=208, shared_bytes=227520, packed_at=737280,
-        tables_at=1290240, table_channels=64, repairs=False,
+        producer_registers=88, consumer_registers=208, shared_bytes=227904, packed_at=737280,
+        tables_at=1290240, table_channels=64, table_columns=32, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_IEEE_1 = tuple(
@@ -5982,11 +6383,16 @@ FORWARD_FLOAT_IEEE_1 = tuple(
         segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, weight_stages=2,
         resident=False, pass_pixels=128, buffers=2, batch=2, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=227408, packed_at=0,
-        tables_at=1290240, table_channels=64, repairs=True,
+        tables_at=1290240, table_channels=64, table_columns=32, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
     launches=(
+        Launch(
+            "hopper/correlate.cuh", "scale", FORWARD_FLOAT_IEEE_0,
+            grid=32, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 8),
+        ),
         Launch(
             "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE_0,
             grid=72, block=256, shared_bytes=32,
@@ -5994,7 +6400,7 @@ TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE_0,
-            grid=128, block=384, shared_bytes=227520,
+            grid=128, block=384, shared_bytes=227904,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -6008,7 +6414,7 @@ TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=1290560,
+    scratch_bytes=1291712,
 )
 
 INPUT_GRAD_FLOAT_IEEE_0 = tuple(
@@ -6028,8 +6434,8 @@ INPUT_GRAD_FLOAT_IEEE_0 = tuple(
         joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
         segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2, weight_stages=3,
         resident=False, pass_pixels=64, buffers=1, batch=1, batches_ahead=1,
-        producer_registers=88, consumer_registers=208, shared_bytes=229472, packed_at=1769472,
-        tables_at=3096576, table_channels=32, repairs=False,
+        producer_registers=88, consumer_registers=208, shared_bytes=229664, packed_at=1769472,
+        tables_at=3096576, table_channels=32, table_columns=64, repairs=False,
     ).items()
 )
 INPUT_GRAD_FLOAT_IEEE_1 = tuple(
@@ -6050,11 +6456,16 @@ INPUT_GRAD_FLOAT_IEEE_1 = tuple(
         segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2, weight_stages=2,
         resident=False, pass_pixels=112, buffers=1, batch=1, batches_ahead=1,
         producer_registers=72, consumer_registers=216, shared_bytes=211024, packed_at=0,
-        tables_at=3096576, table_channels=32, repairs=True,
+        tables_at=3096576, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
     launches=(
+        Launch(
+            "hopper/correlate.cuh", "scale", INPUT_GRAD_FLOAT_IEEE_0,
+            grid=64, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 8),
+        ),
         Launch(
             "hopper/correlate.cuh", "pack", INPUT_GRAD_FLOAT_IEEE_0,
             grid=40, block=256, shared_bytes=32,
@@ -6062,7 +6473,7 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE_0,
-            grid=132, block=384, shared_bytes=229472,
+            grid=132, block=384, shared_bytes=229664,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -6076,7 +6487,7 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
-    scratch_bytes=3096768,
+    scratch_bytes=3099072,
 )
 
 WEIGHT_GRAD_FLOAT_IEEE = tuple(
@@ -6271,8 +6682,6 @@ def kernel_of(launch: Launch) -> Kernel:
 
 
 def gpu_architecture(device: int) -> str:
-    if torch.version.cuda is None:
-        raise RuntimeError("this convolution's kernels need an NVIDIA GPU and PyTorch for CUDA")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 7:
         raise RuntimeError(
@@ -6280,7 +6689,7 @@ def gpu_architecture(device: int) -> str:
             "this convolution's kernels need 7.0 or newer"
         )
     # Hopper's tensor cores are sm_90a's, which compilers know since CUDA 12.
-    tensor_cores = (major, minor) == (9, 0) and int(torch.version.cuda.split(".")[0]) >= 12
+    tensor_cores = (major, minor) == (9, 0) and int(str(torch.version.cuda).split(".")[0]) >= 12
     return f"sm_{major}{minor}{'a' if tensor_cores else ''}"
 
 
@@ -6473,7 +6882,22 @@ class Conv2d(nn.Module):
         )
 
 
+def missing_gpu() -> str | None:
+    """Why there is no GPU to compute on; None if there is one."""
+    if torch.version.cuda is None:
+        return (
+            "this convolution's kernels need an NVIDIA GPU and PyTorch for CUDA, but PyTorch "
+            f"{torch.__version__} is built without it"
+        )
+    if not torch.cuda.is_available():
+        return "this convolution's kernels need an NVIDIA GPU, but PyTorch finds none here"
+    return None
+
+
 def check_device(x: Tensor, weight: Tensor) -> None:
+    missing = missing_gpu()
+    if missing is not None:
+        raise RuntimeError(missing)
     if not x.is_cuda or x.device != weight.device:
         raise ValueError(
             "input and weight should be on the same CUDA device, but are on "
@@ -6563,8 +6987,12 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 def self_check(model: nn.Module, *shapes: tuple[int, ...]) -> None:
     """Prints errors and speed-up of a model on inputs of these shapes, in both precisions.
 
-    Raises an AssertionError where it differs from PyTorch by more than rounding does.
+    Raises an AssertionError where it differs from PyTorch by more than rounding does. Ends with a
+    sentence where there is no GPU.
     """
+    missing = missing_gpu()
+    if missing is not None:
+        raise SystemExit(missing)
     model = model.cuda()
     twin = pytorch_twin(model)
     inputs = [torch.randn(shape, device="cuda") for shape in shapes]

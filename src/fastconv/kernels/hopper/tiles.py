@@ -242,7 +242,7 @@ class Tile:
 
     @property
     def powers_bytes(self) -> int:
-        """Of each loading warp: what a chunk's channels are multiplied by, unless lines are long."""
+        """Of each loading warp, if lines are short: what a chunk's channels are multiplied by."""
         layer = self.layer
         copied = layer.halves and not self.bulk_loads
         return 4 * layer.k_steps * 2 * layer.vector_channels if copied else 0
