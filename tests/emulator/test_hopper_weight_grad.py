@@ -14,10 +14,11 @@ from torch import Tensor
 
 from emulator import precompile
 from emulator import run as run_launches
-from emulator.works import HOPPER, Case, Planner, Tensors, Work, float64, run
+from emulator.works import Case, Planner, Tensors, Work, float64, run
 from fastconv.kernels import hopper
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.gpus import H200
 from fastconv.problem import Problem
 
 # Few processors, so that blocks have several runs each.
@@ -197,7 +198,7 @@ extern "C" __global__ void shares(int* places, int workers, int batch) {
 def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
     """Workers have all steps, each once, and about equally many."""
     case = Case("vast", (8, 1, 8_000_000, 130), (16, 1, 5, 10))
-    work = replace(_work(case, "tf32"), gpu=HOPPER)
+    work = replace(_work(case, "tf32"), gpu=H200)
     launch = work.plan.launches[0]
     c: dict[str, Any] = dict(launch.kernel.constants)
     workers = launch.arguments[5]

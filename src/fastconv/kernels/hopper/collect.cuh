@@ -88,14 +88,12 @@ static_assert(elements_of(C::group_in, C::in_height, C::in_width) < kMostElement
 
 // Rows and columns that taps read, before or behind the input's first; and where the farthest
 // element would be.
-constexpr int kFarRow = larger_of(
-    C::padding_top, C::out_height* C::stride_height + C::kernel_height * C::dilation_height);
-constexpr int kFarColumn =
-    larger_of(C::padding_left, (C::out_width + kPixels) * C::stride_width +
-                                   (C::kernel_width + 8) * C::dilation_width);
-using InOffset =
-    OffsetFor<elements_of(kFarRow, C::in_width, kInPixel) + elements_of(kFarColumn, kInPixel) +
-              elements_of(C::group_in, kInChannel)>;
+constexpr int kFarRow =
+    max_of(C::padding_top, C::out_height* C::stride_height + C::kernel_height * C::dilation_height);
+constexpr int kFarColumn = max_of(C::padding_left, (C::out_width + kPixels) * C::stride_width +
+                                                       (C::kernel_width + 8) * C::dilation_width);
+using InOffset = IndexTo<elements_of(kFarRow, C::in_width, kInPixel) +
+                         elements_of(kFarColumn, kInPixel) + elements_of(C::group_in, kInChannel)>;
 
 // A thread's share of an input row, on its way to the ring.
 struct InputRow {
@@ -159,8 +157,8 @@ constexpr int kOutPixel = C::grad_channels_last ? C::group_out : 1;
 constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
 static_assert(elements_of(C::group_out, C::out_height, C::out_width) < kMostElements, "");
 // A walk looks one step ahead, and products have channels that do not exist.
-using OutOffset = OffsetFor<elements_of(C::out_height + kRowStep, C::out_width, kOutPixel) +
-                            elements_of(kBlockOutputs* kOutputBlocks + 8, kOutChannel)>;
+using OutOffset = IndexTo<elements_of(C::out_height + kRowStep, C::out_width, kOutPixel) +
+                          elements_of(kBlockOutputs* kOutputBlocks + 8, kOutChannel)>;
 
 using Raw = unsigned[C::unit_steps][4];
 using Fragments = unsigned[C::parts][C::unit_steps][4];

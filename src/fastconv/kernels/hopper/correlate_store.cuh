@@ -37,9 +37,9 @@ constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows
 constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
 constexpr int kFarOutChannel =
     (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
-using OutOffset = OffsetFor<elements_of(kFarOutRow, C::image_width, kOutColumn) +
-                            elements_of(kFarOutColumn, kOutColumn) +
-                            elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                          elements_of(kFarOutColumn, kOutColumn) +
+                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
 static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
 
 // Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the

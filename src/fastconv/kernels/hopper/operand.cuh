@@ -39,7 +39,7 @@ constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
 // Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
 // an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
-// padding is, need not be: see OffsetFor.
+// padding is, need not be: see IndexTo.
 constexpr long long kMostElements = 1LL << 30;
 template <class... Sizes>
 __host__ __device__ constexpr long long elements_of(Sizes... sizes) {

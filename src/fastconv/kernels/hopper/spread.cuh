@@ -135,11 +135,11 @@ static_assert(elements_of(C::group_out, C::out_height, C::out_width) < kMostElem
 // Rows and columns that taps read, before or behind the input's first; and where the farthest
 // element would be, of channels that a unit has too many too.
 constexpr int kFarRow =
-    larger_of(C::padding_top, C::out_height + C::kernel_height * C::dilation_height);
-constexpr int kFarColumn = larger_of(C::padding_left + C::lead, C::out_width + kPixels);
+    max_of(C::padding_top, C::out_height + C::kernel_height * C::dilation_height);
+constexpr int kFarColumn = max_of(C::padding_left + C::lead, C::out_width + kPixels);
 using InOffset =
-    OffsetFor<elements_of(kFarRow, C::in_width, kInPixel) + elements_of(kFarColumn, kInPixel) +
-              elements_of(kSteps* kStepChannels, kInChannel)>;
+    IndexTo<elements_of(kFarRow, C::in_width, kInPixel) + elements_of(kFarColumn, kInPixel) +
+            elements_of(kSteps* kStepChannels, kInChannel)>;
 
 // Words that a thread loads for a product; single 16-bit elements take one each.
 constexpr bool kSingles = !C::vector_loads && !C::pair_loads;
@@ -369,7 +369,7 @@ struct Storer {
       }
     } else {
       // Four channels, some of which may not exist.
-      constexpr OffsetFor<elements_of(4, C::out_height, C::out_width)> kPlane =
+      constexpr IndexTo<elements_of(4, C::out_height, C::out_width)> kPlane =
           C::out_height * C::out_width;
       Scalar* target = image + row * C::out_width + column + warp * kPlane + lane;
 #pragma unroll 1

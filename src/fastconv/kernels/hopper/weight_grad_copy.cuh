@@ -210,8 +210,8 @@ struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
   static constexpr bool kWholePixels = kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
-  using Offset = OffsetFor<elements_of(kCoveredRows, C::out_width, kOutChannels) +
-                           elements_of(kStrips, kStripColumns, kOutChannels)>;
+  using Offset = IndexTo<elements_of(kCoveredRows, C::out_width, kOutChannels) +
+                         elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
   int count;  // of channels that exist

@@ -24,13 +24,13 @@ constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
 
 // Rows and columns that the first strip of rows reads, before or behind the input's first; and
 // where the farthest element would be.
-constexpr int kFarRow = larger_of(
+constexpr int kFarRow = max_of(
     C::padding_top, kStripRows + round_up(C::kernel_height, C::kernel_rows) * C::dilation_height);
 constexpr int kFarColumn =
-    larger_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
-                                         kPieces * C::product_taps * C::dilation_width);
-using InOffset = OffsetFor<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
-                           elements_of(kBlockOctets, kOctet, kInChannel)>;
+    max_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
+                                      kPieces * C::product_taps * C::dilation_width);
+using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
+                         elements_of(kBlockOctets, kOctet, kInChannel)>;
 
 __device__ __forceinline__ float load_element(const float* source, bool valid) {
   return load_or_zero(source, valid);

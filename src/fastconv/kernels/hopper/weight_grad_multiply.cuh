@@ -185,7 +185,7 @@ struct Consumer {
     constexpr bool kNextTap = C::product_octets == 1 && C::product_taps > 1;
     constexpr int kAlong = C::stride_width * kColumnVectors * 16;
     constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
-    static_assert(larger_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    static_assert(max_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
     return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 

@@ -7,7 +7,6 @@ namespace fastconv {
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-__host__ __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 // Division that rounds down, also for negative a.
 __host__ __device__ constexpr int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
@@ -30,10 +29,6 @@ struct IndexOf<true> {
 };
 template <long long kEnd>
 using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
-
-// The same by the largest offset there is, of a place that nobody reads included.
-template <long long kLargest>
-using OffsetFor = typename OffsetOf<(kLargest >= 1LL << 31)>::type;
 
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
