@@ -1487,10 +1487,10 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   ChunkPowers powers(warp);
   int piece = warp;
   for (StageCursor stage(items); stage.more(); stage.advance()) {
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
     const Source source(input, stage);
     Range range;
     powers.load(items, stage.item.image, source.column_of(stage.item.group));
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
     for (; piece < kPieces; piece += kLoaderWarps) {
       const int of_chunk = piece % C::k_steps * kPieceChannels;
       const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
@@ -1560,9 +1560,9 @@ constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows
 constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
 constexpr int kFarOutChannel =
     (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
-using OutOffset = OffsetFor<elements_of(kFarOutRow, C::image_width, kOutColumn) +
-                            elements_of(kFarOutColumn, kOutColumn) +
-                            elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                          elements_of(kFarOutColumn, kOutColumn) +
+                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
 static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
 
 // Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
@@ -3509,7 +3509,7 @@ constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
 
 // Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
 // an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
-// padding is, need not be: see OffsetFor.
+// padding is, need not be: see IndexTo.
 constexpr long long kMostElements = 1LL << 30;
 template <class... Sizes>
 __host__ __device__ constexpr long long elements_of(Sizes... sizes) {
@@ -3545,7 +3545,6 @@ namespace fastconv {
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-__host__ __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 // Division that rounds down, also for negative a.
 __host__ __device__ constexpr int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
@@ -3568,10 +3567,6 @@ struct IndexOf<true> {
 };
 template <long long kEnd>
 using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
-
-// The same by the largest offset there is, of a place that nobody reads included.
-template <long long kLargest>
-using OffsetFor = typename OffsetOf<(kLargest >= 1LL << 31)>::type;
 
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
@@ -4312,13 +4307,13 @@ constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
 
 // Rows and columns that the first strip of rows reads, before or behind the input's first; and
 // where the farthest element would be.
-constexpr int kFarRow = larger_of(
+constexpr int kFarRow = max_of(
     C::padding_top, kStripRows + round_up(C::kernel_height, C::kernel_rows) * C::dilation_height);
 constexpr int kFarColumn =
-    larger_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
-                                         kPieces * C::product_taps * C::dilation_width);
-using InOffset = OffsetFor<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
-                           elements_of(kBlockOctets, kOctet, kInChannel)>;
+    max_of(kShift - kFirstColumn, kStrips * kStripColumns * C::stride_width + kTileColumns +
+                                      kPieces * C::product_taps * C::dilation_width);
+using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
+                         elements_of(kBlockOctets, kOctet, kInChannel)>;
 
 __device__ __forceinline__ float load_element(const float* source, bool valid) {
   return load_or_zero(source, valid);
@@ -4773,7 +4768,7 @@ struct Consumer {
     constexpr bool kNextTap = C::product_octets == 1 && C::product_taps > 1;
     constexpr int kAlong = C::stride_width * kColumnVectors * 16;
     constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
-    static_assert(larger_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    static_assert(max_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
     return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 
@@ -5195,8 +5190,8 @@ struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
   static constexpr bool kWholePixels = kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
-  using Offset = OffsetFor<elements_of(kCoveredRows, C::out_width, kOutChannels) +
-                           elements_of(kStrips, kStripColumns, kOutChannels)>;
+  using Offset = IndexTo<elements_of(kCoveredRows, C::out_width, kOutChannels) +
+                         elements_of(kStrips, kStripColumns, kOutChannels)>;
 
   const Scalar* channels;
   int count;  // of channels that exist

@@ -79,9 +79,11 @@ def _is_spread(plan: Plan) -> bool:
 def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
     """Of tensor cores: what packs a layer's weights, what computes it, and the constants of both.
 
-    A strided input gradient is several layers; what repairs a layer is one more.
+    A strided input gradient is several layers; what repairs a layer is one more. What finds its
+    scales comes before all.
     """
-    packs, correlates = plan.launches[::2], plan.launches[1::2]
+    launches = [launch for launch in plan.launches if launch.kernel.entry != "scale"]
+    packs, correlates = launches[::2], launches[1::2]
     return [
         (pack, correlate, dict(correlate.kernel.constants))
         for pack, correlate in zip(packs, correlates, strict=True)
@@ -321,19 +323,27 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     if not layers[0][2]["halves"]:
         assert plan.scratch_bytes == max(packed)
         return
-    # In the workspace: the repair's weights, the others, then a number for each channel of the
-    # products, and two for each image.
+    # In the workspace: the repair's weights, the others, then a number for each output and each input
+    # channel of the products, and for each image two, and one for each of its channels.
     (pack, _, first), (_, _, second) = layers
     assert (first["repairs"], second["repairs"], second["halves"]) == (False, True, False)
     assert (second["packed_at"], first["packed_at"], first["tables_at"]) == (
         0, packed[1], sum(packed)
     )  # fmt: skip
     channels, batch = first["table_channels"], pack.arguments[-1]
-    for name in ("tables_at", "table_channels"):
+    columns = first["table_columns"]
+    for name in ("tables_at", "table_channels", "table_columns"):
         assert first[name] == second[name]
     assert channels >= first["groups"] * first["group_out"]
+    assert columns >= first["groups"] * first["group_in"]
+    assert columns // first["groups"] % 16 == first["tables_at"] % 16 == 4 * channels % 16 == 0
+    scale = plan.launches[0]
+    assert scale.kernel.entry == "scale"
+    folded = first["fold_height"] * first["fold_width"]
+    inputs = first["groups"] * first["group_in"] // folded
+    assert scale.grid == (min(inputs, correlate.MOST_PACK_BLOCKS), 1, 1)
     assert pack.grid[0] == min(channels + batch, correlate.MOST_PACK_BLOCKS)
-    assert plan.scratch_bytes == sum(packed) + 4 * (channels + 2 * batch)
+    assert plan.scratch_bytes == sum(packed) + 4 * (channels + columns + batch * (columns + 2))
 
 
 def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu: Gpu) -> int:

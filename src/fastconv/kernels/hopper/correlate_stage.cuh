@@ -215,10 +215,10 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   ChunkPowers powers(warp);
   int piece = warp;
   for (StageCursor stage(items); stage.more(); stage.advance()) {
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
     const Source source(input, stage);
     Range range;
     powers.load(items, stage.item.image, source.column_of(stage.item.group));
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
     for (; piece < kPieces; piece += kLoaderWarps) {
       const int of_chunk = piece % C::k_steps * kPieceChannels;
       const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};

@@ -30,13 +30,13 @@ STRIDED_STORE_BYTES = 3.0  # where a store's elements are not neighbours: parts 
 LOAD_CYCLES = {
     (4, 4): (2.8, 0.7, 3.2, 2.6, 4.5),
     (8, 2): (2.0, 0.9, 5.0, 5.0, 5.0),
-    (8, 4): (5.6, 1.6, 6.4, 6.1, 6.4),
+    (8, 4): (5.6, 1.6, 6.4, 8.8, 6.4),
 }
 PIECE_CYCLES = {(4, 4): 450.0, (8, 2): 600.0, (8, 4): 800.0}  # for its bulk copies, short or long
 # If lanes copy it: in any case; more where lines begin anywhere; for each 16 bytes of all lanes.
 COPY_CYCLES = (150.0, 200.0, 40.0)
 MOST_COPIED_BYTES = 1024  # of a line, by lanes
-FOLDED_LOSS = 1.3  # where each channel is somewhere else
+FOLDED_LOSS = {(4, 4): 1.3, (8, 2): 1.3, (8, 4): 0.9}  # where each channel is somewhere else
 SPLIT_CYCLES = {4: 0.8, 8: 1.6}  # more for numbers in two parts
 PASS_CYCLES = 1000.0  # to wait for sums to be gone, of a tile that leaves in several passes
 # How input gets in: pieces that a loading warp has under way, 0 for pixel by pixel; and whether by
@@ -326,7 +326,7 @@ class Tile:
         vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
         size = layer.operands.scalar_bytes
         split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
-        folded = FOLDED_LOSS if layer.folding != (1, 1) else 1.0
+        folded = FOLDED_LOSS[layer.vector_kind] if layer.folding != (1, 1) else 1.0
         loads = vectors * (self.vector_cycles * folded + split)
         if self.staged:
             loads += vectors / (2 * self.pitch) * self.piece_cycles
