@@ -323,8 +323,8 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     if not layers[0][2]["halves"]:
         assert plan.scratch_bytes == max(packed)
         return
-    # In the workspace: the repair's weights, the others, then a number for each output and each input
-    # channel of the products, and for each image two, and one for each of its channels.
+    # In the workspace: the repair's weights, the others, a number for each output and input channel
+    # of the products, and for each image two, and one for each of its channels.
     (pack, _, first), (_, _, second) = layers
     assert (first["repairs"], second["repairs"], second["halves"]) == (False, True, False)
     assert (second["packed_at"], first["packed_at"], first["tables_at"]) == (
