@@ -56,7 +56,9 @@ def _assert_same_function(first: nn.Conv2d, second: nn.Conv2d) -> None:
             grad_output,
         )
 
-    torch.testing.assert_close(results(first), results(second))
+    # PyTorch's own sums of 16-bit numbers are only as exact as the machine's instructions for them.
+    tolerance = 0.05 if first.weight.dtype.itemsize == 2 else None
+    torch.testing.assert_close(results(first), results(second), rtol=tolerance, atol=tolerance)
 
 
 @configurations
