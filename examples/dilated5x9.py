@@ -1329,7 +1329,7 @@ struct Piece {
       exists = exists || y == -1;
     }
     columns = exists ? max(min(C::pitch, end) - before, 0) : 0;
-    first = source.group + (channel * kInChannel + y * kInRow + x + before);
+    first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
   }
   __device__ __forceinline__ bool has(int of_piece) const {
     return kWholeChunks || channel + of_piece < C::group_in;
@@ -1338,7 +1338,8 @@ struct Piece {
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
-    return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
+    return static_cast<int>(
+        (low_bits / kScalarBytes + static_cast<unsigned>(of_piece) * kInChannel) % kVector);
   }
 };
 
@@ -2523,6 +2524,19 @@ constexpr int kInRow = C::in_width * kInColumn;
 constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
 constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
 
+// Rows, columns and channels that tiles reach, before or behind the input's first; and what counts
+// the elements to there.
+constexpr long long kFarInRow = max_of<long long>(
+    C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
+                        elements_of(C::fold_height, C::dilation_height, kRowPhases,
+                                    kRowTiles* kTileRows + kHaloRows + C::kernel_height));
+constexpr long long kFarInColumn = max_of<long long>(
+    C::padding_left + elements_of(C::lead, C::stride_width),
+    elements_of(C::fold_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
+using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
+                         elements_of(kChunks* kChunkChannels, kInChannel)>;
+static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
+
 // How far an element lies beyond a multiple of `unit` elements, counted from address 0.
 __device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
@@ -2539,7 +2553,8 @@ struct Place {
            static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
   }
   __device__ __forceinline__ const Scalar* address(int channel) const {
-    return group + (channel * kInChannel + y * kInRow + x * kInColumn);
+    return group +
+           (InOffset{channel} * kInChannel + InOffset{y} * kInRow + InOffset{x} * kInColumn);
   }
 };
 

@@ -57,7 +57,7 @@ struct Piece {
       exists = exists || y == -1;
     }
     columns = exists ? max(min(C::pitch, end) - before, 0) : 0;
-    first = source.group + (channel * kInChannel + y * kInRow + x + before);
+    first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
   }
   __device__ __forceinline__ bool has(int of_piece) const {
     return kWholeChunks || channel + of_piece < C::group_in;
@@ -66,7 +66,8 @@ struct Piece {
   __device__ __forceinline__ int shift(int of_piece) const {
     if constexpr (kRawAligned) return 0;
     const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
-    return static_cast<int>((low_bits / kScalarBytes + of_piece * kInChannel) % kVector);
+    return static_cast<int>(
+        (low_bits / kScalarBytes + static_cast<unsigned>(of_piece) * kInChannel) % kVector);
   }
 };
 
