@@ -471,6 +471,21 @@ def test_all_tiles_give_the_same_bits(work: Work, others: list[Work]) -> None:
         assert run(other, tensors).equal(expected)
 
 
+@pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
+def test_padding_far_beyond_the_image(mode: str) -> None:
+    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    near = Case("a row", (1, 64, 1, 1024), (8, 64, 1, 2), (1, 8))
+    far = replace(near, stride=(2**15, 8), padding=(2**16, 0, 0, 0))
+    assert far.padding[0] * 1024 * 64 > 2**31
+    work = _forward(far, mode, channels_last=True)
+    tensors = Tensors.random(work)
+    actual = run(work, tensors)
+    assert actual.shape[2] == 3
+    assert_correct(replace(work, case=near), tensors, actual[:, :, 2:])
+    bias = tensors.bias[:, None, None].expand(actual[0, :, :2].shape)
+    assert actual[0, :, :2].equal(bias)
+
+
 @pytest.mark.parametrize("to_even", [False, True], ids=["away from zero", "to even"])
 def test_rounds_ties_as_cudnn(to_even: bool) -> None:
     work = TIES[to_even]
