@@ -3383,9 +3383,8 @@ constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
 // The root mean square, of a channel or of a filter, beside which it does not matter what smaller
-// numbers lose. That is 2^-24 at most, 2^-25 and 2^-36 in two parts (weights and input), of which
-// the root mean square is 0.6: so at most 6e-7 of the channel's or the filter's norm, 2e-8 in two
-// parts.
+// numbers lose: each 2^-24 at most, in two parts 2^-36 of the input and 2^-25 of weights; so all of
+// them 1e-6 of the channel's or the filter's norm, 3e-8 in two parts.
 constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
 constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
 
