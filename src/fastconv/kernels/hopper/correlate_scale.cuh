@@ -138,7 +138,8 @@ struct ChunkPowers {
       if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
       strict = strict || power < 0.0f;
     }
-    strict = __any_sync(~0u, strict);  // and all have been written
+    strict = __any_sync(~0u, strict);
+    __syncwarp();  // all have been written
   }
   // Of the vector that begins with a channel of the chunk.
   __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
