@@ -13,6 +13,9 @@ FOLDER = Path(__file__).parent
 
 Constant = int | bool | str
 
+MOST_ROUNDS = 32
+"""Of a weight gradient's tiles through the workspace: each is two launches."""
+
 
 @dataclass(frozen=True)
 class Kernel:

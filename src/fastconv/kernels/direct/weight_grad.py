@@ -20,6 +20,7 @@ from fastconv.kernels.direct.tiling import (
     shared_budget,
 )
 from fastconv.kernels.family import (
+    MOST_ROUNDS,
     Constant,
     Gpu,
     Kernel,
@@ -40,6 +41,7 @@ LEAST_WARPS = 4
 STAGE_COLUMNS = (96, 64, 32, 16, 8)
 FLUSH_PIXELS = 512
 WORKSPACE_BYTES = 64 << 20
+MOST_WORKSPACE_BYTES = 4 << 30  # of weights that would take more rounds otherwise
 REDUCE_THREADS = 256
 MOST_REDUCE_BLOCKS = 4096
 
@@ -177,7 +179,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         "blocks_per_sm": tile.blocks_per_sm,
     }
     block_bytes = tile.slots * tile.threads * operands.sum_bytes
-    most_blocks = WORKSPACE_BYTES // block_bytes
+    most_blocks = max(WORKSPACE_BYTES // block_bytes, ceil_div(tile.count, MOST_ROUNDS))
+    most_blocks = min(most_blocks, MOST_WORKSPACE_BYTES // block_bytes)
     tiles_at_once = min(tile.count, most_blocks)
     splits = min(
         max(gpu.processors * tile.blocks_per_sm // tiles_at_once, 1),

@@ -14,6 +14,7 @@ from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
+    MOST_ROUNDS,
     Constant,
     Declined,
     Gpu,
@@ -49,7 +50,6 @@ ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
 PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
-MOST_ROUNDS = 32  # of a weight's tiles through the workspace: each is two launches
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_WALKS = 2**30  # of what a launch computes: 32-bit numbers
 MOST_GRAD_STAGES = 4
