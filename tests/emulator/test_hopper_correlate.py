@@ -395,8 +395,8 @@ def test_works_cover_all_branches() -> None:
     ):
         assert min(values(name)) == 1 < max(values(name)), name
     assert values("column_sums") == values("interleave") == {1, 2}
-    assert values("out_step_height") == {1, 2, 3, 4}
-    assert values("out_step_width") == {1, 2, 3, 4, 6}
+    assert values("out_step_height") >= {1, 2, 3, 4, 70}
+    assert values("out_step_width") >= {1, 2, 3, 4, 6, 10}
     # What is cleared beside a sum, and how: rows, columns, both; before, after.
     cleared = {
         (
