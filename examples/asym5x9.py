@@ -1417,13 +1417,18 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
   }
 }
 
-// Writes a piece that has arrived to its stage; `scales` are those of its two vectors.
+// Writes a piece that has arrived to its stage; `scales` are those of its two
+// vectors, and `of_chunk` is its first channel.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
-                                        int lane, const Scale (&scales)[2], Range& range) {
+                                        int lane, const Scale (&scales)[2],
+                                        const ChunkPowers& powers, int of_chunk, Range& range) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
   for (int plane = 0; plane < 2; ++plane) {
+    // Numbers in two parts leave no registers for both vectors' at once.
+    const Scale scale =
+        C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
     const Scalar* channels[kVectorChannels];  // at the line's first pixel, which may be outside
 #pragma unroll
     for (int j = 0; j < kVectorChannels; ++j) {
@@ -1434,12 +1439,12 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
     if (whole) {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<true>(piece, plane, channels, target, first + lane, scales[plane], range);
+        convert_batch<true>(piece, plane, channels, target, first + lane, scale, range);
       }
     } else {
 #pragma unroll
       for (int first = 0; first < C::pitch; first += 32 * C::batch) {
-        convert_batch<false>(piece, plane, channels, target, first + lane, scales[plane], range);
+        convert_batch<false>(piece, plane, channels, target, first + lane, scale, range);
       }
     }
   }
@@ -1503,7 +1508,8 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
       }
       const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
       convert(Piece(source, piece), arrived_raw,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scales, range);
+              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scales, powers, of_chunk,
+              range);
       if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
       __syncwarp();
       fetch_next(arrived.stage);

@@ -132,6 +132,10 @@ MODES = [
 ]
 
 
+# Where float32 is multiplied as float16, which takes the most registers.
+CONTIGUOUS_FLOAT = [mode for mode in MODES if mode[0] == "float" and not mode[1]]
+
+
 def _taken(works: Iterable[Work]) -> list[Work]:
     """Those that tensor-core kernels take."""
     return [work for work in works if work.planned(HOPPER).family == "hopper"]
@@ -265,9 +269,13 @@ def _serialised(log: str) -> str | None:
 @needs_nvrtc
 @pytest.mark.parametrize("suite", SUITES)
 def test_tensor_core_forward(suite: str) -> None:
+    """The founding workloads in all modes, the others as contiguous float32 and in one more."""
+    all_modes = suite == "founding"
+    others = [mode for mode in MODES if mode not in CONTIGUOUS_FLOAT]
     works = _taken(
         Work(workload.name, workload.problem, planner.forward, *mode)
-        for workload, mode in product(SUITES[suite], MODES)
+        for workload, other in zip(SUITES[suite], cycle(others), strict=False)
+        for mode in (MODES if all_modes else [*CONTIGUOUS_FLOAT, other])
     )
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
     assert taken == {*MODES}
@@ -283,7 +291,8 @@ def test_tensor_core_input_grad() -> None:
         Work(workload.name, workload.problem, planner.input_grad, *mode) for workload, mode in kinds
     )
     assert len(works) > len(FOUNDING) * len(MODES)
-    _check_tensor_core_kernels(works)
+    # asym5x9's in ieee keeps 32 bytes of what its loaders look at once for a few pixels.
+    _check_tensor_core_kernels(works, most_spilled=48)
 
 
 # ResNet-50's downsampling layers; phases that are stored alone, rows between others, and dilated.
