@@ -20,16 +20,11 @@ from fastconv.backends import cuda as backend
 from fastconv.bench.workloads import FOUNDING, Workload
 from fastconv.kernels import planner
 from fastconv.problem import Problem
-from gpu.helpers import CUDA, FORMATS, arguments_of, precompile
-
-
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
+from gpu.helpers import CUDA, FORMATS, arguments_of, is_hopper, precompile
 
 pytestmark = [
     pytest.mark.usefixtures("_poisoned_memory"),
-    pytest.mark.skipif(not _is_hopper(), reason="needs a GPU of compute capability 9.0"),
+    pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 
 # The tensor core truncates as it adds, which the emulator does not.

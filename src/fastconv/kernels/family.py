@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
+from fastconv.kernels.arithmetic import ceil_div
 from fastconv.problem import Problem
 
 FOLDER = Path(__file__).parent
@@ -13,8 +14,7 @@ FOLDER = Path(__file__).parent
 
 Constant = int | bool | str
 
-MOST_ROUNDS = 32
-"""Of a weight gradient's tiles through the workspace: each is two launches."""
+MOST_ROUNDS = 32  # of a weight gradient's tiles through the workspace: each is two launches
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,16 @@ def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constan
     return geometry_constants(
         problem.kernel_size, problem.stride, problem.dilation, padding, operands
     )
+
+
+def blocks_at_once(count: int, block_bytes: int, workspace_bytes: int, most_bytes: int) -> int:
+    """Of a weight gradient's ``count`` blocks, how many have their sums in the workspace at once.
+
+    It has ``workspace_bytes``, and up to ``most_bytes`` where weights are so large that there would
+    be more than :data:`MOST_ROUNDS`.
+    """
+    blocks = max(workspace_bytes // block_bytes, ceil_div(count, MOST_ROUNDS))
+    return min(blocks, most_bytes // block_bytes)
 
 
 def weight_grad_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:

@@ -34,7 +34,7 @@ def checked(problem: Problem) -> Problem:
     require("input channels", problem.in_channels)
     require("output channels", problem.out_channels)
     require("a group's channels times taps", max(group_in, group_out) * kernel[0] * kernel[1])
-    return replace(problem, stride=_strides(problem), dilation=_dilations(problem))
+    return replace(problem.without_idle_dilation, stride=_strides(problem))
 
 
 def require(what: str, value: int) -> None:
@@ -48,13 +48,4 @@ def require(what: str, value: int) -> None:
 def _strides(problem: Problem) -> Pair:
     """At most the padded size: beyond, there is one output anyway."""
     height, width = map(min, problem.stride, problem.padded_size)
-    return height, width
-
-
-def _dilations(problem: Problem) -> Pair:
-    """Those of a single tap are 1."""
-    height, width = (
-        dilation if taps > 1 else 1
-        for dilation, taps in zip(problem.dilation, problem.kernel_size, strict=True)
-    )
     return height, width

@@ -20,13 +20,13 @@ from fastconv.kernels.direct.tiling import (
     shared_budget,
 )
 from fastconv.kernels.family import (
-    MOST_ROUNDS,
     Constant,
     Gpu,
     Kernel,
     Launch,
     Operands,
     Plan,
+    blocks_at_once,
     weight_grad_constants,
 )
 from fastconv.problem import Problem
@@ -179,8 +179,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         "blocks_per_sm": tile.blocks_per_sm,
     }
     block_bytes = tile.slots * tile.threads * operands.sum_bytes
-    most_blocks = max(WORKSPACE_BYTES // block_bytes, ceil_div(tile.count, MOST_ROUNDS))
-    most_blocks = min(most_blocks, MOST_WORKSPACE_BYTES // block_bytes)
+    most_blocks = blocks_at_once(tile.count, block_bytes, WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
     tiles_at_once = min(tile.count, most_blocks)
     splits = min(
         max(gpu.processors * tile.blocks_per_sm // tiles_at_once, 1),

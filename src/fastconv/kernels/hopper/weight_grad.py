@@ -14,7 +14,6 @@ from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
-    MOST_ROUNDS,
     Constant,
     Declined,
     Gpu,
@@ -22,6 +21,7 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    blocks_at_once,
     weight_grad_constants,
 )
 from fastconv.kernels.hopper import collect, limits
@@ -235,8 +235,7 @@ class Tile:
     @cached_property
     def most_blocks(self) -> int:
         """Whose sums are in the workspace at once: more of them where weights are that large."""
-        blocks = max(WORKSPACE_BYTES // self.block_bytes, ceil_div(self.count, MOST_ROUNDS))
-        return min(blocks, MOST_WORKSPACE_BYTES // self.block_bytes)
+        return blocks_at_once(self.count, self.block_bytes, WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
 
     # --- Pixels ----------------------------------------------------------------------------------
 
