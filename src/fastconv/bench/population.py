@@ -1,0 +1,190 @@
+"""Random convolutions of every kind that people have: what verification and planning are tried on.
+
+Half of all sizes are odd ones, for what is round takes other paths than what is not. Work is drawn
+before sizes are: small problems take other kernels than real layers do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from fastconv.bench.workloads import SUITES, Workload
+from fastconv.problem import Pair, Problem
+
+LEAST_FLOPS = 1e4
+KNOWN = [workload for suite in SUITES.values() for workload in suite]
+_KNOWN_SHARE = 0.1
+_SIZES = (7, 8, 14, 16, 17, 28, 32, 33, 56, 64, 65, 112, 128, 224, 256, 512)
+_CHANNELS = (3, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 192, 256, 320, 512, 1024, 2048)
+_KERNELS = ((1, 1), (1, 1), (3, 3), (3, 3), (3, 3), (5, 5), (7, 7), (2, 2), (4, 4), (5, 9))
+
+
+def workload(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """One with at most so much work in a pass, and so many elements in all of its tensors."""
+    flops = LEAST_FLOPS * (most_flops / LEAST_FLOPS) ** draw.random()
+    while True:
+        drawn = _known(draw) if draw.random() < _KNOWN_SHARE else _drawn(draw)
+        try:
+            problem = _shrunk(draw, drawn.problem, flops, most_elements)
+        except RuntimeError:
+            continue  # an image too small for its kernel
+        return workload_of(problem)
+
+
+def workload_of(problem: Problem) -> Workload:
+    """The problem as a workload, named by its shape."""
+    top, bottom, left, right = problem.padding
+    padding = (top, left) if (top, left) == (bottom, right) else problem.padding
+    made = Workload(
+        "", "", problem.input_shape, problem.weight_shape, problem.stride, tuple(padding),
+        problem.dilation, problem.groups,
+    )  # fmt: skip
+    return replace(made, name=made.shape)
+
+
+def _known(draw: Random) -> Workload:
+    return replace(draw.choice(KNOWN), name="")
+
+
+def _drawn(draw: Random) -> Workload:
+    kernel = _kernel(draw)
+    stride = _stride(draw, kernel)
+    dilation = (1, 1) if draw.random() < 0.65 else _pair(draw, _small(draw, 12), _small(draw, 12))
+    extent = tuple(step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True))
+    in_channels, out_channels, groups = _channels(draw)
+    size = _pair(draw, _side(draw), _side(draw))
+    batch = draw.choice((1, 2, _small(draw, 9), _small(draw, 64), 2 ** draw.randrange(8)))
+    return Workload(
+        "",
+        "",
+        (batch, in_channels, *size),
+        (out_channels, in_channels // groups, *kernel),
+        stride,
+        _padding(draw, extent),
+        dilation,
+        groups,
+    )
+
+
+def _small(draw: Random, most: int) -> int:
+    """From 1 up; small ones more often."""
+    return int(math.exp(draw.uniform(0.0, math.log(most + 1))))
+
+
+def _pair(draw: Random, first: int, second: int) -> Pair:
+    """Equal ones half of the time."""
+    return (first, first) if draw.random() < 0.5 else (first, second)
+
+
+def _kernel(draw: Random) -> Pair:
+    which = draw.random()
+    if which < 0.55:
+        return draw.choice(_KERNELS)
+    if which < 0.75:
+        return _small(draw, 11), _small(draw, 11)
+    if which < 0.9:
+        taps = _small(draw, 31)
+        return draw.choice(((1, taps), (taps, 1), (taps, taps)))
+    return draw.randint(1, 15), draw.randint(1, 40)
+
+
+def _stride(draw: Random, kernel: Pair) -> Pair:
+    which = draw.random()
+    if which < 0.6:
+        return 1, 1
+    if which < 0.75:
+        return 2, 2
+    return kernel if which < 0.82 else _pair(draw, _small(draw, 6), _small(draw, 6))
+
+
+def _padding(draw: Random, extent: Sequence[int]) -> tuple[int, ...]:
+    """None, one that keeps the size, a little on each side or anything, or all on one side."""
+    rows, columns = extent
+    return draw.choice(
+        (
+            (0, 0),
+            (rows // 2, columns // 2),
+            (rows // 2, rows - rows // 2, columns // 2, columns - columns // 2),
+            tuple(draw.randint(0, 3) for _ in range(4)),
+            tuple(draw.randint(0, side + 2) for side in (rows, rows, columns, columns)),
+            (rows, 0, columns, 0),
+        )
+    )
+
+
+def _side(draw: Random) -> int:
+    return draw.choice((draw.choice(_SIZES), _small(draw, 40), _small(draw, 1200)))
+
+
+def _channels(draw: Random) -> tuple[int, int, int]:
+    """Of the input, of the output, and groups."""
+
+    def some() -> int:
+        return draw.choice((draw.choice(_CHANNELS), _small(draw, 20), _small(draw, 600)))
+
+    which = draw.random()
+    if which < 0.65:
+        return some(), some(), 1
+    if which < 0.75:  # the first layers and the last ones of networks
+        few, many = draw.randint(1, 5), some()
+        return (few, many, 1) if draw.random() < 0.5 else (many, few, 1)
+    if which < 0.85:
+        channels = some()
+        return channels, channels * draw.choice((1, 1, 1, 2, 3)), channels
+    groups = draw.choice((2, 3, 4, 8, 32))
+    return groups * _small(draw, 80), groups * _small(draw, 80), groups
+
+
+def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:
+    """The problem, cut down to so much work and so many elements: one dimension after another."""
+    while problem.flops > flops or _elements(problem) > elements:
+        smaller = list(_smaller(problem)) or list(_with_smaller_kernel(problem))
+        if not smaller:
+            raise RuntimeError("a single output of a single channel is too much")
+        problem = draw.choice(smaller)
+    return problem
+
+
+def _elements(problem: Problem) -> int:
+    shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+    return sum(map(math.prod, shapes))
+
+
+def _smaller(problem: Problem) -> Iterator[Problem]:
+    """With about two thirds of a dimension, each of them in turn."""
+    height, width = problem.input_size
+    depth = problem.in_channels // problem.groups
+    multiplier = problem.out_channels // problem.groups
+    groups = _less(problem.groups)
+    changes: tuple[dict[str, Any], ...] = (
+        {"batch": _less(problem.batch)},
+        {"input_size": (_less(height), width)},
+        {"input_size": (height, _less(width))},
+        {"in_channels": _less(depth) * problem.groups},
+        {"out_channels": _less(multiplier) * problem.groups},
+        {"groups": groups, "in_channels": depth * groups, "out_channels": multiplier * groups},
+    )
+    return _changed(problem, changes)
+
+
+def _with_smaller_kernel(problem: Problem) -> Iterator[Problem]:
+    height, width = problem.kernel_size
+    sizes = ((_less(height), width), (height, _less(width)))
+    return _changed(problem, [{"kernel_size": size} for size in sizes])
+
+
+def _less(size: int) -> int:
+    return max(1, size * 2 // 3)
+
+
+def _changed(problem: Problem, changes: Iterable[dict[str, Any]]) -> Iterator[Problem]:
+    """What differs from the problem, and is one: its kernel fits the image."""
+    for change in changes:
+        one = replace(problem, **change)
+        fits = all(a >= b for a, b in zip(one.padded_size, one.kernel_extent, strict=True))
+        if fits and one != problem:
+            yield one
