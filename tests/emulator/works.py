@@ -74,7 +74,7 @@ class Work:
 
     @property
     def plan(self) -> Plan:
-        weight = torch.empty(self.case.weight).contiguous(memory_format=self.output_format)
+        weight = torch.empty(self.case.weight, device="meta").contiguous(memory_format=self.output_format)
         operands = Operands(
             *SCALARS[self.dtype],
             self.channels_last,
@@ -174,7 +174,7 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
     problem = work.case.problem
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
-    if work.precision == "tf32":
+    if work.precision == "tf32" and work.plan.family != "direct":  # which computes in float32
         operands = tuple(rounded_to_tf32(one, work.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()

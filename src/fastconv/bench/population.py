@@ -142,11 +142,17 @@ def _channels(draw: Random) -> tuple[int, int, int]:
 def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:
     """The problem, cut down to so much work and so many elements: one dimension after another."""
     while problem.flops > flops or _elements(problem) > elements:
-        smaller = list(_smaller(problem)) or list(_with_smaller_kernel(problem))
-        if not smaller:
+        fewer = list(_smaller(problem)) or list(_with_smaller_kernel(problem))
+        if not fewer:
             raise RuntimeError("a single output of a single channel is too much")
-        problem = draw.choice(smaller)
+        problem = draw.choice(fewer)
     return problem
+
+
+def smaller(problem: Problem) -> Iterator[Problem]:
+    """The same with less of one of its dimensions, each in turn."""
+    yield from _smaller(problem)
+    yield from _with_smaller_kernel(problem)
 
 
 def _elements(problem: Problem) -> int:

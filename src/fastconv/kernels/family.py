@@ -130,6 +130,17 @@ class Operands:
         return vector if vector * self.scalar_bytes >= 4 else 1  # no copy is narrower than 4 bytes
 
 
+GEOMETRY = frozenset(
+    f"{name}_{side}"
+    for name in ("in", "out", "kernel", "stride", "dilation")
+    for side in ("height", "width")
+) | {
+    "groups", "group_in", "group_out", "padding_top", "padding_left", "weight_stride_out",
+    "weight_stride_in", "weight_stride_height", "weight_stride_width",
+}  # fmt: skip
+"""Constants that every kernel has: what is computed, not how."""
+
+
 def geometry_constants(
     kernel: tuple[int, int],
     stride: tuple[int, int],

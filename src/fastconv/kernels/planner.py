@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fastconv.kernels import direct, hopper
+from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.hopper.classes import ANATOMIES as HOPPER
 from fastconv.problem import Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
@@ -17,6 +19,9 @@ Planner = Callable[[Problem, Operands, Gpu], Plan]
 FORWARD: tuple[Planner, ...] = (hopper.forward, direct.forward)
 INPUT_GRAD: tuple[Planner, ...] = (hopper.input_grad, direct.input_grad)
 WEIGHT_GRAD: tuple[Planner, ...] = (hopper.weight_grad, direct.weight_grad)
+
+ANATOMIES = {**HOPPER, **DIRECT}
+"""What chooses the code of every kernel that a plan can have, by its source."""
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:

@@ -114,7 +114,7 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
         )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     """All tiles that fit, the best first; kept, for a plan asks for them more than once."""
     return tuple(tiles_of(views(layer), gpu))

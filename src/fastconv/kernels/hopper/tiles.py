@@ -229,15 +229,14 @@ class Tile:
         """Whether storing takes longer than multiplying."""
         return self.work["stores"] >= self.work["products"]
 
-    @property
-    def staging_bytes(self) -> int:
-        """Of each consumer."""
+    def staging_bytes(self, pass_pixels: int, buffers: int) -> int:
+        """Of each consumer, for so many pixels at a time."""
         operands, vector = self.layer.operands, self.layer.vector
         if operands.output_channels_last:
-            elements = self.pass_pixels * (OUTPUTS + vector)
+            elements = pass_pixels * (OUTPUTS + vector)
         else:
-            row = self.layer.interleave * self.pass_pixels
-            elements = 4 * self.buffers * 8 * (round_up(row + vector - 8, 16) + 8)
+            row = self.layer.interleave * pass_pixels
+            elements = 4 * buffers * 8 * (round_up(row + vector - 8, 16) + 8)
         return elements * operands.scalar_bytes
 
     @property
@@ -250,13 +249,17 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         return (
-            self.input_stages * self.input_bytes
-            + self.weight_stages * self.weight_bytes
-            + CONSUMERS * self.staging_bytes
-            + LOADER_WARPS * (self.raw_slots * (self.raw_bytes + 8) + self.powers_bytes)
-            + 16 * (self.input_stages + self.weight_stages)
-            + 8 * CONSUMERS
+            self.input_stages * (self.input_bytes + 16)
+            + self.weight_stages * (self.weight_bytes + 16)
+            + CONSUMERS * self.staging_bytes(self.pass_pixels, self.buffers)
+            + self.fixed_bytes
         )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of shared memory, whatever else there is."""
+        raw = self.raw_slots * (self.raw_bytes + 8)
+        return LOADER_WARPS * (raw + self.powers_bytes) + 8 * CONSUMERS
 
     @property
     def strips(self) -> int:
@@ -266,7 +269,7 @@ class Tile:
     def row_tiles(self) -> int:
         return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
 
-    @property
+    @cached_property
     def image_tiles(self) -> int:
         layer = self.layer
         return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
@@ -374,7 +377,7 @@ class Tile:
         copies = copy * ceil_div(self.raw_vectors, 32)
         return start + copies + 2 * idle * self.vector_cycles
 
-    @property
+    @cached_property
     def tile_cycles(self) -> float:
         passes = ceil_div(self.pixels, self.pass_pixels)
         return TILE_CYCLES + PASS_CYCLES * (passes - 1) + together(*self.work.values())
@@ -400,22 +403,27 @@ class Tile:
         needs = [(in_time, choice) for choice in choices]
         if self.output_groups * self.layer.groups == 1:
             needs = [(self.all_weight_stages, choice) for choice in choices[:3]] + needs
+        input_stage, weight_stage = self.input_bytes + 16, self.weight_bytes + 16
+        room = budget - self.fixed_bytes
         for fewest, (inputs, count, buffers) in needs:
             if buffers == self.layer.column_sums == 2:
                 continue  # sums leave in one piece, and by the next tile it is gone
-            tile = replace(
-                self,
-                pass_pixels=round_up(ceil_div(self.pixels, count), 16),
-                buffers=buffers,
-                input_stages=inputs,
-            )
-            stages = (budget - tile.shared_bytes) // (self.weight_bytes + 16)
+            pass_pixels = round_up(ceil_div(self.pixels, count), 16)
+            left = room - CONSUMERS * self.staging_bytes(pass_pixels, buffers)
+            left -= inputs * input_stage
+            stages = left // weight_stage
             if stages < fewest:
                 continue
-            tile = replace(tile, weight_stages=min(stages, max(fewest, self.most_weight_stages)))
-            more = (budget - tile.shared_bytes) // (self.input_bytes + 16)
+            stages = min(stages, max(fewest, self.most_weight_stages))
+            more = (left - stages * weight_stage) // input_stage
             most = fewest_inputs + more_inputs
-            return replace(tile, input_stages=min(inputs + more, max(most, inputs)))
+            return replace(
+                self,
+                pass_pixels=pass_pixels,
+                buffers=buffers,
+                input_stages=min(inputs + more, max(most, inputs)),
+                weight_stages=stages,
+            )
         return None
 
 

@@ -72,6 +72,7 @@ FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
 # Input channels and taps, below both of which they reach far less.
 LEAST_PORTABLE_CHANNELS = 8
 LEAST_PORTABLE_TAPS = 64
+FEW = "so few channels or pixels that most of the products would not count"
 FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first, below both
 
 
@@ -91,8 +92,9 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     limits.check_reach(problem, operands)
     ways: list[tuple[float, Callable[[], Plan]]] = []
     reasons = []
+    most = _portable_cycles(problem, gpu) + BLOCK_CYCLES
     try:
-        tile = choose_tile(problem, operands, gpu)
+        tile = choose_tile(problem, operands, gpu, most)
         ways.append((tile.cycles(gpu), lambda: plan(tile, gpu)))
     except Declined as reason:
         reasons.append(reason)
@@ -104,8 +106,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     if not ways:
         raise reasons[0]
     cycles, chosen = min(ways, key=lambda way: way[0])
-    if cycles > _portable_cycles(problem, gpu) + BLOCK_CYCLES:
-        raise Declined("so few channels or pixels that most of the products would not count")
+    if cycles > most:
+        raise Declined(FEW)
     return chosen()
 
 
@@ -462,7 +464,8 @@ class Tile:
             self.input_cycles(self.row_columns * self.problem.stride[1]),
             grad_cycles,
         )
-        return self.count * rows * row / gpu.processors
+        begun = max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
+        return begun + self.count * rows * row / gpu.processors
 
     @property
     def least_grad_cycles(self) -> float:
@@ -488,14 +491,16 @@ class Tile:
         return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
 
 
-def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
-    """The tile that is estimated to take least.
+def choose_tile(
+    problem: Problem, operands: Operands, gpu: Gpu, most_cycles: float = math.inf
+) -> Tile:
+    """The tile that is estimated to take least, and no more than ``most_cycles``.
 
     Raises:
         Declined: there is none.
     """
     best: Tile | None = None
-    least = math.inf
+    least = most_cycles
     # Best products first: most of the others need not be looked at.
     bounds = []
     grad_cycles: dict[int, float] = {}  # by channel groups, which alone decide
@@ -505,17 +510,18 @@ def choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
             grad_cycles[groups] = products.least_grad_cycles
         bounds.append((products.least_cycles(gpu, grad_cycles[groups]), i, products))
     for bound, _, products in sorted(bounds):
-        if bound >= least:
+        if bound > least:
             break
         for candidate in _with_strips(products):
             tile = candidate.fitted(gpu.shared_bytes_per_block)
             if tile is None or tile.block_bytes > WORKSPACE_BYTES:
                 continue
             cycles = tile.cycles(gpu)
-            if cycles < least:
+            if cycles < least or (cycles == least and best is None):
                 best, least = tile, cycles
     if best is None:
-        raise Declined("input rows that do not fit shared memory")
+        fits = least < math.inf
+        raise Declined(FEW if fits else "input rows that do not fit shared memory")
     if best.walks >= MOST_WALKS:
         raise Declined(f"{best.walks} strips of columns of all images, 2^30 and more")
     if best.all_steps * max(best.weights) * best.workers(gpu) >= 2**62:

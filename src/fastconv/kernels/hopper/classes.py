@@ -1,0 +1,187 @@
+"""What chooses the code of Hopper's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.classes import Anatomy
+from fastconv.kernels.family import GEOMETRY, Constant
+from fastconv.kernels.hopper.limits import OUTPUTS
+
+
+def _vector(c: Mapping[str, Any]) -> int:
+    """Elements of 16 bytes."""
+    return 4 if c["Scalar"] == "float" else 8
+
+
+def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
+    """Phases of taps, and how far apart outputs are that read the same input."""
+    stride, dilation = c[f"stride_{side}"], c[f"dilation_{side}"]
+    common = gcd(stride, dilation)
+    return stride // common, dilation // common
+
+
+def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
+    vector = _vector(c)
+    channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # of a chunk
+    strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
+    stored = c["out_width"] if c["interleave"] == 1 else c["image_width"]
+    whole = strips == 1 or c["interleave"] * c["tile_columns"] % vector == 0
+    gap = (c["kernel_width"] - 1) * c["dilation_width"]
+    phases, row_step = _axis(c, "height")
+    return {
+        "16 bits": vector == 8,
+        "stacked": c["stack"] > 1,
+        "folded": c["fold_height"] * c["fold_width"] > 1,
+        "grouped": c["groups"] > 1,
+        "phases": phases * _axis(c, "width")[0] > 1,
+        "row step": row_step > 1,
+        "rows": c["tile_rows"] > 1,
+        "several strips": strips > 1,
+        "several chunks": c["group_in"] > channels,
+        "lead": c["lead"] > 0,
+        "passes": min(ceil_div(c["pixels"], c["pass_pixels"]), 2),
+        "raw aligned": c["staged"]
+        and strips == 1
+        and c["padding_left"] >= 0
+        and c["in_width"] % vector == 0,
+        "rows aligned": c["bulk_stores"] and c["lead"] == 0 and stored % vector == 0 and whole,
+        "even rows": c["out_width"] % 2 == 0 and gap % 2 == 0,
+        "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
+        "stores": min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
+        "many stages": c["input_stages"] > 2,
+    }
+
+
+CORRELATE = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "fold_height", "fold_width", "weight_height", "weight_width", "last_tap_row",
+        "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
+        "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
+        "column_begin", "column_end", "stack", "pixels", "tile_rows", "tile_columns", "pitch",
+        "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
+        "weight_stages", "pass_pixels", "buffers", "raw_slots", "batch", "batches_ahead",
+        "producer_registers", "consumer_registers", "shared_bytes", "packed_at", "tables_at",
+        "table_channels", "table_columns",
+    },
+    chosen=_correlate,
+    parts={
+        "load": (
+            "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
+            "staged", "bulk_loads", "wraps", "rolling", "folded", "phases", "raw aligned",
+            "repairs",
+        ),
+        "multiply": (
+            "Scalar", "parts", "halves", "low_products", "compensated", "rolling", "resident",
+            "turns", "channel_groups", "stacked", "several chunks", "phases",
+        ),
+        "store": (
+            "16 bits", "halves", "out_channels_last", "vector_stores", "bulk_stores",
+            "joint_stores", "wraps", "interleave", "column_sums", "stacked", "lead",
+            "rows aligned", "even rows", "passes", "output step", "stores",
+        ),
+        "pack": (
+            "Scalar", "parts", "halves", "transposed", "folded", "stacked", "column_sums",
+            "repairs", "grouped", "ties_to_even",
+        ),
+    },
+)  # fmt: skip
+
+
+def _spread(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return {
+        "16 bits": _vector(c) == 8,
+        "lead": c["lead"] > 0,
+        "row step": c["dilation_height"] > 1,
+        "one row": c["kernel_height"] == 1,
+        "one unit": c["group_in"] <= 2 * _vector(c) * c["unit_steps"],
+    }
+
+
+SPREAD = Anatomy(
+    sizes=GEOMETRY | {"lead", "strip_columns", "band_rows", "unit_steps", "shared_bytes"},
+    chosen=_spread,
+    parts={
+        "load": ("Scalar", "parts", "ties_to_even", "in_channels_last", "vector_loads",
+                 "pair_loads", "one unit"),
+        "multiply": ("Scalar", "parts", "low_products", "compensated", "one row", "one unit"),
+        "store": ("16 bits", "out_channels_last", "lead", "row step", "warpgroups"),
+        "weights": ("Scalar", "parts", "ties_to_even", "transposed", "vector_loads"),
+    },
+)  # fmt: skip
+
+
+def _collect(c: Mapping[str, Any]) -> dict[str, Constant]:
+    phases, row_step = _axis(c, "height")
+    return {
+        "row step": row_step > 1,
+        "old rows": phases < c["kernel_height"],
+        "several channels": c["group_in"] > 1,
+    }
+
+
+COLLECT = Anatomy(
+    sizes=GEOMETRY | {"unit_steps", "band_rows", "flush_steps", "shared_bytes"},
+    chosen=_collect,
+    parts={
+        "load": ("Scalar", "parts", "in_channels_last", "old rows", "several channels"),
+        "multiply": ("Scalar", "parts", "bias", "grad_channels_last", "pair_loads", "warpgroups"),
+    },
+)
+
+
+def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
+    vector, last = _vector(c), c["grad_channels_last"]
+    phases, row_step = _axis(c, "height")
+    next_tap = c["product_octets"] == 1 and c["product_taps"] > 1
+    return {
+        "16 bits": vector == 8,
+        "grouped": c["groups"] > 1,
+        "lead": c["lead"] > 0,
+        "shifted": not last and c["grad_vector"] < vector,
+        "copied": c["grad_vector"] if last else gcd(c["out_width"], c["grad_vector"]),
+        "row step": row_step > 1,
+        "old rows": phases < c["kernel_rows"],
+        "whole pixels": last and c["groups"] * c["group_out"] == c["channel_groups"] * OUTPUTS,
+        "across": "taps" if next_tap else "octets" if c["product_octets"] > 1 else "one",
+        "whole planes": c["segments"] % c["kernel_rows"] == 0,
+        "several segments": c["segments"] > 1,
+        "phases": "both"
+        if c["phase_images"] > 1 < c["phase_strips"]
+        else "images"
+        if c["phase_images"] > 1
+        else "strips",
+        "whole stages": c["out_width"] % c["stage_columns"] == 0,
+    }
+
+
+WEIGHT_GRAD = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "grad_vector", "lead", "kernel_rows", "product_taps", "product_octets", "segments",
+        "phase_images", "phase_strips", "steps", "stage_columns", "strip_stages", "strip_weight",
+        "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
+        "producer_registers", "consumer_registers", "shared_bytes",
+    },
+    chosen=_weight_grad,
+    parts={
+        "load": ("16 bits", "parts", "in_channels_last", "vector_input", "old rows", "phases",
+                 "across"),
+        "copy": ("16 bits", "grad_channels_last", "grad_bulk", "lead", "shifted", "copied",
+                 "whole pixels", "phases"),
+        "multiply": ("Scalar", "parts", "bias", "grad_channels_last", "channel_groups",
+                     "whole planes", "several segments", "across", "lead", "shifted",
+                     "whole stages"),
+    },
+)  # fmt: skip
+
+ANATOMIES = {
+    "hopper/correlate.cuh": CORRELATE,
+    "hopper/spread.cuh": SPREAD,
+    "hopper/collect.cuh": COLLECT,
+    "hopper/weight_grad.cuh": WEIGHT_GRAD,
+}

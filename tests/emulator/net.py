@@ -1,0 +1,367 @@
+"""The net: for every class of code that plans choose, a small problem that the emulator runs.
+
+Problems are lines of ``problems.txt``. ``python tests/emulator/net.py --seconds 600`` draws new ones
+at random, and adds the smallest that it finds for every class that no line has yet; what is there
+already is left out if it has nothing of its own. See docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from emulator.works import Case, Planner, Work
+from fastconv.bench import population
+from fastconv.bench.workloads import parse_shape
+from fastconv.kernels import classes, planner
+from fastconv.kernels.classes import Class
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.gpus import GPUS, H200
+from fastconv.kernels.hopper import correlate
+from fastconv.kernels.hopper import weight_grad as weight_grad_pass
+from fastconv.problem import Problem
+
+weight_grad = importlib.import_module(weight_grad_pass.__module__)
+PROBLEMS = Path(__file__).with_name("problems.txt")
+
+
+PASSES = ("forward", "input_grad", "weight_grad")
+FORCED = "*"
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Plans with the kernel that large problems have, even where it is not the fastest.
+
+    Those are float32 as float16 and, of weight gradients, the tensor cores'; with its own tile, or
+    one of a larger problem: channel groups, kernel rows, product taps, product octets, segments,
+    phase images, stage columns and strip stages.
+    """
+
+    direction: str
+    tile: tuple[int, ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return self.direction
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        made: Plan
+        if self.direction == "weight_grad":
+            made = weight_grad.plan(self._tile(problem, operands, gpu), gpu)
+            return made
+        costs = {parts: -1.0 for parts in correlate.HALVES_COST}
+        with (
+            mock.patch.object(correlate, "HALVES_CYCLES", 0.0),
+            mock.patch.object(correlate, "HALVES_COST", costs),
+        ):
+            made = getattr(planner, self.direction)(problem, operands, gpu)
+            return made
+
+    def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
+        if not self.tile:
+            return weight_grad.choose_tile(problem, operands, gpu)
+        tile = weight_grad.Tile(problem, operands, *self.tile)
+        fitted = tile.fitted(gpu.shared_bytes_per_block)
+        if fitted is None or tile.stage_columns > tile.row_columns:
+            raise Declined("a tile that does not fit")
+        return fitted
+
+
+def planner_of(word: str) -> Planner:
+    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4"."""
+    direction, forced, tile = word.partition(FORCED)
+    if not forced:
+        chosen: Planner = getattr(planner, direction)
+        return chosen
+    return Forced(direction, tuple(map(int, tile.split(","))) if tile else ())
+
+
+def word_of(chosen: Planner) -> str:
+    """Undoes :func:`planner_of`."""
+    if isinstance(chosen, Forced):
+        return f"{chosen.direction}{FORCED}{','.join(map(str, chosen.tile))}"
+    return chosen.__name__
+
+
+def _forced(work: Work) -> Iterator[Work]:
+    """The same problem with its kernel held fast, or if that is not enough, its tile."""
+    kernel, family = work.plan.launches[0].kernel, work.plan.family
+    if not isinstance(work.planner, Forced):
+        if family == "hopper":
+            yield replace(work, planner=Forced(work.direction))
+    elif kernel.source == "hopper/weight_grad.cuh" and not (work.planner.tile or is_small(work)):
+        constants = dict(kernel.constants)
+        names = (
+            *("channel_groups", "kernel_rows", "product_taps", "product_octets", "segments"),
+            *("phase_images", "stage_columns", "strip_stages"),
+        )
+        tile = tuple(int(constants[name]) for name in names)
+        yield replace(work, planner=Forced(work.direction, tile))
+
+
+MODES = {
+    "float32": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "float16": (torch.float16, "ieee"),
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float64": (torch.float64, "ieee"),
+}
+FORMATS = ("nchw", "nhwc")
+# So few that small problems have more to do than there are processors.
+PROCESSORS = (1, 2, 3, 5)
+
+# Of a problem that the emulator runs: in a second, or in a minute if there is none that is smaller.
+MOST_FLOPS, MOST_ELEMENTS = 3e8, 3e5
+FAR_MORE = 6
+LARGE_FLOPS = 1e12  # of one that is only planned
+LARGE_ELEMENTS = 4e9
+
+
+# --- Lines ----------------------------------------------------------------------------------------
+
+
+def line_of(work: Work) -> str:
+    """A work in words: the GPU and how many of its processors, the pass, the tensors, the shape."""
+    modes = {kind: name for name, kind in MODES.items()}
+    words = [
+        f"{work.gpu.architecture}/{work.gpu.processors}",
+        word_of(work.planner),
+        modes[work.dtype, work.precision],
+        "/".join(FORMATS[last] for last in (work.channels_last, work.output_channels_last)),
+    ]
+    words += ["unaligned"] * (not work.aligned) + ["bias"] * work.bias_grad
+    return f"{' '.join(words)}: {work.case.name}"
+
+
+def work_of(line: str) -> Work:
+    """Undoes :func:`line_of`."""
+    words, _, shape = line.partition(": ")
+    gpu, direction, mode, formats, *more = words.split()
+    architecture, processors = gpu.split("/")
+    read, written = (one == "nhwc" for one in formats.split("/"))
+    dtype, precision = MODES[mode]
+    return Work(
+        _case(parse_shape(shape).problem),
+        planner_of(direction),
+        dtype,
+        read,
+        "unaligned" not in more,
+        replace(GPUS[architecture], processors=int(processors)),
+        precision,
+        read != written,
+        bias_grad="bias" in more,
+    )
+
+
+def read_works(path: Path = PROBLEMS) -> list[Work]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [work_of(line) for line in lines if line and not line.startswith("#")]
+
+
+def _case(problem: Problem) -> Case:
+    return Case(
+        population.workload_of(problem).shape,
+        problem.input_shape,
+        problem.weight_shape,
+        problem.stride,
+        problem.padding,
+        problem.dilation,
+        problem.groups,
+    )
+
+
+# --- Classes --------------------------------------------------------------------------------------
+
+
+def classes_of(work: Work) -> set[Class]:
+    return classes.classes(work.plan, planner.ANATOMIES)
+
+
+def drawn(draw: Random) -> Work:
+    """Any problem, small or large, for any GPU; half of them for Hopper."""
+    large = draw.random() < 0.4
+    limits = (LARGE_FLOPS, LARGE_ELEMENTS) if large else (MOST_FLOPS, MOST_ELEMENTS)
+    problem = population.workload(draw, *limits).problem
+    mode = draw.choice(("float32", "tf32", "float16", "bfloat16"))
+    if draw.random() < 0.05:
+        mode = "float64"
+    direction = draw.choice(PASSES)
+    read = draw.random() < 0.45
+    written = read if draw.random() < 0.75 else not read
+    bias_grad = direction == "weight_grad" and draw.random() < 0.5
+    dtype, precision = MODES[mode]
+    return Work(
+        _case(problem),
+        getattr(planner, direction),
+        dtype,
+        read,
+        draw.random() < 0.85,
+        _gpu(draw, large),
+        precision,
+        read != written,
+        bias_grad=bias_grad,
+    )
+
+
+def _gpu(draw: Random, whole: bool) -> Gpu:
+    gpu = H200 if draw.random() < 0.7 else draw.choice(tuple(GPUS.values()))
+    return gpu if whole else replace(gpu, processors=draw.choice(PROCESSORS))
+
+
+def cost(work: Work) -> float:
+    """What it takes to emulate it, about."""
+    problem = work.case.problem
+    elements = sum(
+        map(math.prod, (problem.input_shape, problem.weight_shape, problem.output_shape))
+    )
+    return elements + problem.flops / 100 + work.plan.scratch_bytes / 100
+
+
+def is_small(work: Work) -> bool:
+    problem = work.case.problem
+    return problem.flops <= FAR_MORE * MOST_FLOPS and cost(work) <= FAR_MORE * MOST_ELEMENTS
+
+
+def shrunk(work: Work, wanted: Callable[[Work], bool]) -> Work:
+    """A smaller one for which ``wanted`` holds too: as small as steps from here lead."""
+    while True:
+        for smaller in _smaller(work):
+            with suppress(Declined):
+                if wanted(smaller):
+                    work = smaller
+                    break
+        else:
+            return work
+
+
+def _smaller(work: Work) -> Iterator[Work]:
+    for problem in population.smaller(work.case.problem):
+        yield replace(work, case=_case(problem))
+    yield from _forced(work)
+    if work.gpu.processors > PROCESSORS[-1]:
+        for processors in PROCESSORS:
+            yield replace(work, gpu=replace(work.gpu, processors=processors))
+
+
+# --- Mending the net ------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """The cheapest work of a class among those that were drawn."""
+
+    cost: float
+    line: str
+
+
+def survey(seed: int, seconds: float) -> tuple[int, dict[Class, Found]]:
+    """How many works were drawn, and the cheapest one of each class."""
+    draw, end = Random(seed), time.monotonic() + seconds
+    found: dict[Class, Found] = {}
+    count = 0
+    while time.monotonic() < end:
+        work = drawn(draw)
+        count += 1
+        one = Found(cost(work), line_of(work))
+        for each in classes_of(work):
+            if each not in found or one < found[each]:
+                found[each] = one
+    return count, found
+
+
+def missing(found: Iterable[Class], works: Iterable[Work]) -> set[Class]:
+    """Classes that no work has."""
+    return set(found).difference(*map(cached_classes, map(line_of, works)))
+
+
+@cache
+def cached_classes(line: str) -> frozenset[Class]:
+    return frozenset(classes_of(work_of(line)))
+
+
+def small_line(task: tuple[Class, str]) -> str | None:
+    """A problem of that class that the emulator can run; None if none was found."""
+    one, line = task
+    work = shrunk(work_of(line), lambda work: one in classes_of(work))
+    return line_of(work) if is_small(work) else None
+
+
+def mended(
+    works: Sequence[Work], found: dict[Class, Found], pool: ProcessPoolExecutor
+) -> tuple[list[Work], list[Class]]:
+    """The works and as many more as it takes; and the classes that only large problems have."""
+    lines = [line_of(work) for work in works]
+    open_classes = set(found).difference(*map(cached_classes, lines))
+    too_large: list[Class] = []
+    while open_classes:
+        # Rare ones first, by their price; what comes with them need not be looked for.
+        wave = sorted(open_classes, key=lambda one: (-found[one].cost, one[:2], str(one)))[:64]
+        tasks = [(one, found[one].line) for one in wave]
+        for (one, _), line in zip(tasks, pool.map(small_line, tasks), strict=True):
+            if one not in open_classes:
+                continue
+            open_classes.discard(one)
+            if line is None:
+                too_large.append(one)
+            else:
+                lines.append(line)
+                open_classes -= cached_classes(line)
+    return [work_of(line) for line in lines], too_large
+
+
+def without_idle(works: Iterable[Work]) -> list[Work]:
+    """Those that have a class of their own, dear ones being dropped first."""
+    kept = {line_of(work): cost(work) for work in works}
+    count: dict[Class, int] = {}
+    for line in kept:
+        for one in cached_classes(line):
+            count[one] = count.get(one, 0) + 1
+    for line in sorted(kept, key=lambda line: -kept[line]):
+        if all(count[one] > 1 for one in cached_classes(line)):
+            del kept[line]
+            for one in cached_classes(line):
+                count[one] -= 1
+    return [work_of(line) for line in sorted(kept)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="to draw problems")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    jobs = os.cpu_count() or 1
+    with ProcessPoolExecutor(jobs) as pool:
+        seeds = range(arguments.seed * jobs, (arguments.seed + 1) * jobs)
+        surveys = list(pool.map(survey, seeds, [arguments.seconds] * jobs))
+        found: dict[Class, Found] = {}
+        for _, of_one in surveys:
+            for each, best in of_one.items():
+                found[each] = min(best, found.get(each, best))
+        works = read_works()
+        print(f"{sum(count for count, _ in surveys)} problems of {len(found)} classes;")
+        print(f"{len(missing(found, works))} of them are not among the {len(works)} there are")
+        import pickle; pickle.dump(found,open("/tmp/found.pkl","wb"))
+        works, too_large = mended(works, found, pool)
+    works = without_idle(works)
+    PROBLEMS.write_text("".join(f"{line_of(work)}\n" for work in works), encoding="utf-8")
+    print(f"{len(works)} problems now; too large to emulate: {len(too_large)}")
+    for one in sorted(too_large, key=str):
+        print(f"  {classes.describe(one)}: {found[one].line}")
+
+
+if __name__ == "__main__":
+    main()
