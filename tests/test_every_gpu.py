@@ -1,29 +1,33 @@
-"""The portable kernels on every NVIDIA GPU since Volta: what is planned fits, and compiles.
+"""Plans for every NVIDIA GPU since Volta: they fit it, are made in time, and compile.
 
-No GPU is needed. ``make test-plans`` plans seventy times as many layers.
+No GPU is needed. ``make test-net`` plans many more problems.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from math import prod
+from random import Random
 from typing import Any
 
 import pytest
 
 import nvrtc as other_nvrtc
+from emulator import net
+from emulator.works import Work
 from fastconv import jit
 from fastconv.jit import compile
 from fastconv.kernels import direct, planner
+from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
-from layers import ordinary, weight_strides
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
 PASSES: dict[str, tuple[Planner, Planner]] = {
@@ -41,49 +45,80 @@ def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Pr
 
 
 def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) -> Operands:
-    return Operands(scalar, scalar_bytes, False, False, weight_strides(problem, False), True)
+    _, depth, height, width = problem.weight_shape
+    strides = (depth * height * width, height * width, width, 1)
+    return Operands(scalar, scalar_bytes, False, False, strides, True)
 
 
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-def _assert_fits(plan: Plan, problem: Problem, operands: Operands, gpu: Gpu) -> None:
+DRAWN = int(os.environ.get("FASTCONV_PLANS", "400"))
+MOST_SECONDS = 0.5  # to plan a pass, of a thread's time
+
+
+@cache
+def _drawn() -> list[Work]:
+    draw = Random(os.environ.get("FASTCONV_NET", "0"))
+    return [net.drawn(draw) for _ in range(DRAWN)]
+
+
+def _assert_fits(work: Work) -> None:
     """Grids, blocks, shared memory and workspace are what the GPU has and the layer is worth."""
+    plan, gpu = work.plan, work.gpu
     for launch in plan.launches:
+        constants = dict(launch.kernel.constants)
         assert launch.grid[1:] == (1, 1)
         assert launch.grid[0] in range(1, 2**31)
         assert launch.block in range(32, 1025, 32)
         assert launch.shared_bytes <= gpu.shared_bytes_per_block
-        if launch.kernel.entry in ("correlate", "weight_grad"):
-            blocks = dict(launch.kernel.constants)["blocks_per_sm"]
-            assert isinstance(blocks, int)
+        values = (*constants.values(), *launch.arguments)
+        assert all(abs(value) < 2**31 for value in values if isinstance(value, int))
+        if "blocks_per_sm" in constants and launch.shared_bytes > 0:
+            blocks = constants["blocks_per_sm"]
             assert blocks in range(1, 9)
-            assert blocks * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
-    # Weights as they are read: padded to tiles, and each axis' taps to those of the longest phase.
-    weights = problem.out_channels * problem.in_channels // problem.groups
-    weights *= problem.kernel_size[0] * problem.kernel_size[1]
-    packed = 64 * (weights + 64 * problem.groups) * operands.sum_bytes
-    assert plan.scratch_bytes <= max(packed, WORKSPACE)
+            assert int(blocks) * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+    assert plan.scratch_bytes <= _most_workspace(work)
 
 
-@pytest.mark.parametrize("which", PASSES)
-def test_ordinary_layers_are_planned(which: str) -> None:
-    portable, _ = PASSES[which]
-    planned = 0
-    for problem, operands in ordinary(every=3001):
+def _most_workspace(work: Work) -> float:
+    """Twice the pass's tensors; or what the sums of a split weight gradient have; or weights as
+    they are read: padded to products of 64 channels, and to the taps of the longest phase.
+    """
+    problem = work.case.problem
+    shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
+    tensors = sum(map(prod, shapes)) * work.dtype.itemsize
+    groups, (height, width) = problem.groups, problem.kernel_size
+    channels = (round_up(problem.in_channels // groups, 64),
+                round_up(problem.out_channels // groups, 64))  # fmt: skip
+    parts = 5  # in TF32 and again in float16, both in two parts and more
+    packed = groups * channels[0] * channels[1] * 4 * (height + 8) * (width + 8) * parts
+    return max(2 * tensors, WORKSPACE, packed)
+
+
+def test_all_problems_are_planned() -> None:
+    """For all GPUs alike, and none of them takes long."""
+    slow = {}
+    for drawn in _drawn():
         for gpu in GPUS.values():
-            _assert_fits(portable(problem, operands, gpu), problem, operands, gpu)
-            planned += 1
-    assert planned > 1000
+            processors = min(gpu.processors, drawn.gpu.processors)
+            work = replace(drawn, gpu=replace(gpu, processors=processors))
+            start = time.thread_time()
+            work.plan  # noqa: B018  # never raises
+            seconds = time.thread_time() - start
+            if seconds > MOST_SECONDS:
+                slow[net.line_of(work)] = seconds
+            _assert_fits(work)
+    assert slow == {}
 
 
-def test_other_gpus_than_hopper_get_these_plans() -> None:
-    for problem, operands in islice(ordinary(every=3001), 50):
-        for portable, any_family in PASSES.values():
-            for gpu in GPUS.values():
-                if gpu is not H200:
-                    plan = any_family(problem, operands, gpu)
-                    assert plan.launches == portable(problem, operands, gpu).launches
+def test_other_gpus_than_hopper_get_portable_plans() -> None:
+    for drawn in _drawn()[:50]:
+        portable, _ = PASSES[drawn.direction]
+        for gpu in GPUS.values():
+            if gpu is not H200:
+                work = replace(drawn, gpu=gpu)
+                assert work.plan.launches == replace(work, planner=portable).plan.launches
 
 
 # --- Input gradients cost what their taps do ------------------------------------------------------
@@ -215,18 +250,20 @@ MOST_SPILLED = 64  # bytes of a thread
 @pytest.mark.parametrize("arch", GPUS)
 def test_plans_compile_within_registers(arch: str) -> None:
     gpu, turn = GPUS[arch], list(GPUS).index(arch)
-    layers = list(ordinary(every=100_003))
     faults = {}
-    for number, portable in enumerate(portable for portable, _ in PASSES.values()):
-        for i in range(COMPILED):
-            problem, operands = layers[(number * 8 + turn + 24 * i) % len(layers)]
-            launch = portable(problem, operands, gpu).launches[-1 if number < 2 else 0]
+    for direction, (portable, _) in PASSES.items():
+        works = [work for work in _drawn() if work.direction == direction]
+        for work in works[turn :: len(GPUS)][:COMPILED]:
+            launches = replace(work, planner=portable, gpu=gpu).plan.launches
+            launch = launches[0 if direction == "weight_grad" else -1]
             compiled = _compiled(launch.kernel, arch)
             constants = dict(launch.kernel.constants)
             registers = compiled.registers
             assert registers is not None
             threads = launch.block * int(constants["blocks_per_sm"])
-            print(f"{arch:8} {registers:4} registers {compiled.spill_bytes:5} spilled {problem}")
+            print(
+                f"{arch:8} {registers:4} registers {compiled.spill_bytes:5} spilled {work.case.name}"
+            )
             if registers * threads > REGISTERS or (compiled.spill_bytes or 0) > MOST_SPILLED:
                 faults[compile.describe(launch.kernel)] = (registers, compiled.spill_bytes)
     assert faults == {}

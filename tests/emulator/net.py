@@ -1,8 +1,8 @@
 """The net: for every class of code that plans choose, a small problem that the emulator runs.
 
-Problems are lines of ``problems.txt``. ``python tests/emulator/net.py --seconds 600`` draws new ones
-at random, and adds the smallest that it finds for every class that no line has yet; what is there
-already is left out if it has nothing of its own. See docs/testing.md.
+Problems are lines of ``problems.txt``. ``make net`` draws new ones at random, and adds the smallest
+that it finds for every class that no line has yet; what is there already is left out if it has
+nothing of its own. See docs/testing.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Forced:
         if self.direction == "weight_grad":
             made = weight_grad.plan(self._tile(problem, operands, gpu), gpu)
             return made
-        costs = {parts: -1.0 for parts in correlate.HALVES_COST}
+        costs = dict.fromkeys(correlate.HALVES_COST, -1.0)
         with (
             mock.patch.object(correlate, "HALVES_CYCLES", 0.0),
             mock.patch.object(correlate, "HALVES_COST", costs),
@@ -128,6 +129,7 @@ PROCESSORS = (1, 2, 3, 5)
 # Of a problem that the emulator runs: in a second, or in a minute if there is none that is smaller.
 MOST_FLOPS, MOST_ELEMENTS = 3e8, 3e5
 FAR_MORE = 6
+PRICE = 1e5  # of a work that computes next to nothing, but is compiled: as :func:`cost`
 LARGE_FLOPS = 1e12  # of one that is only planned
 LARGE_ELEMENTS = 4e9
 
@@ -335,7 +337,26 @@ def without_idle(works: Iterable[Work]) -> list[Work]:
             del kept[line]
             for one in cached_classes(line):
                 count[one] -= 1
-    return [work_of(line) for line in sorted(kept)]
+    return [work_of(line) for line in kept]
+
+
+def ordered(works: Iterable[Work]) -> list[Work]:
+    """First those that have most for their price, so that the first few are worth most."""
+    price = {line_of(work): PRICE + cost(work) for work in works}
+    left = set().union(*map(cached_classes, price))
+    # What a line is worth only falls as others are taken: a bound that is looked at again.
+    worth = [(-len(cached_classes(line)) / cost, line) for line, cost in price.items()]
+    heapify(worth)
+    taken = []
+    while worth:
+        _, line = heappop(worth)
+        now = -len(cached_classes(line) & left) / price[line]
+        if worth and now > worth[0][0]:
+            heappush(worth, (now, line))
+        else:
+            taken.append(work_of(line))
+            left -= cached_classes(line)
+    return taken
 
 
 def main() -> None:
@@ -354,9 +375,8 @@ def main() -> None:
         works = read_works()
         print(f"{sum(count for count, _ in surveys)} problems of {len(found)} classes;")
         print(f"{len(missing(found, works))} of them are not among the {len(works)} there are")
-        import pickle; pickle.dump(found,open("/tmp/found.pkl","wb"))
         works, too_large = mended(works, found, pool)
-    works = without_idle(works)
+    works = ordered(without_idle(works))
     PROBLEMS.write_text("".join(f"{line_of(work)}\n" for work in works), encoding="utf-8")
     print(f"{len(works)} problems now; too large to emulate: {len(too_large)}")
     for one in sorted(too_large, key=str):

@@ -74,7 +74,9 @@ class Work:
 
     @property
     def plan(self) -> Plan:
-        weight = torch.empty(self.case.weight, device="meta").contiguous(memory_format=self.output_format)
+        weight = torch.empty(self.case.weight, device="meta").contiguous(
+            memory_format=self.output_format
+        )
         operands = Operands(
             *SCALARS[self.dtype],
             self.channels_last,
@@ -216,20 +218,30 @@ def assert_alone_as_in_batch(work: Work) -> None:
 def check(work: Work) -> None:
     """Runs the pass on random tensors and compares every element with float64."""
     tensors = Tensors.random(work)
-    bias_grad = torch.empty(work.case.weight[0], dtype=work.dtype) if work.bias_grad else None
+    bias_grad = None
+    if work.bias_grad:
+        bias_grad = torch.full(work.case.weight[:1], torch.nan, dtype=work.dtype)
     assert_correct(work, tensors, run(work, tensors, bias_grad))
+    if bias_grad is not None:
+        grad, over = tensors.grad_output.double(), (0, 2, 3)
+        assert_close(bias_grad, grad.sum(over), grad.abs().sum(over), ROUNDINGS)
 
 
 def assert_correct(
     work: Work, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
 ) -> None:
-    """Compares every element: terms are summed in a wide type, then the sum is rounded once."""
-    expected = float64(work, tensors)
+    """Compares every element with float64."""
     # The sum of a sum's terms, with no cancellation between them.
     size = float64(work, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
-    wide = torch.float64 if work.dtype == torch.float64 else torch.float32
+    assert_close(actual, float64(work, tensors), size, roundings)
+
+
+def assert_close(actual: Tensor, expected: Tensor, size: Tensor, roundings: float) -> None:
+    """Compares every element: terms are summed in a wide type, then the sum is rounded once."""
+    dtype = actual.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     bound = roundings * torch.finfo(wide).eps * size
-    bound += torch.finfo(work.dtype).eps / 2 * (expected.abs() + bound)
+    bound += torch.finfo(dtype).eps / 2 * (expected.abs() + bound)
     error = (actual.double() - expected).abs()
     wrong = ~(error <= bound)
     assert not wrong.any(), (

@@ -47,15 +47,12 @@ class Anatomy:
 
 
 def classes(plan: Plan, anatomies: Mapping[str, Anatomy]) -> set[Class]:
-    """Of all kernels of a plan; and which of them follow each other, as a class of its own."""
+    """Of all kernels of a plan; and in which order they are launched, as a class of its own."""
     kernels = {launch.kernel.constants: launch.kernel for launch in plan.launches}
     found = {one for kernel in kernels.values() for one in anatomies[kernel.source].classes(kernel)}
-    entries = [launch.kernel.entry for launch in plan.launches]
-    order = [(str(at), entry) for at, entry in enumerate(entries[:SEVERAL])]
-    return found | {(plan.launches[0].kernel.source, "launches", tuple(order))}
-
-
-SEVERAL = 6  # launches: more are the same once more
+    entries = dict.fromkeys(launch.kernel.entry for launch in plan.launches)
+    order = tuple((str(at), entry) for at, entry in enumerate(entries))
+    return found | {(plan.launches[0].kernel.source, "launches", order)}
 
 
 def describe(one: Class) -> str:

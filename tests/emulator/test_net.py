@@ -1,0 +1,79 @@
+"""The net: every class of code that the planner can choose is executed, on the CPU.
+
+CI runs the first problems of ``problems.txt``, which cover most classes; ``make test-net`` runs all
+of them, and draws many more problems to see whether they have classes that no line has.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+
+from emulator import net, precompile
+from emulator.works import Work, check
+from fastconv.kernels import classes, planner
+from fastconv.kernels.family import Kernel
+
+ALL = bool(os.environ.get("FASTCONV_NET"))
+PROBLEMS = net.read_works()
+EMULATED = PROBLEMS if ALL else PROBLEMS[:120]
+DRAWN = 20_000 if ALL else 1500
+SEED = int(os.environ.get("FASTCONV_NET") or 0)
+
+
+@pytest.fixture(scope="module")
+def _compiled() -> None:
+    precompile({launch.kernel for work in EMULATED for launch in work.plan.launches})
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("work", EMULATED, ids=net.line_of)
+def test_problem(work: Work) -> None:
+    check(work)
+
+
+def test_every_class_has_a_problem() -> None:
+    draw = Random(SEED)
+    drawn = {one: work for work in (net.drawn(draw) for _ in range(DRAWN))
+             for one in net.classes_of(work)}  # fmt: skip
+    assert len(drawn) > 5000
+    open_classes = net.missing(drawn, PROBLEMS)
+    lines = {
+        one: net.small_line((one, net.line_of(drawn[one]))) or net.line_of(drawn[one])
+        for one in sorted(open_classes, key=str)[:20]
+    }
+    report = "\n".join(f"{classes.describe(one)}\n    {line}" for one, line in lines.items())
+    assert not open_classes, (
+        f"{len(open_classes)} classes of {len(drawn)} have no problem. python "
+        f"tests/emulator/net.py adds some, or add these lines to problems.txt:\n{report}"
+    )
+
+
+def test_lines_say_what_they_mean() -> None:
+    lines = [net.line_of(work) for work in PROBLEMS]
+    assert len(set(lines)) == len(lines)
+    assert [net.work_of(line) for line in lines] == PROBLEMS
+
+
+@pytest.mark.parametrize("source", planner.ANATOMIES)
+def test_parts_know_all_choices(source: str) -> None:
+    """What no part knows would be in no class but those of pairs."""
+    anatomy = planner.ANATOMIES[source]
+    kernels = (launch.kernel for work in PROBLEMS for launch in work.plan.launches)
+    kernel: Kernel = next(one for one in kernels if one.source == source)
+    assert anatomy.sizes <= dict(kernel.constants).keys()
+    known = {name for names in anatomy.parts.values() for name in names}
+    assert known <= anatomy.choices(kernel).keys()
+
+
+def test_a_new_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant that nobody has declared chooses code."""
+    work = PROBLEMS[0]
+    kernel = work.plan.launches[-1].kernel
+    other = Kernel(kernel.source, kernel.entry, (*kernel.constants, ("novel", True)))
+    anatomy = planner.ANATOMIES[kernel.source]
+    found = set(anatomy.classes(other)) - set(anatomy.classes(kernel))
+    assert found
+    assert all("novel=True" in classes.describe(one) for one in found)
