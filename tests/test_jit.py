@@ -66,6 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, in which nothing has gone wrong yet."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache, "_cleaned", False)
     compile._contents.cache_clear()
     yield tmp_path / "cache"
     compile._contents.cache_clear()
@@ -267,6 +268,21 @@ class TestCache:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             cache.store(self.KEY, self.PAYLOAD)
+
+    def test_what_killed_processes_left_is_removed_in_time(self, folder: Path) -> None:
+        """Their half-written entries, and nothing else: the folder may be used for other files."""
+        folder.mkdir()
+        unfinished = f"{'a1' * 32}.{'b2' * 16}.tmp"
+        old, new = folder / unfinished, folder / unfinished.replace("a1", "a2")
+        others = [folder / name for name in ("other.tmp", f"x{unfinished}", f"{unfinished}.txt")]
+        for path in (old, new, *others):
+            path.touch()
+        for path in (old, *others):
+            os.utime(path, (0, 0))
+        cache.store(self.KEY, self.PAYLOAD)
+        assert not old.exists()
+        assert all(path.exists() for path in (new, *others))
+        assert cache.load(self.KEY) == self.PAYLOAD
 
     @pytest.mark.skipif(sys.platform != "linux", reason="Linux's folders")
     def test_folders(self, monkeypatch: pytest.MonkeyPatch) -> None:
