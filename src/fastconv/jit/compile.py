@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
     Raises:
         CompilationError: the compiler refused it.
         GpuUnavailable: there is no compiler here, or none that knows the architecture.
-        RuntimeError: the interpreter is shutting down.
+        SystemExit: the interpreter is shutting down.
     """
     _check_supported(arch)
     nvrtc = _nvrtc()
@@ -124,7 +124,8 @@ def _compiling() -> Iterator[None]:
     _compilers.add(thread)
     try:
         if _exiting:  # looked at after adding, as _exit sets it before looking
-            raise RuntimeError("cannot compile kernels: the interpreter is shutting down")
+            # No error: of a daemon thread that writes a traceback now, Python itself may abort.
+            raise SystemExit("cannot compile kernels: the interpreter is shutting down")
         yield
     finally:
         _compilers.discard(thread)
@@ -137,7 +138,8 @@ def _exit() -> None:
     _exiting = True
     others = _compilers - {threading.current_thread()}
     while any(thread in _compilers and thread.is_alive() for thread in others):
-        time.sleep(0.01)
+        with suppress(KeyboardInterrupt):  # it would not interrupt, but abort
+            time.sleep(0.01)
 
 
 def nvrtc_version() -> tuple[int, int]:
