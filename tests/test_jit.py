@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -179,7 +180,7 @@ def work():
     while True:
         CALL
 
-for _ in range(3):
+for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 while not compile._compilers:
     time.sleep(0.01)
@@ -221,6 +222,33 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 """
         ended = self._run(THREADS.replace("CALL", "jit.build(kernel, 'sm_80')") + fork)
         assert ended.returncode == 0, ended.stderr
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="Linux's signals")
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, -15)])
+    def test_signal_during_the_first_compilation(self, number: int, status: int) -> None:
+        """Not the compiler's to handle, which would call exit() beneath its own threads."""
+        program = f"""
+import os, threading, time
+from fastconv import jit
+from fastconv.jit import compile
+from test_jit import scale
+
+function = "__device__ int f{{}}(int x) {{{{ return x + {{}}; }}}}"
+kernel = scale(body="\\n".join(function.format(i, i) for i in range(50_000)))
+thread = threading.Thread(target=jit.compile_kernel, args=(kernel, "sm_80"), daemon=True)
+thread.start()
+while not compile._compilers:
+    time.sleep(0.01)
+time.sleep(0.5)
+assert compile._compilers, "too soon over"
+try:
+    os.kill(os.getpid(), {number})
+    thread.join()
+except KeyboardInterrupt:
+    os._exit(7)
+"""
+        ended = self._run(program)
+        assert ended.returncode == status, ended.stderr
 
     def test_thread_that_outlives_the_main_one(self) -> None:
         program = """

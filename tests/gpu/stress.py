@@ -73,7 +73,7 @@ LATEST_SIGNAL_S = 8.0  # after a process has begun
 SHARED = ("shared", "read-only", "full", "damaged")
 FOLDERS = (*SHARED, "own")
 FULL_BYTES = (0, 4 << 10, 32 << 10, 100 << 10)  # kernels have from 5 KB to more than 100 KB
-TICK_S, SHARE = 0.25, 0.03  # how often something happens to so many of a folder's entries
+TICK_S, SHARE = 0.25, 0.01  # how often something happens to so many of a folder's entries
 
 # What libraries write before they abort. A process may survive it, and be wrong all the same.
 LAST_WORDS = (

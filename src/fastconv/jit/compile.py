@@ -10,6 +10,7 @@ import atexit
 import functools
 import importlib
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -85,11 +86,12 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
         GpuUnavailable: there is no compiler here, or none that knows the architecture.
         SystemExit: the interpreter is shutting down.
     """
-    _check_supported(arch)
     nvrtc = _nvrtc()
     text, options = kernel.text, [option.encode() for option in _options(arch)]
     headers = {name.encode(): contents.encode() for name, contents in included(text).items()}
     with _compiling():
+        _check_supported(arch)
+        _compile_nothing()
         program = _value(
             nvrtc.nvrtcCreateProgram(
                 text.encode(),
@@ -140,6 +142,23 @@ def _exit() -> None:
     while any(thread in _compilers and thread.is_alive() for thread in others):
         with suppress(KeyboardInterrupt):  # it would not interrupt, but abort
             time.sleep(0.01)
+
+
+@functools.cache
+def _compile_nothing() -> None:
+    """Gets the compiler's first program over with, in milliseconds.
+
+    For as long as that takes, SIGINT and SIGTERM are the compiler's, which ends the process by a
+    crash or a status of its own, and not Python's.
+    """
+    nvrtc = _nvrtc()
+    program = _value(nvrtc.nvrtcCreateProgram(b"", b"nothing.cu", 0, [], []))
+    nvrtc.nvrtcCompileProgram(program, 0, [])
+    nvrtc.nvrtcDestroyProgram(program)
+    if hasattr(signal, "siginterrupt"):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                signal.siginterrupt(number, True)  # as Python had it: they end a wait for a lock
 
 
 def nvrtc_version() -> tuple[int, int]:
