@@ -184,6 +184,7 @@ for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 while not compile._compilers:
     time.sleep(0.01)
+time.sleep(0.3)  # for them to be in the midst of it
 """
 
 
