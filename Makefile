@@ -6,7 +6,7 @@ BIN := .venv/bin
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-plans test-gpu test-oldest-torch examples sanitize clean
+.PHONY: demo test lint types test-cpu test-plans test-gpu test-oldest-torch examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -63,6 +63,10 @@ sanitize:
 	for tool in racecheck initcheck; do \
 	  $(SANITIZER) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py portable || exit 1; \
 	done
+
+# Processes that compile side by side, are killed, and find the cache folder in every state.
+stress:
+	PYTHONPATH=src:tests $(GPU_PYTHON) tests/gpu/stress.py
 
 # Torch first and by its exact version: asked for by a range, pip may take the newest release, with
 # gigabytes of CUDA packages that a machine without a GPU has no use for.

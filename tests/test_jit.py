@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -66,6 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, in which nothing has gone wrong yet."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache, "_cleaned", False)
     compile._contents.cache_clear()
     yield tmp_path / "cache"
     compile._contents.cache_clear()
@@ -160,6 +163,108 @@ ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack si
     def test_importing_needs_nothing_of_cuda(self) -> None:
         code = "import sys; sys.modules['cuda'] = None; import fastconv, fastconv.jit"
         subprocess.check_call([sys.executable, "-c", code])
+
+
+# Threads that compile over and over what takes a second.
+THREADS = """
+import sys, threading, time
+from fastconv import jit
+from fastconv.jit import cache, compile
+from test_jit import scale
+
+cache.load, cache.store = lambda key: None, lambda key, payload: None
+function = 'extern "C" __global__ void f{}(float* x) {{ *x = powf(*x, x[{}]); }}'
+kernel = scale(body="\\n".join(function.format(i, i) for i in range(200)))
+
+def work():
+    while True:
+        CALL
+
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+while not compile._compilers:
+    time.sleep(0.01)
+time.sleep(0.3)  # for them to be in the midst of it
+"""
+
+
+@needs_nvrtc
+class TestExit:
+    """What happens to threads that compile, or are about to, when the process ends."""
+
+    def _run(self, program: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            encoding="utf-8",
+            timeout=120,
+            check=False,
+        )
+
+    @pytest.mark.parametrize(
+        "call", ["jit.build(kernel, 'sm_80')", "jit.build_all([kernel], 'sm_80')"]
+    )
+    def test_daemon_threads(self, call: str) -> None:
+        """The compiler would abort, beneath them, as its data is destroyed."""
+        ended = self._run(THREADS.replace("CALL", call))
+        assert ended.returncode == 0, ended.stderr
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+    def test_forked_process_does_not_wait_for_threads_it_does_not_have(self) -> None:
+        # The child ends without the destructors: threads left their data as it was.
+        fork = """
+import os
+if not os.fork():
+    compile._exit()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+"""
+        ended = self._run(THREADS.replace("CALL", "jit.build(kernel, 'sm_80')") + fork)
+        assert ended.returncode == 0, ended.stderr
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="Linux's signals")
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, -15)])
+    def test_signal_during_the_first_compilation(self, number: int, status: int) -> None:
+        """Not the compiler's to handle, which would call exit() beneath its own threads."""
+        program = f"""
+import os, threading, time
+from fastconv import jit
+from fastconv.jit import compile
+from test_jit import scale
+
+function = "__device__ int f{{}}(int x) {{{{ return x + {{}}; }}}}"
+kernel = scale(body="\\n".join(function.format(i, i) for i in range(50_000)))
+thread = threading.Thread(target=jit.compile_kernel, args=(kernel, "sm_80"), daemon=True)
+thread.start()
+while not compile._compilers:
+    time.sleep(0.01)
+time.sleep(0.5)
+assert compile._compilers, "too soon over"
+try:
+    os.kill(os.getpid(), {number})
+    thread.join()
+except KeyboardInterrupt:
+    os._exit(7)
+"""
+        ended = self._run(program)
+        assert ended.returncode == status, ended.stderr
+
+    def test_thread_that_outlives_the_main_one(self) -> None:
+        program = """
+import threading
+from fastconv import jit
+from test_jit import scale
+
+def work():
+    threading.main_thread().join()
+    print(len(jit.build_all([scale(1), scale(2)], "sm_80")))
+
+threading.Thread(target=work).start()
+"""
+        ended = self._run(program)
+        assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
 
 
 class TestKey:
@@ -267,6 +372,21 @@ class TestCache:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             cache.store(self.KEY, self.PAYLOAD)
+
+    def test_what_killed_processes_left_is_removed_in_time(self, folder: Path) -> None:
+        """Their half-written entries, and nothing else: the folder may be used for other files."""
+        folder.mkdir()
+        unfinished = f"{'a1' * 32}.{'b2' * 16}.tmp"
+        old, new = folder / unfinished, folder / unfinished.replace("a1", "a2")
+        others = [folder / name for name in ("other.tmp", f"x{unfinished}", f"{unfinished}.txt")]
+        for path in (old, new, *others):
+            path.touch()
+        for path in (old, *others):
+            os.utime(path, (0, 0))
+        cache.store(self.KEY, self.PAYLOAD)
+        assert not old.exists()
+        assert all(path.exists() for path in (new, *others))
+        assert cache.load(self.KEY) == self.PAYLOAD
 
     @pytest.mark.skipif(sys.platform != "linux", reason="Linux's folders")
     def test_folders(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,9 +727,34 @@ class TestLaunch:
             return b"cubin"
 
         monkeypatch.setattr(launch, "build", build)
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(launch, "_processors", lambda: 2)
         kernels = [scale(1), scale(2)]
         jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
+
+    def test_one_program_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whichever of its kernels are asked for."""
+        built = []
+
+        def build(kernel: Kernel, arch: str) -> bytes:
+            built.append(kernel.text)
+            return kernel.text.encode()
+
+        monkeypatch.setattr(launch, "build", build)
+        one, two = scale(1), scale(2)
+        kernels = [one, two, dataclasses.replace(one, entry="other"), two]
+        assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
+        assert sorted(built) == [one.text, two.text]
+
+    def test_threads_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As where a machine's limit of them is reached: kernels compile one by one."""
+
+        def start(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(launch, "build", lambda kernel, arch: kernel.text.encode())
+        monkeypatch.setattr(threading.Thread, "start", start)
+        kernels = [scale(1), scale(2)]
+        assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
 
     @needs_nvrtc
     def test_several_kernels_are_compiled_and_loaded(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
+import time
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping
@@ -21,9 +23,12 @@ from typing import NamedTuple
 _MAGIC = b"fastconv cubin 1"
 _HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _SUFFIX = ".cubin"
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.tmp")  # an entry's: the folder may be shared
+_STALE_S = 3600.0
 _TROUBLE = (OSError, RuntimeError)  # the latter from Path.home() where there is none
 
 _warned = False
+_cleaned = False
 
 
 class Size(NamedTuple):
@@ -78,6 +83,7 @@ def store(key: str, payload: bytes) -> None:
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        _clean(path.parent)
         replace(path, _header(key, payload) + payload)
     except _TROUBLE as error:
         # Windows refuses to replace a file that another process is just reading: no harm.
@@ -114,6 +120,19 @@ def replace(path: Path, contents: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _clean(folder: Path) -> None:
+    """Removes, once in a process, what killed ones have left half written."""
+    global _cleaned
+    if _cleaned:
+        return
+    _cleaned = True
+    oldest = time.time() - _STALE_S  # nobody writes for so long
+    with suppress(OSError):  # no need to: another process may be at it
+        for path in folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name) and path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _warn(error: Exception) -> None:

@@ -6,9 +6,15 @@ cannot take headers from memory (see :func:`included`), and importing it takes f
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,30 +84,81 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
     Raises:
         CompilationError: the compiler refused it.
         GpuUnavailable: there is no compiler here, or none that knows the architecture.
+        SystemExit: the interpreter is shutting down.
     """
-    _check_supported(arch)
     nvrtc = _nvrtc()
     text, options = kernel.text, [option.encode() for option in _options(arch)]
     headers = {name.encode(): contents.encode() for name, contents in included(text).items()}
-    program = _value(
-        nvrtc.nvrtcCreateProgram(
-            text.encode(),
-            f"{kernel.entry}.cu".encode(),
-            len(headers),
-            [*headers.values()],
-            [*headers],
+    with _compiling():
+        _check_supported(arch)
+        _compile_nothing()
+        program = _value(
+            nvrtc.nvrtcCreateProgram(
+                text.encode(),
+                f"{kernel.entry}.cu".encode(),
+                len(headers),
+                [*headers.values()],
+                [*headers],
+            )
         )
-    )
-    try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-        log_text = log.rstrip(b"\0").decode(errors="replace")
-        if status:
-            raise CompilationError(f"{describe(kernel)} for {arch}: {status.name}\n{log_text}")
-        cubin = _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
+        try:
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+            log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            log_text = log.rstrip(b"\0").decode(errors="replace")
+            if status:
+                raise CompilationError(f"{describe(kernel)} for {arch}: {status.name}\n{log_text}")
+            cubin = _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
     return Compiled(kernel.entry, cubin, log_text)
+
+
+# Who is in the compiler. As a process exits, the compiler's own data is destroyed, and a thread
+# that still uses it ends the process by SIGABRT or SIGSEGV; Python waits for no daemon thread.
+# No lock and no count: a fork or an interrupt could leave one behind as it must not be.
+_compilers: set[threading.Thread] = set()
+_exiting = False
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    thread = threading.current_thread()
+    _compilers.add(thread)
+    try:
+        if _exiting:  # looked at after adding, as _exit sets it before looking
+            # No error: of a daemon thread that writes a traceback now, Python itself may abort.
+            raise SystemExit("cannot compile kernels: the interpreter is shutting down")
+        yield
+    finally:
+        _compilers.discard(thread)
+
+
+@atexit.register
+def _exit() -> None:
+    """Waits for threads that compile; none begins to from now on."""
+    global _exiting
+    _exiting = True
+    others = _compilers - {threading.current_thread()}
+    while any(thread in _compilers and thread.is_alive() for thread in others):
+        with suppress(KeyboardInterrupt):  # it would not interrupt, but abort
+            time.sleep(0.01)
+
+
+@functools.cache
+def _compile_nothing() -> None:
+    """Gets the compiler's first program over with, in milliseconds.
+
+    For as long as that takes, SIGINT and SIGTERM are the compiler's, which ends the process by a
+    crash or a status of its own, and not Python's.
+    """
+    nvrtc = _nvrtc()
+    program = _value(nvrtc.nvrtcCreateProgram(b"", b"nothing.cu", 0, [], []))
+    nvrtc.nvrtcCompileProgram(program, 0, [])
+    nvrtc.nvrtcDestroyProgram(program)
+    if hasattr(signal, "siginterrupt"):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                signal.siginterrupt(number, True)  # as Python had it: they end a wait for a lock
 
 
 def nvrtc_version() -> tuple[int, int]:

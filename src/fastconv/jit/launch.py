@@ -56,8 +56,22 @@ def architecture(device: torch.device) -> str:
 
 def build_all(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
     """The kernels' machine code, as :func:`build` gives it; many compile at once."""
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(lambda kernel: build(kernel, arch), kernels))
+    distinct = {kernel.text: kernel for kernel in kernels}  # several may be of one program
+    arguments = (distinct.values(), itertools.repeat(arch))
+    with ThreadPoolExecutor(_processors()) as threads:
+        try:
+            cubins: Iterator[bytes] = threads.map(build, *arguments)
+        except RuntimeError:  # no thread can be started, or the main one has ended: here, then
+            cubins = map(build, *arguments)
+        built = dict(zip(distinct, cubins, strict=True))
+    return [built[kernel.text] for kernel in kernels]
+
+
+def _processors() -> int | None:
+    """How many this process may use, which containers and schedulers limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def prepare(
