@@ -33,6 +33,10 @@ _DEFAULT_SHARED_BYTES = 48 * 1024
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
+compile_threads = os.cpu_count()
+"""At once; where many processes share the machine, each may have fewer."""
+
+
 class LaunchError(RuntimeError):
     """The CUDA driver refused to load or launch a kernel."""
 
@@ -56,7 +60,7 @@ def architecture(device: torch.device) -> str:
 
 def build_all(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
     """The kernels' machine code, as :func:`build` gives it; many compile at once."""
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(compile_threads) as threads:
         return list(threads.map(lambda kernel: build(kernel, arch), kernels))
 
 
