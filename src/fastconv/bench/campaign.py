@@ -7,6 +7,7 @@ nothing but its trial with it.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -27,9 +28,8 @@ from fastconv.jit import launch
 
 MOST_JOBS = 16
 TRIAL_SECONDS = 300.0  # after which a process is taken to hang
-# Of GPU memory: what each process needs whatever it runs, and that of a trial's tensors together.
-_PROCESS_BYTES = 3 << 30
-_COPIES = 5
+_PROCESS_BYTES = 3 << 30  # of GPU memory: what each process needs whatever it runs
+_COPIES = 5  # of a trial's tensors: results, what relations are tried on, and in float64
 
 Checker = Callable[[Trial], Check]
 """Has to be a function that processes can import."""
@@ -105,7 +105,8 @@ class _Pool:
         self._new = lambda: _Worker(check, device)
         self._jobs, self._deadline = jobs, deadline
         self._workers: list[_Worker] = []
-        self._room_bytes = float("inf")
+        self._exclusive: set[Trial] = set()  # what did not fit in memory beside others
+        self._room_bytes = math.inf
         if device.type == "cuda":
             free = environment.free_bytes(device) - jobs * _PROCESS_BYTES
             self._room_bytes = max(0, free) / _COPIES
@@ -119,7 +120,11 @@ class _Pool:
                     return
                 for connection in wait(list(busy), timeout=1.0):
                     assert isinstance(connection, Connection)
-                    yield busy[connection].take()
+                    found = busy[connection].take()
+                    if self._deserves_more_room(found, len(busy)):
+                        waiting.append(found.trial)
+                    else:
+                        yield found
                 yield from self._hanging()
         finally:
             for worker in self._workers:
@@ -138,8 +143,8 @@ class _Pool:
                 worker.stop()
                 self._workers.remove(worker)
         while waiting and len(busy := self._busy()) < self._jobs:
-            room = self._room_bytes - sum(worker.trial.bytes for worker in busy if worker.trial)
-            fitting = (at for at, trial in enumerate(waiting) if trial.bytes <= room)
+            room = self._room_bytes - sum(self._bytes(worker.trial) for worker in busy)
+            fitting = (at for at, trial in enumerate(waiting) if self._bytes(trial) <= room)
             index = next(fitting, None if busy else 0)
             if index is None:
                 return
@@ -150,6 +155,17 @@ class _Pool:
                 idle.append(self._new())
                 self._workers.append(idle[0])
             idle[0].give(trial)
+
+    def _bytes(self, trial: Trial | None) -> float:
+        return math.inf if trial is None or trial in self._exclusive else trial.bytes
+
+    def _deserves_more_room(self, found: Check, beside: int) -> bool:
+        """Whether a trial ran out of memory that others had; then it is tried again by itself."""
+        again = beside > 1 and found.trial not in self._exclusive
+        if not again or "out of memory" not in (found.failure or ""):
+            return False
+        self._exclusive.add(found.trial)
+        return True
 
     def _hanging(self) -> Iterator[Check]:
         for worker in self._busy():

@@ -269,7 +269,9 @@ class Reference:
         factor = part.factor
         if isinstance(factor, Tensor) and factor.shape[0] > 1:
             factor = factor[images]
-        result = part.results.main[images].double() * factor
+        result = part.results.main[images].double()
+        if isinstance(factor, Tensor) or factor != 1.0:
+            result = result * factor
         signs = selection.signs
         rows = selection.of_row(roles.result, roles.rows, result, signs)
         spread = None if signs is None else torch.full_like(signs, size.deviations)
