@@ -115,10 +115,10 @@ def report_results(arguments: Namespace) -> int:
 def verify_results(arguments: Namespace) -> int:
     """``fastconv verify``: every element against float64; status 1 if anything is wrong."""
     device = _device(arguments.device)
-    selected = _trials(arguments, device)
     if not arguments.json:
         extra("rich")
     files.check_outputs([arguments.output, arguments.markdown], _suite_files(arguments))
+    selected = _trials(arguments, device)
     jobs = arguments.jobs or (campaign.default_jobs(device) if arguments.random else 1)
     check = partial(verify.check, device=device, with_peer=not arguments.random)
     limit_s = math.inf if arguments.time_limit is None else arguments.time_limit
