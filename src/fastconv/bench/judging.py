@@ -4,12 +4,12 @@ References are PyTorch's convolutions in float64, which GPUs are slow at. Where 
 would take too long, some of its channels are compared, always the first and the last, and the sum
 of all with random signs: so every element counts, and a reference of a few channels has seen it.
 
-An element is a sum of n products. Rounding the operands changes each by up to ε of itself, or in
-the worst case all of them in the same direction, by 2ε Σ|xw|. In Gaussian data the changes are
-independent, each with a standard deviation of at most 0.6ε|xw|, so that 5ε √Σ(xw)² is 8 of the
-sum's: out of reach for 10¹⁰ elements. A chain of n additions in float32 likewise loses 0.4u√n
-√Σ(xw)², with u = 2⁻²⁴; tensor cores cut off rather than round, 0.3u of a sum for each product of
-8 terms or more. Both have their 8 standard deviations. Finally the result is rounded to its type.
+An element is a sum of products x·w. Rounding both operands by up to ε changes it by 2ε Σ|xw| at
+most. In Gaussian data the changes are independent, each with a standard deviation of at most
+0.6ε|xw|, so that 5ε √Σ(xw)² is 8 of the sum's: out of reach for 10¹⁰ elements. A chain of n
+additions in float32 has a standard deviation of 0.4u√n √Σ(xw)², u = 2⁻²⁴, several times that where
+the sum is large; long sums are those of chains. Tensor cores cut off rather than round: 0.3u of a
+sum for each product of 8 or 16 terms. Finally the result is rounded to its type.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ _OPERANDS = {"float32 tf32": 2.0**-11, "float32 ieee": 2.0**-22}
 # mean square, in the units above (docs/numerics.md, "What holds").
 _CHANNEL = {"float32 tf32": 2.0**-9, "float32 ieee": 2.0**-3}
 _DEVIATIONS = 5  # in maxima of one rounding
-_CUT_PASS_TERMS = 8192  # after so many, weight gradients begin another sum
+_CHAIN = 512  # terms that are added up one after another before those sums are
+_TRUNCATED_CHAIN = 8192  # the same of weight gradients on tensor cores
 
 
-def tolerance(trial: Trial, terms: int | None = None) -> float:
+def tolerance(trial: Trial) -> float:
     """What a sum may be wrong by, relative to its terms."""
-    n, mode = terms or trial.terms, trial.case.mode
-    unit = 2.0**-52 if mode == "float64" else 2.0**-24  # and the reference's own of float64
-    added = 12 + 6 * math.sqrt(n)
-    if mode not in ("float64", "float32 ieee"):
-        added += min(n, _CUT_PASS_TERMS if trial.case.direction == "weight_grad" else n) / 16
+    n, mode = trial.terms, trial.case.mode
+    unit = 2.0**-53 if mode == "float64" else 2.0**-24
+    added = 12 + 6 * (math.sqrt(min(n, _CHAIN)) + math.sqrt(n / _CHAIN))
+    if mode == "float64":
+        added += 12 + 6 * math.sqrt(n)  # of the reference, which may be a single chain
+    elif mode != "float32 ieee":
+        added += (min(n, _TRUNCATED_CHAIN) if trial.case.direction == "weight_grad" else n) / 16
     times = _DEVIATIONS if trial.data == NORMAL else 2.01
     return times * _OPERANDS.get(mode, 0.0) + added * unit
 
