@@ -65,6 +65,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self.connection, theirs = context.Pipe()
         self.trial: Trial | None = None
+        self.usable = True
         self.since = 0.0
         self.process = context.Process(target=_work, args=(theirs, check, device), daemon=True)
         self.process.start()
@@ -79,9 +80,10 @@ class _Worker:
         """What was found of the trial: nothing, if the process died."""
         assert self.trial is not None
         try:
-            found: Check = self.connection.recv()
+            found, self.usable = self.connection.recv()
         except (EOFError, OSError):
             found = Check(self.trial, failure=f"the process died: {self._end()}")
+            self.usable = False
         self.trial = None
         return found
 
@@ -137,11 +139,8 @@ class _Pool:
         """Gives what fits in memory to whoever has nothing to do."""
         if time.monotonic() >= self._deadline:
             waiting.clear()
-        ended = [worker for worker in self._workers if not worker.process.is_alive()]
-        for worker in ended:
-            if worker.trial is None:
-                worker.stop()
-                self._workers.remove(worker)
+        for worker in [worker for worker in self._workers if not worker.usable]:
+            self._end(worker)
         while waiting and len(busy := self._busy()) < self._jobs:
             room = self._room_bytes - sum(self._bytes(worker.trial) for worker in busy)
             fitting = (at for at, trial in enumerate(waiting) if self._bytes(trial) <= room)
@@ -171,8 +170,11 @@ class _Pool:
         for worker in self._busy():
             if worker.trial and time.monotonic() - worker.since > TRIAL_SECONDS:
                 yield Check(worker.trial, failure=f"nothing came of it in {TRIAL_SECONDS:.0f} s")
-                worker.stop()
-                self._workers.remove(worker)
+                self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        worker.stop()
+        self._workers.remove(worker)
 
 
 def _work(connection: Connection, check: Checker, device: torch.device) -> None:
@@ -186,10 +188,7 @@ def _work(connection: Connection, check: Checker, device: torch.device) -> None:
         while True:
             trial = connection.recv()
             found = check(trial)
-            usable = _is_usable(device)
-            connection.send(found)
-            if not usable:
-                os._exit(1)  # cleaning up would only fail once more
+            connection.send((found, _is_usable(device)))
 
 
 def _is_usable(device: torch.device) -> bool:

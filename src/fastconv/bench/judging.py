@@ -39,6 +39,7 @@ _OPERANDS = {"float32 tf32": 2.0**-11, "float32 ieee": 2.0**-22}
 # mean square, in the units above (docs/numerics.md, "What holds").
 _CHANNEL = {"float32 tf32": 2.0**-9, "float32 ieee": 2.0**-3}
 _DEVIATIONS = 5  # in maxima of one rounding
+_ENDLESS = 1e300  # in the place of infinities and NaN, which JSON does not have
 _CHAIN = 512  # terms that are added up one after another before those sums are
 _TRUNCATED_CHAIN = 8192  # the same of weight gradients on tensor cores
 
@@ -248,8 +249,7 @@ class Reference:
         )  # fmt: skip
         exact = replace(case, workload=workload, dtype="float64", precision=None)
         with contestants.settings(None, benchmark=False):  # trying out float64 takes long
-            result: Tensor = contestants.pytorch(exact)(tensors)
-        return result
+            return _without_gaps(contestants.pytorch(exact), tensors)
 
     def _of_bias_grad(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         size, pixels = self._size, (1, 2)
@@ -286,6 +286,20 @@ class Reference:
             return f"output channel {self.selection.channel(at[0])}, {at[1:]}"
         image = at[0] + (images.start or 0)
         return f"image {image}, channel {self.selection.channel(at[1])}, {at[2:]}"
+
+
+def _without_gaps(compute: contestants.Pass, tensors: Tensors) -> Tensor:
+    """What PyTorch gives; without cuDNN, where that has nothing for a float64 convolution."""
+    try:
+        result: Tensor = compute(tensors)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if not tensors.input.is_cuda:
+            raise
+        with torch.backends.cudnn.flags(enabled=False):
+            result = compute(tensors)
+    return result
 
 
 class _Size(NamedTuple):
@@ -341,29 +355,34 @@ class _Tally:
     ) -> None:
         error = (actual - expected).abs_()
         bound = bound + (rounded + bound) * self._half + self._least
-        for at, tensor in enumerate((error, expected)):
-            self._squares[at] += float(tensor.square().sum())
-            self._largest[at] = max(self._largest[at], float(tensor.abs().max()))
-        share = (error / bound).nan_to_num_(math.inf)  # also infinities over infinities
-        self._wrong += int((share > 1).sum())
+        share = (error / bound).nan_to_num_(_ENDLESS, _ENDLESS)  # also infinities over infinities
+        figures = (
+            error.square().sum(), expected.square().sum(), error.max(), expected.abs().max(),
+            (share > 1).sum().double(), share.max(),
+        )  # fmt: skip
+        # All at once: to wait for a GPU that others share takes long.
+        *squares, worst_error, largest, wrong, worst = torch.stack(figures).tolist()
+        self._squares = [sum(pair) for pair in zip(self._squares, squares, strict=True)]
+        self._largest = list(map(max, self._largest, (worst_error, largest)))
+        self._wrong += int(wrong)
         self._compared += share.numel()
-        largest = int(share.argmax())
-        if float(share.flatten()[largest]) > self._share:
-            self._share = float(share.flatten()[largest])
-            index = torch.unravel_index(torch.tensor(largest), share.shape)
-            found, right, most = (float(t.flatten()[largest]) for t in (actual, expected, bound))
+        if worst > self._share:
+            self._share = worst
+            index = torch.unravel_index(share.argmax(), share.shape)
+            found, right, most = (float(tensor[index]) for tensor in (actual, expected, bound))
             place = where([int(one) for one in index])
             self._worst = f"{place}: {found:.9g} instead of {right:.9g}, bound {most:.2g}"
 
     def verdict(self) -> Verdict:
-        norms = [math.sqrt(squares) for squares in self._squares]
-        relative, maximum = (
-            found / right if right else (0.0 if found == 0 else math.inf)
-            for found, right in (norms, self._largest)
-        )
-        return Verdict(
-            Error(relative, maximum), self._share, self._wrong, self._compared, self._worst
-        )
+        norms = list(map(math.sqrt, self._squares))
+        error = Error(*(_ratio(*pair) for pair in (norms, self._largest)))
+        return Verdict(error, self._share, self._wrong, self._compared, self._worst)
+
+
+def _ratio(error: float, right: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / right if right and error < _ENDLESS else _ENDLESS
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:

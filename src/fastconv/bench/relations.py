@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastconv.bench import contestants, trials
 from fastconv.bench.cases import PASSES, Tensors
-from fastconv.bench.judging import Part, Reference, size_of, tolerance
+from fastconv.bench.judging import CHUNK_ELEMENTS, Part, Reference, size_of, tolerance
 from fastconv.bench.trials import Data, Results, Trial
 
 ADJOINT_EVERY = 8  # trials: it needs the kernels of all three passes
@@ -203,11 +203,13 @@ def _all_terms(trial: Trial, at: Tensors) -> float:
 def _inner(trial: Trial, result: Tensor, other: Tensor) -> tuple[float, float]:
     """The inner product, and what rounding the result to its type may change it by."""
     size, info = size_of(trial), torch.finfo(result.dtype)
-    product = rounded = smallest = 0.0
-    for one, beside in zip(result, other, strict=True):  # in float64, piece by piece
+    step = max(1, CHUNK_ELEMENTS * len(result) // result.numel())
+    figures = torch.zeros(3, dtype=torch.float64, device=result.device)
+    for one, beside in zip(result.split(step), other.split(step), strict=True):
         terms = one.double() * beside.double()
-        product += float(terms.sum())
-        rounded += float(size.term(terms, 0.0).sum())
-        smallest += float(beside.abs().sum(dtype=torch.float64))
-    spread = math.sqrt(rounded) * 5 if size.deviations > 1 else rounded
+        figures += torch.stack(
+            (terms.sum(), size.term(terms, 0.0).sum(), beside.abs().sum(dtype=torch.float64))
+        )
+    product, rounded, smallest = figures.tolist()
+    spread = math.sqrt(rounded * size.deviations) if size.deviations > 1 else rounded
     return product, spread * info.eps / 2 + smallest * info.tiny * info.eps
