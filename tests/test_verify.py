@@ -178,6 +178,24 @@ def test_channels_that_are_not_compared_count_in_their_sum(
     assert "and the sum of all" in check.part
 
 
+@pytest.mark.parametrize("direction", PASSES)
+def test_images_are_compared_some_at_a_time(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial(direction, bias=True)
+    whole = verify.check(one, CPU)
+    monkeypatch.setattr(judging, "CHUNK_ELEMENTS", one.elements // 2)
+    check = verify.check(one, CPU)
+    assert check.passed
+    assert check.share == pytest.approx(whole.share)
+
+    def change(result: Tensor) -> None:
+        result[-1, 0, 0, 0] += 0.01
+
+    wrong_in(monkeypatch, change)
+    assert verify.ELEMENTS in found(one)
+
+
 def test_groups_are_left_out_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     one = trial(shape="2x40x9x8 40x1x3x2 groups=40")
     monkeypatch.setitem(judging.MOST_FLOPS, "cpu", one.problem.flops / 4)

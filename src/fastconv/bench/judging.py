@@ -15,7 +15,7 @@ sum for each product of 8 or 16 terms. Finally the result is rounded to its type
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -101,12 +101,13 @@ class Selection(NamedTuple):
 
     @property
     def part(self) -> str:
-        groups = f", {len(self.groups)} of {self.of_groups} groups"
-        return (
-            "all channels"
-            if self.signs is None
-            else f"{len(self.rows)} of {self.of_rows} channels, and the sum of all"
-        ) + groups * (len(self.groups) < self.of_groups)
+        """What is compared, in words."""
+        words = ["all channels"]
+        if self.signs is not None:
+            words = [f"{len(self.rows)} of {self.of_rows} channels", "and the sum of all"]
+        if len(self.groups) < self.of_groups:
+            words.append(f"{len(self.groups)} of {self.of_groups} groups")
+        return ", ".join(words)
 
     def of_group(self, role: str, tensor: Tensor) -> Tensor:
         """What belongs to the selected groups."""
@@ -195,15 +196,17 @@ class Reference:
 
     def _compute(self, data: Data) -> list[tuple[slice, Tensor, Tensor]]:
         """Images, what they should give, and bounds; images count together in weight gradients."""
-        every = [slice(None)] if self._trial.roles.summed == "n" else self._images(data)
-        chunks = []
-        for images in every:
-            parts = self._images(data) if self._trial.roles.summed == "n" else [images]
-            found = [self._chunk(data, part) for part in parts]
-            expected, sizes = (_total(one) for one in zip(*found, strict=True))
-            bound = self._size.root(sizes).mul_(tolerance(self._trial))
-            chunks.append((images, expected, bound))
-        return chunks
+        chunks: Iterator[tuple[slice, Tensor, Tensor]] = (
+            (images, *self._chunk(data, images)) for images in self._images(data)
+        )
+        if self._trial.roles.summed == "n":
+            _, expected, sizes = next(chunks)
+            for _, more, more_sizes in chunks:
+                expected += more
+                sizes += more_sizes
+            chunks = iter([(slice(None), expected, sizes)])
+        within, root = tolerance(self._trial), self._size.root
+        return [(images, expected, root(sizes) * within) for images, expected, sizes in chunks]
 
     def _chunk(self, data: Data, images: slice) -> tuple[Tensor, Tensor]:
         """What the images give, and the sizes of its terms added up."""
@@ -229,24 +232,21 @@ class Reference:
         trial, selection, case = self._trial, self.selection, self._trial.case
         problem, groups = trial.problem, len(selection.groups)
         given = {trial.roles.first: first, trial.roles.second: second}
-        channels = {
-            "forward": lambda: (first.shape[1], second.shape[0]),
-            "input_grad": lambda: (second.shape[1] * groups, first.shape[1]),
-            "weight_grad": lambda: (first.shape[1], second.shape[1]),
-        }[case.direction]()
+        in_channels, out_channels = {
+            "forward": (first.shape[1], second.shape[0]),
+            "input_grad": (second.shape[1] * groups, first.shape[1]),
+            "weight_grad": (first.shape[1], second.shape[1]),
+        }[case.direction]
         workload = replace(
             case.workload,
-            input=(first.shape[0], channels[0], *problem.input_size),
-            weight=(channels[1], channels[0] // groups, *problem.kernel_size),
+            input=(first.shape[0], in_channels, *problem.input_size),
+            weight=(out_channels, in_channels // groups, *problem.kernel_size),
             groups=groups,
         )
         shapes = (workload.input, workload.weight, workload.problem.output_shape)
         nothing = first.new_zeros(1)  # in the place of what is computed
-        tensors = Tensors(
-            *(given.get(role, nothing.expand(shape)) for role, shape in zip(
-                Tensors._fields, shapes, strict=True
-            ))
-        )  # fmt: skip
+        named = zip(Tensors._fields, shapes, strict=True)
+        tensors = Tensors(*(given.get(role, nothing.expand(shape)) for role, shape in named))
         exact = replace(case, workload=workload, dtype="float64", precision=None)
         with contestants.settings(None, benchmark=False):  # trying out float64 takes long
             return _without_gaps(contestants.pytorch(exact), tensors)
