@@ -1,4 +1,4 @@
-"""The ``fastconv`` command: bench, verify, info."""
+"""The ``fastconv`` command: bench, info."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from fastconv.bench import (
     measure,
     results,
     timing,
-    verify,
 )
 from fastconv.bench.cases import PASSES, STEP, Case, Tensors
 from fastconv.bench.limits import Ceilings, Limit
@@ -475,52 +474,6 @@ def test_compare_knows_rows_of_one_alone(
     new = write_results(tmp_path / "new.json", [1.0, 1.0])
     assert cli.main(["bench", "--compare", old, new]) == 0
     assert "0 rows are in the old results alone, 1 in the new alone" in capsys.readouterr().out
-
-
-# --- fastconv verify ------------------------------------------------------------------------------
-
-CHECKED = ["verify", "--device", "cpu", "--shape", SHAPE, "--shape", CAUSAL]
-
-
-def test_verify_compares_with_float64(capsys: pytest.CaptureFixture[str]) -> None:
-    modes = ["--dtype", "float32", "bfloat16", "float16", "float64", "--format", "nchw", "nhwc"]
-    assert cli.main([*CHECKED, *modes, "--json", "--quiet"]) == 0
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    assert len(checks) == 2 * 3 * 4 * 2
-    for check in checks:
-        assert 0 <= check["ours"]["relative"] <= check["bound"]
-        assert check["passed"]
-    assert any(check["part"] == "batch of 2" for check in checks)
-
-
-def test_verify_fails_above_the_bound(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(verify.BOUNDS, "float32 ieee", 1e-12)
-    assert cli.main(CHECKED) == 1
-    captured = capsys.readouterr()
-    assert "is above the bound 1e-12" in captured.err
-    assert "FAIL" in captured.out
-
-
-def test_verify_sees_a_wrong_last_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = contestants.ours
-
-    def wrong(case: Case) -> contestants.Pass:
-        def compute(at: Tensors) -> Any:
-            result = original(case)(at)
-            result[-1, 0, 0, 0] += 1
-            return result
-
-        return compute
-
-    monkeypatch.setattr(contestants, "ours", wrong)
-    workload = parse_shape("5x1x8x8 1x1x3x3")
-    found = verify.check(
-        Case(workload, "forward", "float32", "ieee", "nchw"), torch.device("cpu")
-    )  # fmt: skip
-    assert found.part == "images 1 and 5 of 5"
-    assert not found.passed
 
 
 # --- fastconv info --------------------------------------------------------------------------------

@@ -20,7 +20,17 @@ import torch
 
 import fastconv
 from fastconv import cli, files
-from fastconv.bench import commands, configurations, limits, measure, page, plots, timing, tune
+from fastconv.bench import (
+    campaign,
+    commands,
+    configurations,
+    limits,
+    measure,
+    page,
+    plots,
+    timing,
+    tune,
+)
 from fastconv.bench.cases import Case
 from fastconv.bench.results import Row
 from fastconv.exporter import ExportError, file
@@ -64,7 +74,9 @@ def _unreachable(*arguments: Any, **others: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["missing/file", "folder", "results.json/file", "x" * 300])
-@pytest.mark.parametrize("command", ["bench", "markdown", "html", "plots", "export", "tune"])
+@pytest.mark.parametrize(
+    "command", ["bench", "markdown", "html", "plots", "export", "tune", "verify"]
+)
 def test_outputs_are_checked_before_the_work(
     command: str,
     where: str,
@@ -79,6 +91,7 @@ def test_outputs_are_checked_before_the_work(
     _tuning(monkeypatch, _unreachable)
     for module, function in (
         (limits, "measure"), (tune, "build"), (plots, "write"), (page, "html"), (file, "compose"),
+        (campaign, "run"),
     ):  # fmt: skip
         monkeypatch.setattr(module, function, _unreachable)
     capsys.readouterr()
@@ -86,6 +99,7 @@ def test_outputs_are_checked_before_the_work(
         "bench": [*BENCH, "--output"],
         "export": ["export", "--shape", SHAPE, "-o"],
         "tune": ["tune", "--shape", SHAPE, "--output"],
+        "verify": ["verify", "--device", "cpu", "--random", "4", "--output"],
     }.get(command, ["report", str(results), f"--{command}"])
     assert cli.main([*arguments, str(path)]) == 2
     captured = capsys.readouterr()

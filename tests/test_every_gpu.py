@@ -261,9 +261,8 @@ def test_plans_compile_within_registers(arch: str) -> None:
             registers = compiled.registers
             assert registers is not None
             threads = launch.block * int(constants["blocks_per_sm"])
-            print(
-                f"{arch:8} {registers:4} registers {compiled.spill_bytes:5} spilled {work.case.name}"
-            )
+            found = f"{registers:4} registers {compiled.spill_bytes:5} spilled"
+            print(f"{arch:8} {found} {work.case.name}")
             if registers * threads > REGISTERS or (compiled.spill_bytes or 0) > MOST_SPILLED:
                 faults[compile.describe(launch.kernel)] = (registers, compiled.spill_bytes)
     assert faults == {}

@@ -6,17 +6,19 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from fastconv import jit
 from fastconv.bench import commands
-from fastconv.bench.cases import DTYPES, FORMATS, PASSES, PRECISIONS, STEP
+from fastconv.bench.campaign import MOST_JOBS
+from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, FORMATS, PASSES, PRECISIONS, STEP
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.contestants import PEERS
 from fastconv.bench.results import ResultsError
+from fastconv.bench.trials import DATA, NORMAL
 from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
@@ -98,7 +100,7 @@ def _parser() -> _Parser:
         "report", parents=[output], help="tables, plots and a page from the results of bench"
     ))  # fmt: skip
     _add_verify(subcommands.add_parser(
-        "verify", parents=[output], help="compare fastconv's and PyTorch's errors with float64"
+        "verify", parents=[output], help="check results, element by element, against float64"
     ))  # fmt: skip
     _add_info(subcommands.add_parser(
         "info", parents=[output], help="describe the machine, and what a shape would run"
@@ -119,8 +121,11 @@ def _output_options() -> _Parser:
     return options
 
 
-def _add_selection(parser: argparse.ArgumentParser, passes: Sequence[str]) -> None:
+def _add_selection(
+    parser: argparse.ArgumentParser, passes: Sequence[str], formats: Sequence[str] = tuple(FORMATS)
+) -> None:
     """What to work on; each option may be given several values."""
+    each = "; or of input/weight/output's gradient: nhwc/nchw/nchw" if len(formats) > 2 else ""
     parser.add_argument("--shape", action="append", metavar="SHAPE", help=SHAPE_SYNTAX)
     parser.add_argument(
         "--pass", dest="passes", nargs="+", choices=passes, default=list(PASSES), metavar="PASS",
@@ -135,8 +140,8 @@ def _add_selection(parser: argparse.ArgumentParser, passes: Sequence[str]) -> No
         help="arithmetic of float32: ieee (the default), tf32",
     )  # fmt: skip
     parser.add_argument(
-        "--format", nargs="+", choices=FORMATS, default=["nchw"], metavar="FORMAT",
-        help="memory format: nchw (the default), nhwc (channels last)",
+        "--format", nargs="+", choices=formats, default=["nchw"], metavar="FORMAT",
+        help=f"memory format: nchw (the default), nhwc (channels last){each}",
     )  # fmt: skip
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
@@ -203,9 +208,40 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    _add_selection(parser, PASSES)
+    _add_selection(parser, PASSES, [*FORMATS, *FORMAT_TRIPLES])
     _add_suites(parser)
-    parser.set_defaults(run=commands.verify_errors)
+    parser.add_argument(
+        "--random", type=_positive, metavar="N",
+        help="instead, N trials drawn at random, of all passes, types and formats unless some are "
+        "given",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=_whole, metavar="S", help="what random numbers begin with (default: 0)"
+    )
+    parser.add_argument("--data", choices=DATA, help=f"{_listed(DATA)} (default: {NORMAL})")
+    parser.add_argument(
+        "--bias", action="store_true", help="with a bias, or its gradient beside the weight's"
+    )
+    parser.add_argument(
+        "--misaligned", action="store_true", help="tensors at odd addresses, as slices may be"
+    )
+    parser.add_argument(
+        "--jobs", type=_positive, metavar="J",
+        help="processes (default: 1; with --random on a GPU one for each core, at most "
+        f"{MOST_JOBS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-limit", type=_seconds, metavar="S", help="begin no trial after this many seconds"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write a summary and what is wrong there"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the summary there, as a table"
+    )
+    parser.set_defaults(
+        run=commands.verify_results, passes=None, dtype=None, precision=None, format=None
+    )
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -262,13 +298,23 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=commands.export_file)
 
 
+def _listed(choices: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {about}" for name, about in choices.items())
+
+
 def _positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"should be a whole number, at least 1, but got {text!r}")
+        value = least - 1
+    if not least <= value < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"should be a whole number, at least {least}, but got {text!r}"
+        )
     return value
 
 

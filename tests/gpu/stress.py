@@ -49,7 +49,6 @@ from fastconv.kernels import planner
 from fastconv.kernels.family import Kernel
 from fastconv.kernels.gpus import H200
 from fastconv.problem import Problem
-from layers import weight_strides
 
 # ResNet-50's convolutions: input size, input and output channels, kernel size, stride.
 LAYERS = (
@@ -168,7 +167,9 @@ def _dtype(task: Task) -> torch.dtype:
 def _kernels(task: Task, layer: tuple[int, ...], gpu: Any) -> list[Kernel]:
     problem, last = _problem(task, layer), task.channels_last
     precision = "tf32" if task.dtype == "tf32" else "ieee"
-    layout = (last, last, weight_strides(problem, last), True, precision, False)
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    weight = torch.empty(problem.weight_shape, device="meta", memory_format=memory_format)
+    layout = (last, last, weight.stride(), True, precision, False)
     operands = cuda.operands_of(_dtype(task), *layout)
     plans = [plan(problem, operands, gpu) for plan in PASSES[: 3 if task.gradients else 1]]
     return [launch.kernel for plan in plans for launch in plan.launches]

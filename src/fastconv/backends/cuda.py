@@ -111,6 +111,7 @@ class _Ready(NamedTuple):
 
     launches: launch.Prepared
     scratch_bytes: int
+    family: str
 
     def run(self, *tensors: Tensor | None) -> None:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -151,6 +152,11 @@ def _ready_for(
     )
 
 
+def family(plan: Planner, problem: Problem, *operands: Any) -> str:
+    """Whose kernels compute it; ``operands`` are the rest of :func:`_ready_for`'s arguments."""
+    return _ready_for(plan, problem, *operands).family
+
+
 @lru_cache(maxsize=4096)
 def _ready(
     plan: Planner,
@@ -176,7 +182,8 @@ def _ready(
     _check_sizes(problem)
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
-    return _Ready(launch.prepare(planned.launches, device, _TENSORS[plan]), planned.scratch_bytes)
+    prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
+    return _Ready(prepared, planned.scratch_bytes, planned.family)
 
 
 def _check_sizes(problem: Problem) -> None:

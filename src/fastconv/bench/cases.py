@@ -24,6 +24,8 @@ DTYPES = {
 }  # fmt: skip
 PRECISIONS = ("ieee", "tf32")
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+FORMAT_TRIPLES = ["/".join(names) for names in product(FORMATS, repeat=3)]
+"""Of each of the :class:`Tensors`."""
 
 
 class Tensors(NamedTuple):
@@ -40,7 +42,11 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One row before it is measured; ``precision`` is None unless the dtype is float32."""
+    """One row before it is measured; ``precision`` is None unless the dtype is float32.
+
+    ``format`` is the memory format of all tensors, or where they differ, of each of
+    :class:`Tensors`: "nhwc/nchw/nhwc".
+    """
 
     workload: Workload
     direction: str
@@ -61,6 +67,12 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def memory_formats(self) -> tuple[torch.memory_format, ...]:
+        """Of each of the :class:`Tensors`."""
+        names = self.format.split("/")
+        return tuple(FORMATS[name] for name in (names if len(names) > 1 else names * 3))
+
     def arguments(self) -> list[str]:
         """The command-line arguments that select this case alone."""
         words = ["--shape", self.workload.shape, "--pass", self.direction, "--dtype", self.dtype]
@@ -79,23 +91,32 @@ class Case:
         if device.type == "meta":
             made = [torch.empty(shape, dtype=self.torch_dtype, device="meta") for shape in shapes]
         else:
-            _check_memory(shapes, self.torch_dtype, device)
+            check_memory(shapes, self.torch_dtype, device)
             generator = torch.Generator(device).manual_seed(seed)
             made = [
                 torch.randn(shape, generator=generator, device=device).to(self.torch_dtype)
                 for shape in shapes
             ]
-        memory_format = FORMATS[self.format]
-        return Tensors(*(tensor.contiguous(memory_format=memory_format) for tensor in made))
+        formats = zip(made, self.memory_formats, strict=True)
+        return Tensors(*(tensor.contiguous(memory_format=format) for tensor, format in formats))
 
 
-def _check_memory(
+def check_memory(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises a MemoryError where a CPU's tensors cannot fit: systems end the process for it."""
     needed = sum(map(math.prod, shapes)) * dtype.itemsize
     if device.type == "cpu" and needed > environment.free_bytes(device):
         raise MemoryError(f"not enough memory for {needed / 2**30:.0f} GiB")
+
+
+def modes(dtypes: Sequence[str], precisions: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Number formats and their arithmetic; precisions concern float32 alone."""
+    return [
+        (dtype, precision)
+        for dtype in dtypes
+        for precision in (precisions if dtype == "float32" else (None,))
+    ]
 
 
 def cases(
@@ -105,16 +126,11 @@ def cases(
     precisions: Sequence[str],
     formats: Sequence[str],
 ) -> list[Case]:
-    """Every combination once; precisions concern float32 alone."""
-    modes = [
-        (dtype, precision)
-        for dtype in dtypes
-        for precision in (precisions if dtype == "float32" else (None,))
-    ]
+    """Every combination once."""
     made = (
         Case(workload, direction, dtype, precision, format)
         for workload, (dtype, precision), format, direction in product(
-            workloads, modes, formats, passes
+            workloads, modes(dtypes, precisions), formats, passes
         )
     )
     return list(dict.fromkeys(made))

@@ -9,21 +9,43 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastconv import files
-from fastconv.bench import configurations, environment, limits, report, results, tune, verify
+from fastconv.bench import (
+    campaign,
+    configurations,
+    environment,
+    limits,
+    report,
+    results,
+    trials,
+    tune,
+    verify,
+)
 from fastconv.bench import info as information
-from fastconv.bench.cases import Case, cases, reason
-from fastconv.bench.console import extra, show, work_through
+from fastconv.bench.campaign import Summary
+from fastconv.bench.cases import (
+    DTYPES,
+    FORMAT_TRIPLES,
+    PASSES,
+    PRECISIONS,
+    Case,
+    cases,
+    modes,
+    reason,
+)
+from fastconv.bench.console import extra, follow, show, work_through
 from fastconv.bench.measure import Bench
 from fastconv.bench.results import Results
 from fastconv.bench.timing import Effort
+from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.bench.workloads import SUITES, parse_shape, suite, unique
 from fastconv.exporter import export
@@ -90,34 +112,31 @@ def report_results(arguments: Namespace) -> int:
     return 0
 
 
-def verify_errors(arguments: Namespace) -> int:
-    """``fastconv verify``: errors against float64; status 1 if one of ours is above its bound."""
+def verify_results(arguments: Namespace) -> int:
+    """``fastconv verify``: every element against float64; status 1 if anything is wrong."""
     device = _device(arguments.device)
-    selected = _select(arguments, device)
     if not arguments.json:
         extra("rich")
+    files.check_outputs([arguments.output, arguments.markdown], _suite_files(arguments))
+    selected = _trials(arguments, device)
+    jobs = arguments.jobs or (campaign.default_jobs(device) if arguments.random else 1)
+    check = partial(verify.check, device=device, with_peer=not arguments.random)
+    limit_s = math.inf if arguments.time_limit is None else arguments.time_limit
     checks: list[Check] = []
+    brief = report.Brief(every_s=10.0 if arguments.random else 0.0)
 
-    def work(case: Case) -> str:
-        checks.append(verify.check(case, device))
-        return report.brief_check(checks[-1])
+    def outcomes() -> Iterator[tuple[str, str | None]]:
+        for found in campaign.run(selected, check, device, jobs, limit_s):
+            checks.append(found)
+            yield found.trial.label, brief(checks)
 
-    finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
-    failed = [check for check in checks if not check.passed]
-    if arguments.json:
-        _print_json(
-            {
-                "environment": environment.describe(device),
-                "checks": [check.to_dict() for check in checks],
-            }
-        )
-    else:
-        show(report.checks_table(checks))
-    for check in failed:
-        print(f"{check.case.label}: {_complaint(check)}", file=sys.stderr)
+    start = time.perf_counter()
+    finished = follow(outcomes(), len(selected), arguments.quiet)
+    summary = campaign.summarise(checks, len(selected), time.perf_counter() - start)
+    _hand_over_checks(arguments, checks, summary, device)
     if not finished:
         return INTERRUPTED
-    return 1 if failed else 0
+    return 1 if summary.wrong else 0
 
 
 def info(arguments: Namespace) -> int:
@@ -224,6 +243,57 @@ def _hand_over(arguments: Namespace, found: Results) -> None:
         found.write(arguments.output)
 
 
+def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
+    """What is to be verified: drawn at random, or what the arguments select."""
+    seed = arguments.seed or 0
+    if not arguments.random:
+        return [
+            Trial(case, arguments.misaligned, arguments.bias, arguments.data or NORMAL, seed)
+            for case in _select(arguments, device)
+        ]
+    for name in ("shape", "suite", "divisor", "misaligned", "bias", "data"):
+        if getattr(arguments, name):
+            raise UsageError(f"--random draws what --{name} would say: they exclude each other")
+    kinds = Kinds(
+        arguments.passes or PASSES,
+        modes(arguments.dtype or list(DTYPES), arguments.precision or PRECISIONS),
+        arguments.format or FORMAT_TRIPLES,
+    )
+    most = trials.drawn_limits(device)
+    return [trials.drawn(seed, number, most, kinds) for number in range(arguments.random)]
+
+
+def _hand_over_checks(
+    arguments: Namespace, checks: Sequence[Check], summary: Summary, device: torch.device
+) -> None:
+    """Shows and writes what was found."""
+    where = environment.describe(device)
+    failed = [check for check in checks if not check.passed]
+    contents = {
+        "format": campaign.FORMAT,
+        "environment": where,
+        "seed": arguments.seed or 0,
+        "summary": summary.to_dict(),
+        "failed": [check.to_dict(arguments.device) for check in failed],
+    }
+    if arguments.json:
+        every = [check.to_dict(arguments.device) for check in checks]
+        _print_json({**contents, "checks": every})
+    elif arguments.random:
+        show(report.summary_table(summary))
+    else:
+        show(report.checks_table(checks))
+    for check in failed:
+        print(f"{check.trial.label}: {check.complaint}", file=sys.stderr)
+        print(f"  {check.trial.command(arguments.device)}", file=sys.stderr)
+    if summary.tried < summary.asked:
+        _say(arguments, f"only {summary.tried} of {summary.asked} trials were begun in time")
+    if arguments.output:
+        files.write(arguments.output, json.dumps(contents, indent=1) + "\n")
+    if arguments.markdown:
+        files.write(arguments.markdown, report.summary_markdown(summary, where))
+
+
 def _build(
     arguments: Namespace, selected: Sequence[Case], gpu: Gpu, found: Results
 ) -> dict[Kernel, float]:
@@ -312,7 +382,11 @@ def _select(arguments: Namespace, device: torch.device) -> list[Case]:
     as_given = () if arguments.divisor else shapes
     workloads = [one if one in as_given else one.scaled(divisor) for one in selected]
     return cases(
-        workloads, arguments.passes, arguments.dtype, arguments.precision, arguments.format
+        workloads,
+        arguments.passes or PASSES,
+        arguments.dtype or ("float32",),
+        arguments.precision or ("ieee",),
+        arguments.format or ("nchw",),
     )
 
 
@@ -354,12 +428,6 @@ def _plots() -> Any:
     from fastconv.bench import plots
 
     return plots
-
-
-def _complaint(check: Check) -> str:
-    if check.ours is None:
-        return f"failed: {check.failure}"
-    return f"error {check.ours.relative:.1e} is above the bound {check.bound:.0e}"
 
 
 def _say(arguments: Namespace, text: str) -> None:

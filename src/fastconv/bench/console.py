@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -72,6 +72,20 @@ def work_through(
                 print("interrupted: keeping what was done", file=sys.stderr)
                 return False
             show(done + 1, f"[{done + 1}/{len(items)}{left}] {label(item)}", outcome)
+    return True
+
+
+def follow(outcomes: Iterable[tuple[str, str | None]], total: int, quiet: bool) -> bool:
+    """Shows labels and outcomes of work as it is done, in any order; otherwise as above."""
+    start = time.perf_counter()
+    with _display(total, quiet) as show:
+        try:
+            for done, (label, outcome) in enumerate(outcomes, 1):
+                left = (time.perf_counter() - start) / done * (total - done)
+                show(done, f"[{done}/{total}, {_clock(left)} left] {label}", outcome)
+        except KeyboardInterrupt:
+            print("interrupted: keeping what was done", file=sys.stderr)
+            return False
     return True
 
 

@@ -23,12 +23,22 @@ _CHANNELS = (3, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 192, 256, 320, 512, 1024,
 _KERNELS = ((1, 1), (1, 1), (3, 3), (3, 3), (3, 3), (5, 5), (7, 7), (2, 2), (4, 4), (5, 9))
 
 
-def workload(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """One with at most so much work in a pass, and so many elements in all of its tensors."""
-    flops = LEAST_FLOPS * (most_flops / LEAST_FLOPS) ** draw.random()
+def workload(
+    draw: Random,
+    most_flops: float,
+    most_elements: float = math.inf,
+    least_flops: float = LEAST_FLOPS,
+) -> Workload:
+    """One with at most so much work in a pass, and so many elements in all of its tensors.
+
+    Where ``least_flops`` is given, few have less: those that would have too many elements.
+    """
+    flops = least_flops * (most_flops / least_flops) ** draw.random()
     while True:
         drawn = _known(draw) if draw.random() < _KNOWN_SHARE else _drawn(draw)
         try:
+            if least_flops > LEAST_FLOPS and drawn.problem.flops < flops:
+                continue
             problem = _shrunk(draw, drawn.problem, flops, most_elements)
         except RuntimeError:
             continue  # an image too small for its kernel

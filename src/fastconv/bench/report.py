@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastconv.bench import timing
+from fastconv.bench.campaign import Group, Summary
 from fastconv.bench.console import extra
+from fastconv.bench.judging import Error
 from fastconv.bench.results import Change, Results, Row
 from fastconv.bench.timing import Timing
-from fastconv.bench.verify import Check, Error
+from fastconv.bench.verify import Check
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +35,9 @@ RIGHT = (
 )  # fmt: skip
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
 _STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
-_CHECK = ("part", "error", "PyTorch's", "max. error", "PyTorch's", "bound", "check")
+_CHECK = ("compared", "error", "PyTorch's", "max. error", "PyTorch's", "of bound", "check")
+_SUMMARY = (("kind", "name"), ("trials", "wrong", "of bound"))
+_SHARE = "of bound: the largest part of what it may be wrong by that any element is"
 
 
 def title(results: Results) -> str:
@@ -90,12 +95,26 @@ def brief(row: Row) -> str:
     return f"{_time(row.ours)} ms, {row.peer_name} {_time(row.peer)} ms, {speedup(row)}"
 
 
-def brief_check(check: Check) -> str:
-    """A check's outcome in a few words."""
-    if check.failure is not None or not (check.ours and check.peer):
-        return f"failed: {check.failure}"
-    verdict = "ok" if check.passed else "FAIL"
-    return f"{verdict}, error {check.ours.relative:.1e}, PyTorch's {check.peer.relative:.1e}"
+class Brief:
+    """The outcome of the last of the checks in a few words.
+
+    Where ``every_s`` is above 0, what went well is told every so many seconds, all at once.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._told = every_s, time.monotonic()
+
+    def __call__(self, checks: Sequence[Check]) -> str | None:
+        check = checks[-1]
+        if not check.passed:
+            return f"FAIL, {check.complaint}"
+        if not self._every_s:
+            peer = f", PyTorch's {check.peer.relative:.1e}" if check.peer else ""
+            return f"ok, error {check.ours.relative:.1e}{peer}" if check.ours else "ok"
+        if time.monotonic() - self._told < self._every_s:
+            return None
+        self._told = time.monotonic()
+        return f"{sum(not check.passed for check in checks)} wrong so far"
 
 
 def results_table(results: Results) -> Table:
@@ -137,15 +156,51 @@ def changes_table(changes: Sequence[Change]) -> Table:
 
 def checks_table(checks: Sequence[Check]) -> Table:
     def cells(check: Check) -> Cells:
-        case = check.case
-        head = (case.workload.name, case.direction, case.mode, case.format, check.part)
-        bound = f"{check.bound:.0e}"
-        if check.ours is None or check.peer is None:
-            return (*head, *["-"] * 4, bound, "failed")
-        return (*head, *_errors(check.ours, check.peer), bound, "ok" if check.passed else "FAIL")
+        case = check.trial.case
+        head = (case.workload.name, case.direction, case.mode, case.format)
+        if check.failure is not None or not (check.ours and check.peer):
+            return (*head, "", *["-"] * 5, "failed")
+        share = f"{check.share:.0%}"
+        verdict = "ok" if check.passed else "FAIL"
+        return (*head, check.part, *_errors(check.ours, check.peer), share, verdict)
 
-    caption = "error: ‖result - float64‖ / ‖float64‖; max. error: of an element, over the largest"
+    caption = (
+        "error: ‖result - float64‖ / ‖float64‖; max. error: of an element, over the largest; "
+        + _SHARE
+    )
     return _table("errors against float64", caption, LEFT, _CHECK, list(map(cells, checks)))
+
+
+def summary_table(summary: Summary) -> Table:
+    return _table(_totals(summary), _SHARE, *_SUMMARY, _group_cells(summary))
+
+
+def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
+    """A table for the documentation, with where it comes from."""
+    where = environment.get("gpu", f"CPU, {environment.get('threads')} threads")
+    names = ("fastconv", "commit", "torch")
+    ours, commit, torch = (environment.get(name, "unknown") for name in names)
+    legend = f"fastconv {ours} ({commit}), PyTorch {torch}, {where}: {_totals(summary)}; {_SHARE}."
+    return f"{legend}\n\n{_markdown(*_SUMMARY, _group_cells(summary))}"
+
+
+def _totals(summary: Summary) -> str:
+    asked = f" of {summary.asked}" if summary.tried < summary.asked else ""
+    return (
+        f"{summary.tried}{asked} trials, {summary.wrong} wrong, {summary.flops:.3g} flops, "
+        f"{summary.seconds:.0f} s"
+    )
+
+
+def _group_cells(summary: Summary) -> list[Cells]:
+    return [
+        (group.kind, group.name, f"{group.trials}", f"{group.wrong}", _share(group))
+        for group in summary.groups
+    ]
+
+
+def _share(group: Group) -> str:
+    return "" if group.share is None else f"{group.share:.3g}"
 
 
 def _errors(ours: Error, peer: Error) -> Cells:

@@ -1,115 +1,118 @@
-"""Errors of ours and of PyTorch's results against float64, and the bounds ours must keep.
-
-References are computed by PyTorch in float64, which GPUs are slow at, on a part of the case: the
-first and the last image of what the forward pass and the input gradient give for the whole batch;
-for the weight gradient, which sums over images, a smaller batch throughout.
-"""
+"""Whether results are right: every element against float64, and what must hold between results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastconv.bench import contestants
-from fastconv.bench.cases import Case, Tensors, reason
+from fastconv.backends import cuda
+from fastconv.bench import contestants, relations, trials
+from fastconv.bench.cases import Tensors, reason
+from fastconv.bench.judging import Error, Part, Reference
+from fastconv.bench.relations import RELATIONS, Subject
+from fastconv.bench.trials import Data, Results, Trial
 from fastconv.bench.workloads import to_dict
+from fastconv.kernels import planner
 
-WEIGHT_GRAD_IMAGES = 2
-
-# On ‖ours - float64‖ / ‖float64‖. Strict float32 lands near 3e-7; TF32, whose operands have 10
-# bits of mantissa, near 3e-4; results rounded to float16 near 2e-4, to bfloat16 near 2e-3.
-BOUNDS = {
-    "float64": 1e-14,
-    "float32 ieee": 2e-6,
-    "float32 tf32": 1e-3,
-    "float16": 1e-3,
-    "bfloat16": 8e-3,
-}
-
-
-@dataclass(frozen=True)
-class Error:
-    """How far a result is from float64's."""
-
-    relative: float  # ‖result - float64‖ / ‖float64‖
-    maximum: float  # max |result - float64| / max |float64|
+ELEMENTS = "elements"
+"""The check of every element; the others are the relations'."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found for one case, or why nothing was."""
+    """What was found for one trial, or why nothing was."""
 
-    case: Case
-    part: str  # of the case that was compared
-    bound: float
+    trial: Trial
+    part: str = ""  # of the result that was compared
+    family: str = ""  # of kernels
+    share: float | None = None  # the largest error of an element, relative to its bound
     ours: Error | None = None
     peer: Error | None = None
+    checked: tuple[str, ...] = ()
+    complaints: tuple[tuple[str, str], ...] = ()  # what does not hold, and how it shows
     failure: str | None = None
+    seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        return self.ours is not None and self.ours.relative <= self.bound  # false for NaN too
+        return self.failure is None and not self.complaints
 
-    def to_dict(self) -> dict[str, Any]:
-        case = {**vars(self.case), "workload": to_dict(self.case.workload)}
-        found = {name: value for name, value in asdict(self).items() if name != "case"}
-        return case | found | {"passed": self.passed}
+    @property
+    def complaint(self) -> str:
+        """What is wrong, in a line."""
+        if self.failure is not None:
+            return f"failed: {self.failure}"
+        return "; ".join(f"{name}: {text}" for name, text in self.complaints)
+
+    def to_dict(self, device: str | None = None) -> dict[str, Any]:
+        case = {**vars(self.trial.case), "workload": to_dict(self.trial.case.workload)}
+        trial = {name: value for name, value in vars(self.trial).items() if name != "case"}
+        found = {name: value for name, value in asdict(self).items() if name != "trial"}
+        found["complaints"] = dict(self.complaints)
+        return case | trial | found | {
+            "passed": self.passed, "command": self.trial.command(device)
+        }  # fmt: skip
 
 
-def check(case: Case, device: torch.device) -> Check:
-    """The case compared with float64; a failure is part of the answer."""
-    part, bound = _part(case), BOUNDS[case.mode]
+def check(trial: Trial, device: torch.device, with_peer: bool = False) -> Check:
+    """The trial checked, PyTorch's error beside ours if asked; a failure is part of the answer."""
+    start = time.perf_counter()
     try:
-        ours, peer = _errors(case, device)
-    except Exception as error:  # whatever it is, the other cases are worth checking
-        return Check(case, part, bound, failure=reason(error))
-    return Check(case, part, bound, ours, peer)
+        found = _check(trial, device, with_peer)
+    except Exception as error:  # whatever it is, the other trials are worth having
+        found = {"failure": reason(error)}
+    return Check(trial, **found, seconds=time.perf_counter() - start)
 
 
-def _part(case: Case) -> str:
-    images = case.workload.input[0]
-    if case.direction == "weight_grad":
-        return f"batch of {min(images, WEIGHT_GRAD_IMAGES)}"
-    return "all images" if images <= 2 else f"images 1 and {images} of {images}"
+def _check(trial: Trial, device: torch.device, with_peer: bool) -> dict[str, Any]:
+    data = trial.make(device)
+    results = trials.compute(trial, data)
+    reference = Reference(trial, data)
+    verdict = reference.judge(Part(results))
+    complaints = {ELEMENTS: verdict.complaint}
+    subject = Subject(trial, data, results, reference)
+    for name in relations.chosen(trial, device):
+        complaints[name] = RELATIONS[name](subject)
+    return {
+        "part": reference.selection.part,
+        "family": _family(trial, data, results),
+        "share": verdict.share,
+        "ours": verdict.error,
+        "peer": _peer_error(trial, data, reference) if with_peer else None,
+        "checked": tuple(complaints),
+        "complaints": tuple((name, text) for name, text in complaints.items() if text),
+    }
 
 
-def _errors(case: Case, device: torch.device) -> tuple[Error, Error]:
-    if case.direction == "weight_grad":
-        images = min(case.workload.input[0], WEIGHT_GRAD_IMAGES)
-        case = replace(case, workload=case.workload.with_batch(images))
-    at = case.tensors(device)
-    some = [0, -1] if case.workload.input[0] > 1 else [0]
-    exact = _reference(case, at, some)
-    ours, peer = (
-        _error(_computed(make, case, at, some), exact)
-        for make in (contestants.ours, contestants.pytorch)
+def _peer_error(trial: Trial, data: Data, reference: Reference) -> Error:
+    """PyTorch's, on the same data."""
+    given = {trial.roles.first: data.first, trial.roles.second: data.second}
+    absent = data.first.new_zeros(1)  # in the place of what is computed
+    tensors = Tensors(
+        *(given.get(role, absent.expand(trial.shape(role))) for role in Tensors._fields)
     )
-    return ours, peer
+    with contestants.settings(trial.case.precision):
+        result = contestants.pytorch(trial.case)(tensors)
+    if data.bias is not None:
+        result += data.bias[:, None, None]
+    bias_grad = None
+    if trial.bias and trial.case.direction == "weight_grad":
+        bias_grad = data.second.sum((0, 2, 3))
+    return reference.judge(Part(Results(result, bias_grad))).error
 
 
-def _computed(
-    make: Callable[[Case], contestants.Pass], case: Case, at: Tensors, some: list[int]
-) -> Tensor:
-    with contestants.settings(case.precision):
-        result: Tensor = make(case)(at)
-    return result if case.direction == "weight_grad" else result[some]
-
-
-def _reference(case: Case, at: Tensors, some: list[int]) -> Tensor:
-    workload = case.workload.with_batch(len(some))
-    exact_case = replace(case, workload=workload, dtype="float64", precision=None)
-    input, weight, grad_output = at.input[some], at.weight, at.grad_output[some]
-    tensors = Tensors(input.double(), weight.double(), grad_output.double())
-    with contestants.settings(None, benchmark=False):  # trying out float64 takes long
-        result: Tensor = contestants.pytorch(exact_case)(tensors)
-    return result
-
-
-def _error(result: Tensor, exact: Tensor) -> Error:
-    difference = result.double() - exact
-    relative = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(exact)
-    return Error(float(relative), float(difference.abs().max() / exact.abs().max()))
+def _family(trial: Trial, data: Data, results: Results) -> str:
+    """Of the kernels that have just computed the results."""
+    if data.first.device.type != "cuda":
+        return "cpu"
+    tensors = {
+        "forward": (data.first, results.main, data.second),
+        "input_grad": (data.first, results.main, data.second),
+        "weight_grad": (data.first, data.second, results.main),
+    }[trial.case.direction]
+    plan = getattr(planner, trial.case.direction)
+    bias_grad = results.bias_grad is not None
+    return cuda.family(plan, trial.problem, *tensors, trial.case.precision, bias_grad)

@@ -33,6 +33,10 @@ _DEFAULT_SHARED_BYTES = 48 * 1024
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
+compile_threads: int | None = None
+"""At once: None for all that the process may use; where many share the machine, each has fewer."""
+
+
 class LaunchError(RuntimeError):
     """The CUDA driver refused to load or launch a kernel."""
 
@@ -58,7 +62,7 @@ def build_all(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
     """The kernels' machine code, as :func:`build` gives it; many compile at once."""
     distinct = {kernel.text: kernel for kernel in kernels}  # several may be of one program
     arguments = (distinct.values(), itertools.repeat(arch))
-    with ThreadPoolExecutor(_processors()) as threads:
+    with ThreadPoolExecutor(compile_threads or _processors()) as threads:
         try:
             cubins: Iterator[bytes] = threads.map(build, *arguments)
         except RuntimeError:  # no thread can be started, or the main one has ended: here, then

@@ -1,0 +1,404 @@
+"""What a pass should give, element by element, and how far from it each element may be.
+
+References are PyTorch's convolutions in float64, which GPUs are slow at. Where all of a result
+would take too long, some of its channels are compared, always the first and the last, and the sum
+of all with random signs: so every element counts, and a reference of a few channels has seen it.
+
+An element is a sum of products x·w. Rounding both operands by up to ε changes it by 2ε Σ|xw| at
+most. In Gaussian data the changes are independent, each with a standard deviation of at most
+0.6ε|xw|, so that 5ε √Σ(xw)² is 8 of the sum's: out of reach for 10¹⁰ elements. A chain of n
+additions in float32 has a standard deviation of 0.4u√n √Σ(xw)², u = 2⁻²⁴, several times that where
+the sum is large; long sums are those of chains. Tensor cores cut off rather than round: 0.3u of a
+sum for each product of 8 or 16 terms. Finally the result is rounded to its type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastconv.bench import contestants
+from fastconv.bench.cases import Tensors
+from fastconv.bench.trials import NORMAL, Data, Results, Trial
+
+# Of a reference, both of its convolutions together.
+MOST_FLOPS = {"cpu": 2e9, "cuda": 2e10}
+MOST_ELEMENTS = 2**25  # of a result that are kept in float64
+CHUNK_ELEMENTS = 2**24  # of operands that are converted at once
+
+# What products round operands by; float32 is split into numbers of 22 bits.
+_OPERANDS = {"float32 tf32": 2.0**-11, "float32 ieee": 2.0**-22}
+# Where float32 is multiplied as float16, small numbers lose more: this much of their channel's root
+# mean square, in the units above (docs/numerics.md, "What holds").
+_CHANNEL = {"float32 tf32": 2.0**-9, "float32 ieee": 2.0**-3}
+_DEVIATIONS = 5  # in maxima of one rounding
+_ENDLESS = 1e300  # in the place of infinities and NaN, which JSON does not have
+_CHAIN = 512  # terms that are added up one after another before those sums are
+_TRUNCATED_CHAIN = 8192  # the same of weight gradients on tensor cores
+
+
+def tolerance(trial: Trial) -> float:
+    """What a sum may be wrong by, relative to its terms."""
+    n, mode = trial.terms, trial.case.mode
+    unit = 2.0**-53 if mode == "float64" else 2.0**-24
+    added = 12 + 6 * (math.sqrt(min(n, _CHAIN)) + math.sqrt(n / _CHAIN))
+    if mode == "float64":
+        added += 12 + 6 * math.sqrt(n)  # of the reference, which may be a single chain
+    elif mode != "float32 ieee":
+        added += (min(n, _TRUNCATED_CHAIN) if trial.case.direction == "weight_grad" else n) / 16
+    times = _DEVIATIONS if trial.data == NORMAL else 2.01
+    return times * _OPERANDS.get(mode, 0.0) + added * unit
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a result is from float64's."""
+
+    relative: float  # ‖result - float64‖ / ‖float64‖
+    maximum: float  # max |result - float64| / max |float64|
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a result compares with the reference."""
+
+    error: Error
+    share: float  # the largest error of an element, relative to its bound
+    wrong: int
+    compared: int
+    worst: str  # where that is, and what is there
+
+    @property
+    def complaint(self) -> str | None:
+        if not self.wrong:
+            return None
+        return f"{self.wrong} of {self.compared} elements are wrong: {self.worst}"
+
+
+class Part(NamedTuple):
+    """Results that count with a factor, that of the bias with another."""
+
+    results: Results
+    factor: float | Tensor = 1.0
+    bias_factor: float | Tensor = 1.0
+
+
+class Selection(NamedTuple):
+    """Groups, and channels of each of them, that a reference covers."""
+
+    groups: Tensor
+    rows: Tensor
+    signs: Tensor | None  # of the sum of all channels, which follows: none where all are there
+    of_groups: int
+    of_rows: int
+
+    @property
+    def part(self) -> str:
+        """What is compared, in words."""
+        words = ["all channels"]
+        if self.signs is not None:
+            words = [f"{len(self.rows)} of {self.of_rows} channels", "and the sum of all"]
+        if len(self.groups) < self.of_groups:
+            words.append(f"{len(self.groups)} of {self.of_groups} groups")
+        return ", ".join(words)
+
+    def of_group(self, role: str, tensor: Tensor) -> Tensor:
+        """What belongs to the selected groups."""
+        dim = _channel_dim(role)
+        if len(self.groups) == self.of_groups:
+            return tensor
+        apart = tensor.unflatten(dim, (self.of_groups, -1))
+        return apart.index_select(dim, self.groups).flatten(dim, dim + 1)
+
+    def of_row(self, role: str, axis: str, tensor: Tensor, factors: Tensor | None) -> Tensor:
+        """The selected channels of each selected group; last, the sum of all times ``factors``."""
+        tensor = self.of_group(role, tensor)
+        if self.signs is None or factors is None:
+            return tensor
+        if role == "weight" and axis == "c":  # its second dimension is one group's channels
+            return self._rows(tensor, 1, factors)
+        dim = _channel_dim(role)
+        apart = tensor.unflatten(dim, (len(self.groups), -1))
+        return self._rows(apart, dim + 1, factors).flatten(dim, dim + 1)
+
+    def _rows(self, tensor: Tensor, dim: int, factors: Tensor) -> Tensor:
+        along = factors.view(-1, *[1] * (tensor.dim() - dim - 1))
+        total = (tensor * along).sum(dim, keepdim=True)
+        return torch.cat([tensor.index_select(dim, self.rows), total], dim)
+
+    def channel(self, row: int) -> str:
+        """The channel that a row of the reference is, counted from 0."""
+        group, at = divmod(row, len(self.rows) + (self.signs is not None))
+        first = int(self.groups[group]) * self.of_rows
+        if at == len(self.rows):
+            return f"sum from {first} to {first + self.of_rows - 1}"
+        return str(first + int(self.rows[at]))
+
+
+def select(trial: Trial, device: torch.device) -> Selection:
+    """What there is time to compare."""
+    problem, draw = trial.problem, Random(trial.seed)
+    channels = problem.out_channels if trial.roles.rows == "k" else problem.in_channels
+    groups, rows = problem.groups, channels // problem.groups
+    elements = math.prod(trial.shape(trial.roles.result))
+    cost = max(2 * problem.flops / MOST_FLOPS[device.type], elements / MOST_ELEMENTS)
+    room = int(channels / max(cost, 1))
+    some_rows = min(rows, max(3, room // groups))
+    some_groups = min(groups, max(2, room // some_rows))
+    signs = None
+    if some_rows < rows:
+        some_rows -= 1  # for the sum
+        signs = torch.tensor([draw.choice((-1.0, 1.0)) for _ in range(rows)], device=device)
+        signs = signs.double()
+    indices = partial(torch.tensor, device=device)
+    return Selection(
+        indices(_some(draw, some_groups, groups)),
+        indices(_some(draw, some_rows, rows)),
+        signs, groups, rows,
+    )  # fmt: skip
+
+
+class Reference:
+    """What a trial should give for its data."""
+
+    def __init__(self, trial: Trial, data: Data) -> None:
+        self._trial = trial
+        self._size = size_of(trial)
+        self.selection = select(trial, data.first.device)
+        self._chunks = self._compute(data)
+        has_bias_grad = trial.bias and trial.case.direction == "weight_grad"
+        self._bias_grad = self._of_bias_grad(data.second) if has_bias_grad else None
+
+    def judge(self, *parts: Part, slack: float = 1.0) -> Verdict:
+        """How the sum of the parts compares; ``slack`` is for parts that err by themselves."""
+        tally = _Tally(torch.finfo(self._trial.case.torch_dtype))
+        for images, expected, bound in self._chunks:
+            rows, spreads = zip(*(self._rows(part, images) for part in parts), strict=True)
+            where = partial(self._where, images)
+            tally.add(_total(rows), expected, slack * bound, _total(spreads), where)
+        if self._bias_grad is not None:
+            expected, bound = self._bias_grad
+            grads = [
+                part.results.bias_grad.double() * part.bias_factor
+                for part in parts
+                if part.results.bias_grad is not None
+            ]
+            rounded = _total([grad.abs() for grad in grads])
+            tally.add(_total(grads), expected, slack * bound, rounded, lambda at: f"bias {at}")
+        return tally.verdict()
+
+    def _compute(self, data: Data) -> list[tuple[slice, Tensor, Tensor]]:
+        """Images, what they should give, and bounds; images count together in weight gradients."""
+        chunks: Iterator[tuple[slice, Tensor, Tensor]] = (
+            (images, *self._chunk(data, images)) for images in self._images(data)
+        )
+        if self._trial.roles.summed == "n":
+            _, expected, sizes = next(chunks)
+            for _, more, more_sizes in chunks:
+                expected += more
+                sizes += more_sizes
+            chunks = iter([(slice(None), expected, sizes)])
+        within, root = tolerance(self._trial), self._size.root
+        return [(images, expected, root(sizes) * within) for images, expected, sizes in chunks]
+
+    def _chunk(self, data: Data, images: slice) -> tuple[Tensor, Tensor]:
+        """What the images give, and the sizes of its terms added up."""
+        trial, roles, selection, size = self._trial, self._trial.roles, self.selection, self._size
+        channel = _CHANNEL.get(trial.case.mode, 0.0)
+        first = selection.of_group(roles.first, data.first[images]).double()
+        second = data.second[images] if roles.second == "grad_output" else data.second
+        second = second.double()
+        signs = selection.signs
+        ones = None if signs is None else torch.ones_like(signs)
+        rows = selection.of_row(roles.second, roles.rows, second, signs)
+        expected = self._convolved(first, rows)
+        rows = selection.of_row(roles.second, roles.rows, size.term(second, channel), ones)
+        sizes = self._convolved(size.term(first, channel), rows)
+        if data.bias is not None:
+            bias = data.bias.double()[None, :, None, None]
+            expected += selection.of_row("grad_output", "k", bias, signs)
+            sizes += selection.of_row("grad_output", "k", size.term(bias, 0.0), ones)
+        return expected, sizes
+
+    def _convolved(self, first: Tensor, second: Tensor) -> Tensor:
+        """The pass through PyTorch, of these channels."""
+        trial, selection, case = self._trial, self.selection, self._trial.case
+        problem, groups = trial.problem, len(selection.groups)
+        given = {trial.roles.first: first, trial.roles.second: second}
+        in_channels, out_channels = {
+            "forward": (first.shape[1], second.shape[0]),
+            "input_grad": (second.shape[1] * groups, first.shape[1]),
+            "weight_grad": (first.shape[1], second.shape[1]),
+        }[case.direction]
+        workload = replace(
+            case.workload,
+            input=(first.shape[0], in_channels, *problem.input_size),
+            weight=(out_channels, in_channels // groups, *problem.kernel_size),
+            groups=groups,
+        )
+        shapes = (workload.input, workload.weight, workload.problem.output_shape)
+        nothing = first.new_zeros(1)  # in the place of what is computed
+        named = zip(Tensors._fields, shapes, strict=True)
+        tensors = Tensors(*(given.get(role, nothing.expand(shape)) for role, shape in named))
+        exact = replace(case, workload=workload, dtype="float64", precision=None)
+        with contestants.settings(None, benchmark=False):  # trying out float64 takes long
+            return _without_gaps(contestants.pytorch(exact), tensors)
+
+    def _of_bias_grad(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        size, pixels = self._size, (1, 2)
+        by_image = [
+            (image.double().sum(pixels), size.term(image.double(), 0.0).sum(pixels))
+            for image in grad_output
+        ]
+        expected, terms = (torch.stack(one).sum(0) for one in zip(*by_image, strict=True))
+        return expected, size.root(terms) * tolerance(self._trial)
+
+    def _images(self, data: Data) -> list[slice]:
+        """As many at once as are converted without much memory."""
+        images, each = data.first.shape[0], self._trial.elements // data.first.shape[0]
+        step = max(1, CHUNK_ELEMENTS // each)
+        return [slice(at, at + step) for at in range(0, images, step)]
+
+    def _rows(self, part: Part, images: slice) -> tuple[Tensor, Tensor]:
+        """The part as the reference has it, and what rounding the results may change it by."""
+        roles, selection, size = self._trial.roles, self.selection, self._size
+        factor = part.factor
+        if isinstance(factor, Tensor) and factor.shape[0] > 1:
+            factor = factor[images]
+        result = part.results.main[images].double()
+        if isinstance(factor, Tensor) or factor != 1.0:
+            result = result * factor
+        signs = selection.signs
+        rows = selection.of_row(roles.result, roles.rows, result, signs)
+        spread = None if signs is None else torch.full_like(signs, size.deviations)
+        terms = selection.of_row(roles.result, roles.rows, size.term(result, 0.0), spread)
+        return rows, size.root(terms)
+
+    def _where(self, images: slice, at: list[int]) -> str:
+        if self._trial.case.direction == "weight_grad":
+            return f"output channel {self.selection.channel(at[0])}, {at[1:]}"
+        image = at[0] + (images.start or 0)
+        return f"image {image}, channel {self.selection.channel(at[1])}, {at[2:]}"
+
+
+def _without_gaps(compute: contestants.Pass, tensors: Tensors) -> Tensor:
+    """What PyTorch gives; without cuDNN, where that has nothing for a float64 convolution."""
+    try:
+        result: Tensor = compute(tensors)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if not tensors.input.is_cuda:
+            raise
+        with torch.backends.cudnn.flags(enabled=False):
+            result = compute(tensors)
+    return result
+
+
+class _Size(NamedTuple):
+    """How errors of terms add up: what each counts, and what is taken of the sum.
+
+    ``term`` also takes how much of its channel's root mean square is added to a number.
+    """
+
+    term: Callable[[Tensor, float], Tensor]
+    root: Callable[[Tensor], Tensor]
+    deviations: float  # factor of a sum's terms, where independent results are added up
+
+
+def _square(tensor: Tensor, channel: float) -> Tensor:
+    squares = tensor.square()
+    return squares + channel**2 * squares.mean((2, 3), keepdim=True) if channel else squares
+
+
+def _magnitude(tensor: Tensor, channel: float) -> Tensor:
+    if not channel:
+        return tensor.abs()
+    return tensor.abs() + channel * tensor.square().mean((2, 3), keepdim=True).sqrt()
+
+
+_root = _Size(_square, torch.sqrt, _DEVIATIONS**2)
+_sum = _Size(_magnitude, torch.Tensor.clone, 1.0)
+
+
+def size_of(trial: Trial) -> _Size:
+    """Independent errors of Gaussian data add up as their squares; others may all agree."""
+    return _root if trial.data == NORMAL else _sum
+
+
+class _Tally:
+    """Adds up what was found."""
+
+    def __init__(self, info: torch.finfo) -> None:
+        # Results are rounded by half an epsilon; those near zero by half of the smallest number,
+        # which counts up to 4 times where they are scaled.
+        self._half, self._least = info.eps / 2, 2 * info.tiny * info.eps
+        self._squares = [0.0, 0.0]
+        self._largest = [0.0, 0.0]
+        self._wrong, self._compared = 0, 0
+        self._share, self._worst = 0.0, "nothing"
+
+    def add(
+        self,
+        actual: Tensor,
+        expected: Tensor,
+        bound: Tensor,
+        rounded: Tensor,
+        where: Callable[[list[int]], str],
+    ) -> None:
+        error = (actual - expected).abs_()
+        bound = bound + (rounded + bound) * self._half + self._least
+        share = (error / bound).nan_to_num_(_ENDLESS, _ENDLESS)  # also infinities over infinities
+        figures = (
+            error.square().sum(), expected.square().sum(), error.max(), expected.abs().max(),
+            (share > 1).sum().double(), share.max(),
+        )  # fmt: skip
+        # All at once: to wait for a GPU that others share takes long.
+        *squares, worst_error, largest, wrong, worst = torch.stack(figures).tolist()
+        self._squares = [sum(pair) for pair in zip(self._squares, squares, strict=True)]
+        self._largest = list(map(max, self._largest, (worst_error, largest)))
+        self._wrong += int(wrong)
+        self._compared += share.numel()
+        if worst > self._share:
+            self._share = worst
+            index = torch.unravel_index(share.argmax(), share.shape)
+            found, right, most = (float(tensor[index]) for tensor in (actual, expected, bound))
+            place = where([int(one) for one in index])
+            self._worst = f"{place}: {found:.9g} instead of {right:.9g}, bound {most:.2g}"
+
+    def verdict(self) -> Verdict:
+        norms = list(map(math.sqrt, self._squares))
+        error = Error(*(_ratio(*pair) for pair in (norms, self._largest)))
+        return Verdict(error, self._share, self._wrong, self._compared, self._worst)
+
+
+def _ratio(error: float, right: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / right if right and error < _ENDLESS else _ENDLESS
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _channel_dim(role: str) -> int:
+    """Where a tensor's groups lie one after another."""
+    return 0 if role == "weight" else 1
+
+
+def _some(draw: Random, count: int, of: int) -> list[int]:
+    """Indices: the first, the last and others."""
+    if count >= of:
+        return list(range(of))
+    return sorted([0, of - 1, *draw.sample(range(1, of - 1), count - 2)])
