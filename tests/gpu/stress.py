@@ -206,6 +206,8 @@ def _compute(task: Task, layer: tuple[int, ...]) -> None:
         actual = (fastconv.conv2d(input, weight, **geometry),)
         expected = (F.conv2d(*wide[:2], **geometry),)
         sizes = (F.conv2d(*(each.abs() for each in wide[:2]), **geometry),)
+    if task.dtype == "tf32":  # tensor cores cut off what they add up in long chains
+        sizes = [16 * size for size in sizes]
     for name, *values in zip(("output", "input", "weight"), actual, expected, sizes, strict=False):
         oracle.assert_within_rounding(f"{layer}: {name}", *(value.cpu() for value in values))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class FastconvConv2d(_SingleLevelFunction):
         needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
         input_, weight_, bias_ = None, None, None
         if grad is not None:
+            _wait_at_exit(grad.device.index)
             input, weight = ctx.saved_tensors
             memory_format = gradient_format(input, weight)
             if needs_input:
@@ -150,6 +153,27 @@ class FastconvWeightGrad(_SingleLevelFunction):
         if ctx.bias and bias_tangent is None:
             bias_tangent = grad_output.new_zeros(grad_output.shape[1])
         return tangent, bias_tangent if ctx.bias else None
+
+
+_waited_for: set[int | None] = {None}  # devices; a CPU's nodes run in the caller's thread
+
+
+def _wait_at_exit(device: int | None) -> None:
+    """Has the process end only when autograd's thread for the device has let go of our nodes.
+
+    It holds the last one for a moment after the caller has its gradients, and needs the interpreter
+    to free it. If that ends in this moment, Python ends the thread amidst C++ functions that may
+    not be left so, and the process aborts ("terminate called without an active exception").
+    """
+    if device not in _waited_for:
+        _waited_for.add(device)
+        atexit.register(_pass_through_autograd, device)
+
+
+def _pass_through_autograd(device: int) -> None:
+    with suppress(Exception):  # of a GPU that has failed: that has been told
+        one = torch.ones((), device=device, requires_grad=True)
+        torch.autograd.grad(one * 1, one)
 
 
 def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
