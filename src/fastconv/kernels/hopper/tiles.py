@@ -256,6 +256,7 @@ class Tile:
             + LOADER_WARPS * (self.raw_slots * (self.raw_bytes + 8) + self.powers_bytes)
             + 16 * (self.input_stages + self.weight_stages)
             + 8 * CONSUMERS
+            + (4 * self.input_stages if self.layer.watched else 0)
         )
 
     @property
