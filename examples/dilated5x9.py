@@ -1516,7 +1516,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
       arrived.advance();
     }
     piece -= kPieces;
-    items.judge(range, stage.item.image);
+    items.judge(range, stage.item.image, at.stage);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -2058,7 +2058,8 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
     vector.step = rest % kSteps;
     vector.part = rest / kSteps;
     const auto as_it_is = [](Scalar element, int) { return element; };
-    store_parts<true>(vector.target(packed), kPartBytes, vector.load(weight, as_it_is));
+    NoRange any;
+    store_parts<true>(vector.target(packed), kPartBytes, vector.load(weight, as_it_is), any);
   }
 }
 
@@ -2159,7 +2160,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
     vector.step = i / (C::stack * 2);
     const Channels scaled = vector.load(weight, scale);
     range.see(scaled);
-    store_parts<true>(vector.target(packed), kPartBytes, scaled);
+    store_parts<true>(vector.target(packed), kPartBytes, scaled, range);
   }
   return block_largest(range.fits(kLeastWeight) ? 0.0f : 1.0f) == 0.0f ? inverse(scale.scale)
                                                                        : 0.0f;
@@ -2368,6 +2369,18 @@ struct Consumer {
     return first;
   }
 
+  // Whether it has something infinite or NaN. The same for all warps: the stages are still theirs.
+  __device__ __forceinline__ bool is_marked(int first) const {
+    if constexpr (!kWatches) return false;
+    bool marked = false;
+#pragma unroll 1
+    for (int i = 0; i < (C::rolling ? kHaloRows : 1); ++i) {
+      marked = marked || watch().marked(first);
+      if (++first == C::input_stages) first = 0;
+    }
+    return marked;
+  }
+
   // Gives back the input of a chunk of a tile, but for what the next tile reads too.
   __device__ __forceinline__ void release_input(bool last_of_item) {
     const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
@@ -2410,7 +2423,25 @@ struct Consumer {
     }
   }
 
-  // The products of one stage of weights.
+  // The products of low parts, of one stage of weights.
+  __device__ __forceinline__ void multiply_low(float (&sums)[kSums], int weight_stage,
+                                               int input_stage, int first_tap) const {
+    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
+#pragma unroll
+    for (int j = 0; j < C::stage_taps; ++j) {
+      const Matrix right =
+          input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
+#pragma unroll
+      for (int k = 0; k < C::k_steps; ++k) {
+        wgmma<C::pixels>(Factor{}, sums,
+                         left + (j * C::k_steps + k) * (kWeightParts * kPart) + kPart,
+                         right + 2 * k * kPlanePixels + kPartPixels, j + k > 0);
+      }
+    }
+  }
+
+  // All others, of one stage of weights.
   __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
                                            int first_tap, bool accumulate) const {
     constexpr int kPart = C::channel_groups * kProductBytes / 16;
@@ -2429,10 +2460,6 @@ struct Consumer {
           if (large) {
             wgmma<C::pixels>(Factor{}, sums, a, b, accumulate);
           } else {
-            if constexpr (C::low_products) {
-              wgmma<C::pixels>(Factor{}, sums, a + kPart, b + kPartPixels, accumulate);
-              accumulate = true;
-            }
             // Halves' low parts are enlarged, and a third part of weights makes up for it.
             const Matrix high = C::halves ? a + 2 * kPart : a;
             wgmma<C::pixels>(Factor{}, sums, high, b + kPartPixels, accumulate);
@@ -2443,6 +2470,34 @@ struct Consumer {
       }
     }
     wgmma_commit();
+  }
+
+  // The products of one stage of weights, of numbers in two parts. If low parts are infinite, their
+  // products with each other are dropped. Both ways begin with a fence of their own: the compiler
+  // wants none between a condition and the products.
+  __device__ __forceinline__ void multiply_split(float (&sums)[kSums], int weight_stage,
+                                                 int input_stage, int first_tap,
+                                                 bool careful) const {
+    static_assert(!C::low_products || !C::compensated, "sums begin with the low parts' products");
+    if constexpr (C::low_products) {
+      if (careful) {
+        wgmma_fence();
+        multiply_low(sums, weight_stage, input_stage, first_tap);
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold_registers(sums);
+        drop_infinite(sums);
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, first_tap, true);
+      } else {
+        wgmma_fence();
+        multiply_low(sums, weight_stage, input_stage, first_tap);
+        multiply(sums, weight_stage, input_stage, first_tap, true);
+      }
+    } else {
+      wgmma_fence();
+      multiply(sums, weight_stage, input_stage, first_tap, C::compensated);
+    }
   }
 
   // One tile's sums, without the bias. Stages are given back one step late, when their products are
@@ -2479,15 +2534,16 @@ struct Consumer {
     float sums[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+    bool careful = false;
     wait_for_turn();
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int input_stage = wait_for_input(first_of_item);
+      careful = careful || is_marked(input_stage);
       int weight_stage = wait_for_weights(chunk * kWeightStages);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, C::compensated);
+        multiply_split(sums, weight_stage, input_stage, stage * C::stage_taps, careful);
         // The next wait is over before the products are.
         if (stage < kWeightStages - 1) {
           weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
@@ -2504,6 +2560,8 @@ struct Consumer {
           if constexpr (C::compensated) sums[i] -= total - totals[i];
           totals[i] = total;
         }
+        // What a total loses as it becomes infinite is no number.
+        if (C::compensated && careful) drop_infinite(sums);
       }
     }
   }
@@ -2809,7 +2867,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
                        range);
       if (++batch == kBatches) {
         batch = 0;
-        items.judge(range, batches[i].image);
+        items.judge(range, batches[i].image, at.stage);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -2995,13 +3053,20 @@ struct Items {
     return index;
   }
 
-  // Marks the image if not all numbers that the warp has seen since the last call fit.
-  __device__ __forceinline__ void judge(HalfRange& range, int image) const {
+  // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
+  __device__ __forceinline__ void judge(HalfRange& range, int image, int) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
     range = HalfRange();
   }
-  __device__ __forceinline__ void judge(NoRange&, int) const {}
+  // Marks the stage if they are not all finite.
+  __device__ __forceinline__ void judge(LowRange& range, int, int stage) const {
+    const bool watched = !__all_sync(~0u, range.finite());
+    const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
+    if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
+    range = LowRange();
+  }
+  __device__ __forceinline__ void judge(NoRange&, int, int) const {}
 };
 
 // What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
@@ -3202,13 +3267,29 @@ struct NoRange {
   __device__ bool fits(float) const { return true; }
 };
 
+// Whether one of the low parts was infinite or NaN. Products of two: half of the instructions, and
+// those of finite ones overflow only where numbers are beyond 2^70, which does no harm.
+struct LowRange : NoRange {
+  float products = 0.0f;
+
+  using NoRange::see;
+  __device__ __forceinline__ void see(const Words& low) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      products = fmaf(__uint_as_float(low.word[i]), __uint_as_float(low.word[i + 1]), products);
+    }
+  }
+  __device__ bool finite() const { return is_finite(products); }
+};
+
 using Scale = Either<C::halves, Powers, NoPowers>::type;
-using Range = Either<C::halves, HalfRange, NoRange>::type;
+using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
 
 // Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
 // numbers; 16-bit types as they are.
-template <bool kWeight>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
+template <bool kWeight, class Seen>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
+                                            Seen& seen) {
   if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
 #pragma unroll
     for (unsigned& word : vector.word) {
@@ -3220,11 +3301,9 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
     Words low;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float value = __uint_as_float(vector.word[i]);
-      const float high = round_to_tf32(value);
-      vector.word[i] = __float_as_uint(high);
-      low.word[i] = __float_as_uint(round_to_tf32(value - high));
+      split(__uint_as_float(vector.word[i]), vector.word[i], low.word[i]);
     }
+    seen.see(low);
     *reinterpret_cast<Words*>(target + part_bytes) = low;
   }
   *reinterpret_cast<Words*>(target) = vector;
@@ -3233,9 +3312,9 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 // Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
 // for, so that it fits where the high one does. It is multiplied by weights that are as much
 // smaller: a third part.
-template <bool kWeight>
+template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
-                                            const Numbers& scaled) {
+                                            const Numbers& scaled, Seen&) {
   constexpr float kLow = 2048.0f;
   Words high, low, smaller;
 #pragma unroll
@@ -3263,16 +3342,17 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 }
 
 // A vector of the input, as it was loaded.
+template <class Seen>
 __device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
-                                            const Words& vector, const NoPowers&, NoRange&) {
-  store_parts<false>(target, part_bytes, vector);
+                                            const Words& vector, const NoPowers&, Seen& range) {
+  store_parts<false>(target, part_bytes, vector, range);
 }
 __device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
                                             const Numbers& vector, const Powers& powers,
                                             HalfRange& range) {
   const Numbers scaled = powers.scale(vector);
   range.see(scaled);
-  store_parts<false>(target, part_bytes, scaled);
+  store_parts<false>(target, part_bytes, scaled, range);
 }
 
 }  // namespace hopper
@@ -3391,6 +3471,12 @@ constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1),
 constexpr int kRawElements = kPieceChannels * kRawChannel;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
 
+// What is infinite or NaN, if it is in the input, is so in its low part (see `split`). Two kinds of
+// sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
+// each other, and compensated ones. There, loaders mark the stages that have such a number, and
+// consumers are careful: what is not finite, and no result, they replace by zero.
+constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
+
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
@@ -3401,10 +3487,9 @@ constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) +
-                      8 * (kConsumers + kRawSlots) <=
-                  C::shared_bytes,
-              "");
+constexpr int kWatch =
+    kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * (kConsumers + kRawSlots);
+static_assert(kWatch + (kWatches ? 4 * C::input_stages : 0) <= C::shared_bytes, "");
 static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
 static_assert(C::lead == 0 || (C::tile_rows == 1 && C::bulk_stores), "one row's alignment");
 
@@ -3419,6 +3504,20 @@ struct Barriers {
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// Marks of each stage: whether a loading warp has written something infinite or NaN to it.
+struct Watch {
+  unsigned char marks[C::input_stages][4];
+
+  __device__ __forceinline__ bool marked(int stage) const {
+    return (*reinterpret_cast<const unsigned*>(marks[stage]) & 0xffffffu) != 0;
+  }
+};
+static_assert(kLoaderWarps <= 3, "a byte for each");
+
+__device__ __forceinline__ Watch& watch() {
+  return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
 // A position in a ring of stages. Producers start a lap ahead: the stages are empty.
@@ -3537,11 +3636,27 @@ __host__ __device__ constexpr long long elements_of(Sizes... sizes) {
   return (1LL * ... * sizes);
 }
 
-// A number in two parts, of TF32's precision.
+// A number in two parts, of TF32's precision. Of what is infinite or NaN, the low part is, and the
+// high one is TF32's largest number, with its sign. So of three products,
+//   low_x high_y + high_x low_y + high_x high_y,
+// one of x = infinity is infinite, with the sign of x y, or NaN if y = 0; the others are finite, or
+// overflow as it does, or less far. If both are infinite, all three are x y.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  const float rounded = round_to_tf32(value);
+  constexpr unsigned kLargest = 0x7f7fe000u;
+  const float rounded = round_to_even_tf32(limited(value, __uint_as_float(kLargest)));
   high = __float_as_uint(rounded);
-  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+  low = __float_as_uint(round_to_even_tf32(value - rounded));
+}
+
+__device__ __forceinline__ bool is_finite(float value) {
+  return fabsf(value) < __uint_as_float(0x7f800000u);
+}
+
+// Makes zeros of what is infinite or NaN.
+template <int kCount>
+__device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
+#pragma unroll
+  for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
 }
 
 // The bits of an element, or zero.
@@ -4040,7 +4155,7 @@ __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 }
 
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
-// nearest, ties away from zero. Half of what round_to_tf32 costs.
+// nearest, ties away from zero.
 __device__ __forceinline__ float round_operand_to_tf32(float value) {
   float result;
   asm("{\n"
@@ -4058,14 +4173,8 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
   return result;
 }
 
-// To TF32's 10 bits of mantissa, to nearest, ties away from zero.
-__device__ __forceinline__ float round_to_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-}
-
-// The same, ties to even.
+// To TF32's 10 bits of mantissa, to nearest, ties to even: one instruction. (Away from zero, it
+// takes three.)
 __device__ __forceinline__ float round_to_even_tf32(float value) {
   unsigned bits;
   asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
@@ -4086,6 +4195,13 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
 __device__ __forceinline__ float larger(float first, float second) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
+  return result;
+}
+
+// The number, or `most` with its sign if its magnitude is larger, or if it is NaN.
+__device__ __forceinline__ float limited(float number, float most) {
+  float result;
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(number), "f"(most));
   return result;
 }
 
@@ -4376,8 +4492,10 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float
   for (int i = 0; i < 4; ++i) {
     const float value = phases.element[i];
     if constexpr (C::parts == 2) {
-      phases.element[i] = round_to_tf32(value);
-      low.element[i] = round_operand_to_tf32(value - phases.element[i]);
+      unsigned bits[2];
+      split(value, bits[0], bits[1]);
+      phases.element[i] = __uint_as_float(bits[0]);
+      low.element[i] = __uint_as_float(bits[1]);
     } else {
       phases.element[i] = round_operand_to_tf32(value);
     }
@@ -6471,7 +6589,7 @@ INPUT_GRAD_FLOAT_IEEE_1 = tuple(
         joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
         segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2, weight_stages=2,
         resident=False, pass_pixels=112, buffers=1, batch=1, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=211024, packed_at=0,
+        producer_registers=72, consumer_registers=216, shared_bytes=211032, packed_at=0,
         tables_at=3096576, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
@@ -6499,7 +6617,7 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
         ),
         Launch(
             "hopper/correlate.cuh", "correlate", INPUT_GRAD_FLOAT_IEEE_1,
-            grid=132, block=384, shared_bytes=211024,
+            grid=132, block=384, shared_bytes=211032,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),

@@ -431,10 +431,8 @@ SM90 = {
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
     )
 }
-ROUND_TO_TF32 = {
-    name: launch(name, f"out[i] = {name}(in[i]);", blocks=2)
-    for name in ("round_to_tf32", "round_to_even_tf32")
-}
+ROUND_TO_TF32 = launch("round", "out[i] = round_to_even_tf32(in[i]);", blocks=2)
+LIMITED = launch("limited", "out[i] = limited(in[i], 2.5f);", blocks=2)
 
 HALF_TO_FLOAT = launch(
     "half_to_float_all",
@@ -453,7 +451,7 @@ def _compiled() -> None:
     bodies = {name: body for name, (body, _) in (SOUND | FAULTY).items()} | ORDERED
     del bodies["static_shared_memory"]
     launches = [launch(name, body) for name, body in bodies.items()]
-    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, *ROUND_TO_TF32.values(), *SM90.values()]
+    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, ROUND_TO_TF32, LIMITED, *SM90.values()]
     precompile(launch.kernel for launch in launches)
 
 
@@ -606,24 +604,36 @@ def test_float_to_half() -> None:
     assert_close(out, floats.half(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ROUND_TO_TF32)
-def test_round_to_tf32(name: str) -> None:
-    """To nearest, ties away from zero or to even; what is infinite or NaN stays so."""
+def _mapped(launch: Launch, numbers: list[float]) -> Tensor:
+    memory = {"in": torch.zeros(2 * THREADS), "out": torch.empty(2 * THREADS)}
+    memory["in"][: len(numbers)] = torch.tensor(numbers)
+    run([launch], memory)
+    return memory["out"][: len(numbers)]
+
+
+def test_round_to_tf32() -> None:
+    """To nearest, ties to even; what is infinite or NaN stays so."""
     kept = [0.0, -0.0, 1.0, -1.5, 2.0**-126, torch.inf, -torch.inf, torch.nan]
     ulp = 2.0**-10
     rounded = {
-        1 + ulp / 2: 1.0 if "even" in name else 1 + ulp,
-        -1 - ulp / 2: -1.0 if "even" in name else -1 - ulp,
+        1 + ulp / 2: 1.0,
+        -1 - ulp / 2: -1.0,
         1 + ulp / 2 - 2.0**-23: 1.0,
         1 + 1.5 * ulp: 1 + 2 * ulp,
         2 - ulp / 4: 2.0,
     }
     inputs, expected = ([*kept, *values] for values in (rounded, rounded.values()))
-    memory = {"in": torch.zeros(2 * THREADS), "out": torch.empty(2 * THREADS)}
-    memory["in"][: len(inputs)] = torch.tensor(inputs)
-    run([ROUND_TO_TF32[name]], memory)
-    out = memory["out"][: len(inputs)]
+    out = _mapped(ROUND_TO_TF32, inputs)
     assert_close(out, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_limited() -> None:
+    """Keeps signs, even those of what is infinite; NaN becomes the limit."""
+    expected = {
+        **{number: number for number in (0.0, 1.0, -2.25, 2.5)},
+        **{2.75: 2.5, -3e38: -2.5, torch.inf: 2.5, -torch.inf: -2.5, torch.nan: 2.5},
+    }
+    assert _mapped(LIMITED, [*expected]).tolist() == [*expected.values()]
 
 
 @pytest.mark.parametrize("header", ["ptx", "sm90", "wgmma"])

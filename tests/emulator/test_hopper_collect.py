@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from emulator import precompile
-from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients
-from emulator.works import Case, Work
+from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients, put_odd_numbers
+from emulator.works import Case, Tensors, Work, assert_plain
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper import collect
 from fastconv.problem import Problem
@@ -66,3 +67,14 @@ def test_works_cover_all_branches() -> None:
     assert any(of["group_out"] > 128 for of in taken)
     # Sums leave for the workspace more than once.
     assert any(of["flush_steps"] < of["out_height"] for of in taken)
+
+
+@pytest.mark.parametrize("where", ["input", "grad_output"])
+@pytest.mark.parametrize("mode", ["tf32", "ieee"])
+def test_infinity_stays_where_it_is(mode: str, where: str) -> None:
+    work = _work(ODD_WIDTH, mode, bias_grad=True)
+    assert work in WORKS
+    tensors = Tensors.random(work)
+    put_odd_numbers(getattr(tensors, where))
+    tensors.input[0, 0, -1, -1] = torch.inf  # one tap sees it
+    assert_plain(work, tensors)

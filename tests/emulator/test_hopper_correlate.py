@@ -13,14 +13,17 @@ import torch
 
 from emulator import precompile
 from emulator.works import (
+    LARGE,
+    ODD_NUMBERS,
     Case,
     Planner,
     Tensors,
     Work,
     assert_alone_as_in_batch,
     assert_correct,
+    assert_plain,
+    at_corners,
     check,
-    float64,
     in_batch,
     run,
 )
@@ -361,7 +364,7 @@ def _compiled() -> None:
         *TILES,
         *(other for others in OTHER_TILES for other in others),
         *(_forward(case, mode) for case, mode in product(INFINITE.values(), MODES)),
-        *TIES.values(),
+        *(*TIES.values(), *SPLIT),
     ]
     precompile({launch.kernel for work in works for launch in work.plan.launches})
 
@@ -506,13 +509,89 @@ def test_infinity_stays_where_it_is(
     assert (_constants(work)["stack"] > 1) == stacked
     if stacked:
         reason = "zero weights above and below the kernel are multiplied with it"
-    elif mode == "ieee":
-        reason = "an infinite number's low part is NaN"
-    else:
-        reason = ""
-    if reason:
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     tensors = Tensors.random(work)
     tensors.input[0, 0, 4, 5] = torch.inf
-    actual, expected = run(work, tensors), float64(work, tensors)
-    torch.testing.assert_close(actual, expected.to(actual.dtype))
+    assert_plain(work, tensors)
+
+
+FOLDED = _forward(Case("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32")
+
+
+@pytest.mark.xfail(reason="zero weights that folding adds are multiplied with it", strict=True)
+def test_infinity_in_folded_strides() -> None:
+    assert FOLDED in WORKS
+    tensors = Tensors.random(FOLDED)
+    tensors.input[0, 0, 10, 11] = torch.inf
+    assert_plain(FOLDED, tensors)
+
+
+SHORT = _forward(INFINITE[False], "ieee")
+MIDDLE = _forward(Case("of ordinary length", (1, 24, 9, 11), (64, 24, 3, 3)), "ieee")
+LONG = _forward(Case("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+SHORT_ROLLING = _staged(
+    _forward(Case("short, rolling", (1, 8, 7, 101), (64, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+)
+# The kinds of sums that numbers in two parts have: with products of low parts, without, and
+# compensated; and what a tile of several stages looks like.
+SPLIT = [SHORT, MIDDLE, LONG, SHORT_ROLLING]
+
+
+def test_split_works_are_all_kinds() -> None:
+    kinds = [(of["low_products"], of["compensated"]) for of in map(_constants, SPLIT)]
+    assert kinds == [(True, False), (False, False), (False, True), (True, False)]
+    assert [_constants(work)["rolling"] for work in SPLIT] == [False, False, False, True]
+
+
+def odd_input(work: Work) -> Tensors:
+    """What is no number, times weights without a low part, zeros, and large ones."""
+    tensors = Tensors.random(work)
+    at_corners(
+        tensors.input, ODD_NUMBERS[: 3 if work == LONG else 4]
+    )  # its totals must not overflow
+    tensors.weight[::2].round_(decimals=0)
+    tensors.weight[1::4] *= 1e5  # low parts times the largest number overflow
+    return tensors
+
+
+@pytest.mark.parametrize("work", SPLIT, ids=str)
+def test_odd_numbers_in_two_parts(work: Work) -> None:
+    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    assert_plain(work, odd_input(work))
+
+
+@pytest.mark.xfail(reason="what a total loses as it overflows is no number", strict=True)
+def test_long_sums_that_overflow() -> None:
+    tensors = Tensors.random(LONG)
+    tensors.input[0, 0, 2, 3] = LARGE
+    assert_plain(LONG, tensors)
+
+
+def odd_weights(work: Work) -> Tensors:
+    tensors = Tensors.random(work)
+    for channel, number in enumerate(ODD_NUMBERS[:3]):
+        tensors.weight[channel, 3, 1, 1] = number
+    tensors.input[0, 3, 2, 2] = torch.inf  # times infinity, too
+    tensors.weight[3, 4, 1, 1] = LARGE
+    tensors.input[:, 4] /= 8  # its products are finite
+    return tensors
+
+
+@pytest.mark.parametrize("work", [SHORT, MIDDLE, LONG], ids=str)
+def test_odd_weights_in_two_parts(work: Work, request: pytest.FixtureRequest) -> None:
+    if work != MIDDLE:
+        reason = "consumers are not told of infinite weights"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    assert_plain(work, odd_weights(work))
+
+
+def test_an_infinity_changes_no_other_bit() -> None:
+    """What consumers are careful with are the outputs that see it."""
+    for work in (SHORT, LONG):
+        tensors = Tensors.random(work)
+        expected = run(work, tensors)
+        tensors.input[0, 0, 0, 0] = torch.inf
+        actual = run(work, tensors)
+        finite = actual.isfinite()
+        assert 0 < (~finite).sum() < finite.numel() // 4
+        assert actual[finite].equal(expected[finite])

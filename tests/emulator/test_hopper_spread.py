@@ -6,10 +6,22 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from emulator import precompile
 from emulator.test_hopper_correlate import FEW, MODES, ONE
-from emulator.works import BATCH, Case, Work, assert_alone_as_in_batch, check, in_batch
+from emulator.works import (
+    BATCH,
+    ODD_NUMBERS,
+    Case,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    assert_plain,
+    at_corners,
+    check,
+    in_batch,
+)
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper import spread
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
@@ -112,3 +124,37 @@ def test_all_branches_are_taken() -> None:
 def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
     """Nor on how many rows of it a warpgroup walks down."""
     assert_alone_as_in_batch(work)
+
+
+def _of(name: str, channels_last: bool = False) -> Work:
+    return next(
+        work
+        for work in WORKS
+        if work.case.name == name
+        and work.channels_last == channels_last
+        and work.precision == "ieee"
+        and work.dtype == torch.float32
+    )
+
+
+# Short sums, ordinary ones and long ones.
+SPLIT = [_of("short sums"), _of("short sums", True), _of("several bands"), _of("long sums")]
+
+
+@pytest.mark.parametrize("work", SPLIT, ids=str)
+def test_odd_numbers_in_two_parts(work: Work) -> None:
+    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    tensors = Tensors.random(work)
+    at_corners(
+        tensors.input, ODD_NUMBERS[: 3 if work == SPLIT[-1] else 4]
+    )  # totals must not overflow
+    assert_plain(work, tensors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_infinity_stays_where_it_is(mode: str) -> None:
+    work = _work(input_grad, GRADIENT, mode)
+    assert work in WORKS
+    tensors = Tensors.random(work)
+    at_corners(tensors.grad_output, ODD_NUMBERS[:3])
+    assert_plain(work, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from emulator import precompile
 from emulator import run as run_launches
-from emulator.works import Case, Planner, Tensors, Work, float64, run
+from emulator.works import ODD_NUMBERS, Case, Planner, Tensors, Work, assert_plain, float64, run
 from fastconv.kernels import hopper
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
@@ -167,6 +168,45 @@ def test_channels_keep_to_themselves(mode: str) -> None:
     assert actual[poisoned].isnan().all()
     others = [i for i in range(work.case.weight[0]) if i not in poisoned]
     assert torch.equal(actual[others], expected[others])
+
+
+def put_odd_numbers(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
+    """In the middle of the first channels."""
+    row, column = tensor.shape[2] // 2, tensor.shape[3] // 2
+    for channel, number in zip(range(tensor.shape[1]), numbers, strict=False):
+        tensor[0, channel, row, column] = number
+
+
+def shifted(mode: str) -> Work:
+    kind = MODES[mode][:2]
+    return next(
+        work for work in WORKS if work.case == SHIFTED and (work.dtype, work.precision) == kind
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_infinity_stays_where_it_is(mode: str) -> None:
+    work = shifted(mode)
+    tensors = Tensors.random(work)
+    put_odd_numbers(tensors.input, ODD_NUMBERS[:3])
+    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
+    assert_plain(work, tensors)
+
+
+def test_odd_numbers_in_the_gradient() -> None:
+    work = shifted("ieee")
+    tensors = Tensors.random(work)
+    put_odd_numbers(tensors.grad_output)
+    assert_plain(work, tensors)
+
+
+@pytest.mark.xfail(reason="columns beyond the output are multiplied, as zeros", strict=True)
+def test_infinity_at_the_border() -> None:
+    """Few taps see it where nothing is padded."""
+    work = shifted("ieee")
+    tensors = Tensors.random(work)
+    tensors.input[0, 0, -1, -1] = torch.inf
+    assert_plain(work, tensors)
 
 
 def test_padding_far_beyond_the_image() -> None:

@@ -18,7 +18,17 @@ from torch import Tensor
 import oracle
 from emulator import test_hopper_correlate, test_hopper_halves, test_hopper_spread
 from emulator.test_hopper_correlate import MODES
-from emulator.works import Case, Tensors, Work, assert_correct, new_output, placed
+from emulator.works import (
+    ODD_NUMBERS,
+    Case,
+    Tensors,
+    Work,
+    assert_correct,
+    assert_plainly,
+    at_corners,
+    new_output,
+    placed,
+)
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
@@ -122,6 +132,37 @@ def test_emulated(work: Work) -> None:
     tensors = Tensors.random(work)
     name = next(name for name, mode in MODES.items() if mode == (work.dtype, work.precision))
     assert_correct(work, tensors, _run_work(work, tensors), LONG_SUMS[name])
+
+
+# As in the emulator, whose products are exact: tensor cores may overflow on the way.
+ODD_WORKS = [
+    *((work, test_hopper_correlate.odd_input) for work in test_hopper_correlate.SPLIT),
+    (test_hopper_correlate.MIDDLE, test_hopper_correlate.odd_weights),
+]
+
+
+@pytest.mark.parametrize(("work", "make"), ODD_WORKS)
+def test_odd_numbers_in_two_parts(work: Work, make: Callable[[Work], Tensors]) -> None:
+    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    tensors = make(work)
+    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+
+
+@pytest.mark.parametrize("work", test_hopper_spread.SPLIT, ids=str)
+def test_odd_numbers_of_few_outputs(work: Work) -> None:
+    tensors = Tensors.random(work)
+    at_corners(tensors.input, ODD_NUMBERS[:3])
+    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+
+
+def test_odd_numbers_in_an_image_beyond_float16() -> None:
+    """It is computed again, in TF32."""
+    case = Case("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
+    work = Work(case, hopper.forward, precision="ieee")
+    assert "float16" in work.plan.why
+    tensors = Tensors.random(work)
+    at_corners(tensors.input)
+    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
 # What float16 has not, one image of three: numbers that no sample shows, small ones next to none,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from emulator import test_hopper_collect, test_hopper_weight_grad
-from emulator.test_hopper_weight_grad import MODES, TOLERANCES
-from emulator.works import Tensors, Work, float64, new_output, placed
+from emulator.test_hopper_weight_grad import MODES, TOLERANCES, put_odd_numbers
+from emulator.works import ODD_NUMBERS, Tensors, Work, float64, new_output, placed
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench.workloads import FOUNDING, Workload
@@ -82,6 +82,23 @@ def test_emulated(work: Work) -> None:
     if bias is not None and bias_again is not None:
         assert _error(bias, tensors.grad_output.double().sum((0, 2, 3))) <= tolerance
         assert torch.equal(bias, bias_again)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_infinity_stays_where_it_is(mode: str) -> None:
+    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    work = test_hopper_weight_grad.shifted(mode)
+    tensors = Tensors.random(work)
+    put_odd_numbers(tensors.input, ODD_NUMBERS[:3])
+    tensors.grad_output[0, 7, 1, 65] = -torch.inf
+    grad, _ = _run(work, tensors)
+    expected = float64(work, tensors)
+    finite = expected.isfinite()
+    assert torch.equal(grad.isnan(), expected.isnan())
+    infinite = expected.isinf()
+    assert torch.equal(grad[infinite].double(), expected[infinite])
+    tolerance = TOLERANCES[work.dtype, work.precision] + TRUNCATION
+    assert _error(grad[finite], expected[finite]) <= tolerance
 
 
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)

@@ -155,7 +155,7 @@ class FastconvWeightGrad(_SingleLevelFunction):
         return tangent, bias_tangent if ctx.bias else None
 
 
-_waited_for: set[int | None] = {None}  # devices; a CPU's nodes run in the caller's thread
+_waited_for: set[int] = set()  # devices
 
 
 def _wait_at_exit(device: int | None) -> None:
@@ -165,7 +165,7 @@ def _wait_at_exit(device: int | None) -> None:
     to free it. If that ends in this moment, Python ends the thread amidst C++ functions that may
     not be left so, and the process aborts ("terminate called without an active exception").
     """
-    if device not in _waited_for:
+    if device is not None and device not in _waited_for:  # a CPU's nodes run in the caller's thread
         _waited_for.add(device)
         atexit.register(_pass_through_autograd, device)
 

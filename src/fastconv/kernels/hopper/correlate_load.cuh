@@ -294,7 +294,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
                        range);
       if (++batch == kBatches) {
         batch = 0;
-        items.judge(range, batches[i].image);
+        items.judge(range, batches[i].image, at.stage);
         fence_async_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);

@@ -68,6 +68,18 @@ struct Consumer {
     return first;
   }
 
+  // Whether it has something infinite or NaN. The same for all warps: the stages are still theirs.
+  __device__ __forceinline__ bool is_marked(int first) const {
+    if constexpr (!kWatches) return false;
+    bool marked = false;
+#pragma unroll 1
+    for (int i = 0; i < (C::rolling ? kHaloRows : 1); ++i) {
+      marked = marked || watch().marked(first);
+      if (++first == C::input_stages) first = 0;
+    }
+    return marked;
+  }
+
   // Gives back the input of a chunk of a tile, but for what the next tile reads too.
   __device__ __forceinline__ void release_input(bool last_of_item) {
     const int stages = !C::rolling ? 1 : last_of_item ? kHaloRows : kTileRows;
@@ -110,7 +122,25 @@ struct Consumer {
     }
   }
 
-  // The products of one stage of weights.
+  // The products of low parts, of one stage of weights.
+  __device__ __forceinline__ void multiply_low(float (&sums)[kSums], int weight_stage,
+                                               int input_stage, int first_tap) const {
+    constexpr int kPart = C::channel_groups * kProductBytes / 16;
+    const Matrix left = weight_matrix + weight_stage * (kWeightBytes / 16);
+#pragma unroll
+    for (int j = 0; j < C::stage_taps; ++j) {
+      const Matrix right =
+          input_matrix + tap_offset(input_stage, pixel_group * kGroupRows, first_tap + j);
+#pragma unroll
+      for (int k = 0; k < C::k_steps; ++k) {
+        wgmma<C::pixels>(Factor{}, sums,
+                         left + (j * C::k_steps + k) * (kWeightParts * kPart) + kPart,
+                         right + 2 * k * kPlanePixels + kPartPixels, j + k > 0);
+      }
+    }
+  }
+
+  // All others, of one stage of weights.
   __device__ __forceinline__ void multiply(float (&sums)[kSums], int weight_stage, int input_stage,
                                            int first_tap, bool accumulate) const {
     constexpr int kPart = C::channel_groups * kProductBytes / 16;
@@ -129,10 +159,6 @@ struct Consumer {
           if (large) {
             wgmma<C::pixels>(Factor{}, sums, a, b, accumulate);
           } else {
-            if constexpr (C::low_products) {
-              wgmma<C::pixels>(Factor{}, sums, a + kPart, b + kPartPixels, accumulate);
-              accumulate = true;
-            }
             // Halves' low parts are enlarged, and a third part of weights makes up for it.
             const Matrix high = C::halves ? a + 2 * kPart : a;
             wgmma<C::pixels>(Factor{}, sums, high, b + kPartPixels, accumulate);
@@ -143,6 +169,34 @@ struct Consumer {
       }
     }
     wgmma_commit();
+  }
+
+  // The products of one stage of weights, of numbers in two parts. If low parts are infinite, their
+  // products with each other are dropped. Both ways begin with a fence of their own: the compiler
+  // wants none between a condition and the products.
+  __device__ __forceinline__ void multiply_split(float (&sums)[kSums], int weight_stage,
+                                                 int input_stage, int first_tap,
+                                                 bool careful) const {
+    static_assert(!C::low_products || !C::compensated, "sums begin with the low parts' products");
+    if constexpr (C::low_products) {
+      if (careful) {
+        wgmma_fence();
+        multiply_low(sums, weight_stage, input_stage, first_tap);
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold_registers(sums);
+        drop_infinite(sums);
+        wgmma_fence();
+        multiply(sums, weight_stage, input_stage, first_tap, true);
+      } else {
+        wgmma_fence();
+        multiply_low(sums, weight_stage, input_stage, first_tap);
+        multiply(sums, weight_stage, input_stage, first_tap, true);
+      }
+    } else {
+      wgmma_fence();
+      multiply(sums, weight_stage, input_stage, first_tap, C::compensated);
+    }
   }
 
   // One tile's sums, without the bias. Stages are given back one step late, when their products are
@@ -179,15 +233,16 @@ struct Consumer {
     float sums[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) totals[i] = sums[i] = 0.0f;
+    bool careful = false;
     wait_for_turn();
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int input_stage = wait_for_input(first_of_item);
+      careful = careful || is_marked(input_stage);
       int weight_stage = wait_for_weights(chunk * kWeightStages);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        wgmma_fence();
-        multiply(sums, weight_stage, input_stage, stage * C::stage_taps, C::compensated);
+        multiply_split(sums, weight_stage, input_stage, stage * C::stage_taps, careful);
         // The next wait is over before the products are.
         if (stage < kWeightStages - 1) {
           weight_stage = wait_for_weights(chunk * kWeightStages + stage + 1);
@@ -204,6 +259,8 @@ struct Consumer {
           if constexpr (C::compensated) sums[i] -= total - totals[i];
           totals[i] = total;
         }
+        // What a total loses as it becomes infinite is no number.
+        if (C::compensated && careful) drop_infinite(sums);
       }
     }
   }

@@ -105,13 +105,20 @@ struct Items {
     return index;
   }
 
-  // Marks the image if not all numbers that the warp has seen since the last call fit.
-  __device__ __forceinline__ void judge(HalfRange& range, int image) const {
+  // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
+  __device__ __forceinline__ void judge(HalfRange& range, int image, int) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
     range = HalfRange();
   }
-  __device__ __forceinline__ void judge(NoRange&, int) const {}
+  // Marks the stage if they are not all finite.
+  __device__ __forceinline__ void judge(LowRange& range, int, int stage) const {
+    const bool watched = !__all_sync(~0u, range.finite());
+    const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
+    if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
+    range = LowRange();
+  }
+  __device__ __forceinline__ void judge(NoRange&, int, int) const {}
 };
 
 // What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.

@@ -110,6 +110,12 @@ constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1),
 constexpr int kRawElements = kPieceChannels * kRawChannel;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
 
+// What is infinite or NaN, if it is in the input, is so in its low part (see `split`). Two kinds of
+// sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
+// each other, and compensated ones. There, loaders mark the stages that have such a number, and
+// consumers are careful: what is not finite, and no result, they replace by zero.
+constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
+
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
@@ -120,10 +126,9 @@ constexpr int kPowers = kRawRing + kRawSlots * kRawBytes;
 constexpr bool kPowersCopied = C::halves && !C::bulk_loads;
 constexpr int kPowersBytes = kPowersCopied ? kChunkChannels * 4 : 0;
 constexpr int kBarriers = kPowers + kLoaderWarps * kPowersBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) +
-                      8 * (kConsumers + kRawSlots) <=
-                  C::shared_bytes,
-              "");
+constexpr int kWatch =
+    kBarriers + 16 * (C::input_stages + C::weight_stages) + 8 * (kConsumers + kRawSlots);
+static_assert(kWatch + (kWatches ? 4 * C::input_stages : 0) <= C::shared_bytes, "");
 static_assert(kInputBytes % 16 == 0 && kStagingBytes % 16 == 0, "bulk copies are aligned");
 static_assert(C::lead == 0 || (C::tile_rows == 1 && C::bulk_stores), "one row's alignment");
 
@@ -138,6 +143,20 @@ struct Barriers {
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// Marks of each stage: whether a loading warp has written something infinite or NaN to it.
+struct Watch {
+  unsigned char marks[C::input_stages][4];
+
+  __device__ __forceinline__ bool marked(int stage) const {
+    return (*reinterpret_cast<const unsigned*>(marks[stage]) & 0xffffffu) != 0;
+  }
+};
+static_assert(kLoaderWarps <= 3, "a byte for each");
+
+__device__ __forceinline__ Watch& watch() {
+  return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
 // A position in a ring of stages. Producers start a lap ahead: the stages are empty.

@@ -108,13 +108,29 @@ struct NoRange {
   __device__ bool fits(float) const { return true; }
 };
 
+// Whether one of the low parts was infinite or NaN. Products of two: half of the instructions, and
+// those of finite ones overflow only where numbers are beyond 2^70, which does no harm.
+struct LowRange : NoRange {
+  float products = 0.0f;
+
+  using NoRange::see;
+  __device__ __forceinline__ void see(const Words& low) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      products = fmaf(__uint_as_float(low.word[i]), __uint_as_float(low.word[i + 1]), products);
+    }
+  }
+  __device__ bool finite() const { return is_finite(products); }
+};
+
 using Scale = Either<C::halves, Powers, NoPowers>::type;
-using Range = Either<C::halves, HalfRange, NoRange>::type;
+using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
 
 // Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
 // numbers; 16-bit types as they are.
-template <bool kWeight>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector) {
+template <bool kWeight, class Seen>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
+                                            Seen& seen) {
   if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
 #pragma unroll
     for (unsigned& word : vector.word) {
@@ -126,11 +142,9 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
     Words low;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float value = __uint_as_float(vector.word[i]);
-      const float high = round_to_tf32(value);
-      vector.word[i] = __float_as_uint(high);
-      low.word[i] = __float_as_uint(round_to_tf32(value - high));
+      split(__uint_as_float(vector.word[i]), vector.word[i], low.word[i]);
     }
+    seen.see(low);
     *reinterpret_cast<Words*>(target + part_bytes) = low;
   }
   *reinterpret_cast<Words*>(target) = vector;
@@ -139,9 +153,9 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 // Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
 // for, so that it fits where the high one does. It is multiplied by weights that are as much
 // smaller: a third part.
-template <bool kWeight>
+template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
-                                            const Numbers& scaled) {
+                                            const Numbers& scaled, Seen&) {
   constexpr float kLow = 2048.0f;
   Words high, low, smaller;
 #pragma unroll
@@ -169,16 +183,17 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
 }
 
 // A vector of the input, as it was loaded.
+template <class Seen>
 __device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
-                                            const Words& vector, const NoPowers&, NoRange&) {
-  store_parts<false>(target, part_bytes, vector);
+                                            const Words& vector, const NoPowers&, Seen& range) {
+  store_parts<false>(target, part_bytes, vector, range);
 }
 __device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
                                             const Numbers& vector, const Powers& powers,
                                             HalfRange& range) {
   const Numbers scaled = powers.scale(vector);
   range.see(scaled);
-  store_parts<false>(target, part_bytes, scaled);
+  store_parts<false>(target, part_bytes, scaled, range);
 }
 
 }  // namespace hopper

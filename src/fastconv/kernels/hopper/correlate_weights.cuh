@@ -99,7 +99,8 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
     vector.step = rest % kSteps;
     vector.part = rest / kSteps;
     const auto as_it_is = [](Scalar element, int) { return element; };
-    store_parts<true>(vector.target(packed), kPartBytes, vector.load(weight, as_it_is));
+    NoRange any;
+    store_parts<true>(vector.target(packed), kPartBytes, vector.load(weight, as_it_is), any);
   }
 }
 
@@ -200,7 +201,7 @@ __device__ __forceinline__ float pack_channel(const Scalar* weight, const float*
     vector.step = i / (C::stack * 2);
     const Channels scaled = vector.load(weight, scale);
     range.see(scaled);
-    store_parts<true>(vector.target(packed), kPartBytes, scaled);
+    store_parts<true>(vector.target(packed), kPartBytes, scaled, range);
   }
   return block_largest(range.fits(kLeastWeight) ? 0.0f : 1.0f) == 0.0f ? inverse(scale.scale)
                                                                        : 0.0f;

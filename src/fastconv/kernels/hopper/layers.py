@@ -311,6 +311,11 @@ class Layer:
         return self.parts == 2 and self.steps * self.taps > LONG_SUM
 
     @cached_property
+    def watched(self) -> bool:
+        """Whether consumers have to know of infinite numbers in the input."""
+        return (self.low_products or self.compensated) and not self.halves
+
+    @cached_property
     def products(self) -> int:
         return 1 if self.parts == 1 else 4 if self.low_products else 3
 

@@ -46,11 +46,27 @@ __host__ __device__ constexpr long long elements_of(Sizes... sizes) {
   return (1LL * ... * sizes);
 }
 
-// A number in two parts, of TF32's precision.
+// A number in two parts, of TF32's precision. Of what is infinite or NaN, the low part is, and the
+// high one is TF32's largest number, with its sign. So of three products,
+//   low_x high_y + high_x low_y + high_x high_y,
+// one of x = infinity is infinite, with the sign of x y, or NaN if y = 0; the others are finite, or
+// overflow as it does, or less far. If both are infinite, all three are x y.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  const float rounded = round_to_tf32(value);
+  constexpr unsigned kLargest = 0x7f7fe000u;
+  const float rounded = round_to_even_tf32(limited(value, __uint_as_float(kLargest)));
   high = __float_as_uint(rounded);
-  low = __float_as_uint(round_operand_to_tf32(value - rounded));
+  low = __float_as_uint(round_to_even_tf32(value - rounded));
+}
+
+__device__ __forceinline__ bool is_finite(float value) {
+  return fabsf(value) < __uint_as_float(0x7f800000u);
+}
+
+// Makes zeros of what is infinite or NaN.
+template <int kCount>
+__device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
+#pragma unroll
+  for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
 }
 
 // The bits of an element, or zero.

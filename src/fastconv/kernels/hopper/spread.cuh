@@ -92,9 +92,8 @@ __device__ __forceinline__ float rounded(float value) {
 
 __device__ __forceinline__ void store_weight(unsigned char* target, float value) {
   if constexpr (C::parts == 2) {
-    const float high = round_to_tf32(value);
-    *reinterpret_cast<float*>(target) = high;
-    *reinterpret_cast<float*>(target + kPartBytes) = round_to_tf32(value - high);
+    split(value, *reinterpret_cast<unsigned*>(target),
+          *reinterpret_cast<unsigned*>(target + kPartBytes));
   } else {
     *reinterpret_cast<float*>(target) = rounded(value);
   }
@@ -274,7 +273,25 @@ __device__ __forceinline__ void convert(Fragments& fragments, const Raw& raw) {
   }
 }
 
+// Whether all numbers of a warp are, by their low parts: products of two are half as many
+// instructions, and overflow only where numbers are beyond 2^70, which does no harm.
+__device__ __forceinline__ bool is_finite(const Fragments& fragments) {
+  float products = 0.0f;
+#pragma unroll
+  for (int step = 0; step < C::unit_steps; ++step) {
+    const unsigned (&low)[4] = fragments[C::parts - 1][step];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      products = fmaf(__uint_as_float(low[i]), __uint_as_float(low[i + 1]), products);
+    }
+  }
+  return __all_sync(~0u, is_finite(products));
+}
+
 // --- Products ------------------------------------------------------------------------------------
+
+// No finite number's low part is larger.
+constexpr float kMostLow = 0x1p116f;
 
 // Adds a unit to all slots' sums; of split numbers, to what they have lost so far (`compensated`),
 // or to nothing. The large products of those come last: what the small ones add is not lost.
@@ -282,6 +299,18 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], const Fragments& 
                                          int unit) {
   constexpr int kLow = C::parts - 1;
   constexpr int kPart = kPartBytes / 16;
+  // Low parts are infinite where numbers are, which products of two must not be.
+  unsigned lowest[C::unit_steps][4];
+  if constexpr (C::low_products) {
+#pragma unroll
+    for (int step = 0; step < C::unit_steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = __uint_as_float(fragments[kLow][step][i]);
+        lowest[step][i] = __float_as_uint(limited(low, kMostLow));
+      }
+    }
+  }
   const Matrix weights =
       matrix(shared_memory(), kPlaneBytes, 128) + unit * C::unit_steps * (2 * kPlaneBytes / 16);
   wgmma_fence();
@@ -291,7 +320,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], const Fragments& 
       const Matrix right = weights + step * (2 * kPlaneBytes / 16);
       bool accumulate = C::compensated || step > 0;
       if constexpr (C::low_products) {
-        wgmma<kColumns>(Operand{}, sums, fragments[kLow][step], right + kPart, accumulate);
+        wgmma<kColumns>(Operand{}, sums, lowest[step], right + kPart, accumulate);
         accumulate = true;
       }
       wgmma<kColumns>(Operand{}, sums, fragments[kLow][step], right, accumulate);
@@ -407,6 +436,7 @@ __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Sc
   for (int i = 0; i < kSums; ++i) slots[i] = sums[i] = 0.0f;
   Raw raw;
   Fragments fragments;
+  bool careful = false;  // there was something infinite or NaN
   int row = item.row - C::padding_top;
   loader.load(raw, row, 0);
   const int steps = item.rows + kSlots - 1;
@@ -416,6 +446,7 @@ __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Sc
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
       convert(fragments, raw);
+      if constexpr (C::compensated) careful = careful || !is_finite(fragments);
       // What comes next is on its way while this is multiplied.
       const bool last = unit == kUnits - 1;
       loader.load(raw, last ? next_row : row, last ? 0 : unit + 1);
@@ -427,6 +458,8 @@ __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Sc
           if constexpr (C::compensated) sums[i] -= total - totals[i];
           totals[i] = total;
         }
+        // What a total loses as it becomes infinite is no number.
+        if (C::compensated && careful) drop_infinite(sums);
       }
     }
     row = next_row;

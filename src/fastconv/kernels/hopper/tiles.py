@@ -249,11 +249,16 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         return (
-            self.input_stages * (self.input_bytes + 16)
+            self.input_stages * self.input_stage_bytes
             + self.weight_stages * (self.weight_bytes + 16)
             + CONSUMERS * self.staging_bytes(self.pass_pixels, self.buffers)
             + self.fixed_bytes
         )
+
+    @property
+    def input_stage_bytes(self) -> int:
+        """With its barriers, and what loaders say of it."""
+        return self.input_bytes + 16 + (4 if self.layer.watched else 0)
 
     @property
     def fixed_bytes(self) -> int:
@@ -403,7 +408,7 @@ class Tile:
         needs = [(in_time, choice) for choice in choices]
         if self.output_groups * self.layer.groups == 1:
             needs = [(self.all_weight_stages, choice) for choice in choices[:3]] + needs
-        input_stage, weight_stage = self.input_bytes + 16, self.weight_bytes + 16
+        input_stage, weight_stage = self.input_stage_bytes, self.weight_bytes + 16
         room = budget - self.fixed_bytes
         for fewest, (inputs, count, buffers) in needs:
             if buffers == self.layer.column_sums == 2:

@@ -72,8 +72,10 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float
   for (int i = 0; i < 4; ++i) {
     const float value = phases.element[i];
     if constexpr (C::parts == 2) {
-      phases.element[i] = round_to_tf32(value);
-      low.element[i] = round_operand_to_tf32(value - phases.element[i]);
+      unsigned bits[2];
+      split(value, bits[0], bits[1]);
+      phases.element[i] = __uint_as_float(bits[0]);
+      low.element[i] = __uint_as_float(bits[1]);
     } else {
       phases.element[i] = round_operand_to_tf32(value);
     }

@@ -238,7 +238,7 @@ __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 }
 
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
-// nearest, ties away from zero. Half of what round_to_tf32 costs.
+// nearest, ties away from zero.
 __device__ __forceinline__ float round_operand_to_tf32(float value) {
   float result;
   asm("{\n"
@@ -256,14 +256,8 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
   return result;
 }
 
-// To TF32's 10 bits of mantissa, to nearest, ties away from zero.
-__device__ __forceinline__ float round_to_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-}
-
-// The same, ties to even.
+// To TF32's 10 bits of mantissa, to nearest, ties to even: one instruction. (Away from zero, it
+// takes three.)
 __device__ __forceinline__ float round_to_even_tf32(float value) {
   unsigned bits;
   asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
@@ -284,6 +278,13 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
 __device__ __forceinline__ float larger(float first, float second) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
+  return result;
+}
+
+// The number, or `most` with its sign if its magnitude is larger, or if it is NaN.
+__device__ __forceinline__ float limited(float number, float most) {
+  float result;
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(number), "f"(most));
   return result;
 }
 

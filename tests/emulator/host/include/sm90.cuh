@@ -127,6 +127,11 @@ inline float larger(float first, float second) {
   return first != first || second != second ? __uint_as_float(0x7fffffffu) : max(first, second);
 }
 
+inline float limited(float number, float most) {
+  const float magnitude = fabsf(number) < most ? fabsf(number) : most;
+  return __uint_as_float((__float_as_uint(number) & 0x80000000u) | __float_as_uint(magnitude));
+}
+
 template <int kRegisters>
 inline void give_back_registers() {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0, "a thread's choices");
