@@ -10,7 +10,6 @@ import torch
 from emulator import precompile, run_both_orders
 from emulator.works import (
     BATCH,
-    ROUNDINGS,
     SCALARS,
     Case,
     Planner,
@@ -22,6 +21,7 @@ from emulator.works import (
     in_batch,
     new_output,
     run,
+    some,
 )
 from fastconv.kernels import direct
 from fastconv.kernels.direct import limits
@@ -97,29 +97,17 @@ def _works() -> list[Work]:
 
 
 WORKS = _works()
+RUN = some(WORKS, one_in=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for work in WORKS for launch in work.plan.launches})
+    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
 
 
-@pytest.mark.parametrize("work", WORKS, ids=str)
+@pytest.mark.parametrize("work", RUN, ids=str)
 def test_against_float64(work: Work) -> None:
     check(work)
-
-
-@pytest.mark.parametrize("work", [work for work in WORKS if work.bias_grad], ids=str)
-def test_bias_in_the_same_pass(work: Work) -> None:
-    tensors = Tensors.random(work)
-    bias = torch.full((work.case.weight[0],), torch.nan, dtype=work.dtype)
-    run(work, tensors, bias)
-    grad_output = tensors.grad_output.double()
-    expected, size = grad_output.sum((0, 2, 3)), grad_output.abs().sum((0, 2, 3))
-    wide = torch.float64 if work.dtype == torch.float64 else torch.float32
-    bound = ROUNDINGS * torch.finfo(wide).eps * size
-    bound += torch.finfo(work.dtype).eps * expected.abs()
-    assert ((bias.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("planner", [direct.forward, direct.weight_grad])

@@ -12,11 +12,10 @@ from random import Random
 import pytest
 
 from emulator import net, precompile
-from emulator.works import Work, check
+from emulator.works import ALL, Work, check
 from fastconv.kernels import classes, planner
 from fastconv.kernels.family import Kernel
 
-ALL = bool(os.environ.get("FASTCONV_NET"))
 PROBLEMS = net.read_works()
 EMULATED = PROBLEMS if ALL else PROBLEMS[:120]
 DRAWN = 20_000 if ALL else 1500

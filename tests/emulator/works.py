@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,6 +23,15 @@ SCALARS = {
 }
 ROUNDINGS = 4
 """Allowed of a sum's terms, in epsilons of the type that they are summed in."""
+
+
+ALL = "FASTCONV_NET" in os.environ
+"""Whether there is time for everything: ``make test-net``."""
+
+
+def some(works: Sequence[Work], one_in: int) -> list[Work]:
+    """One in so many of them, unless there is time for all."""
+    return list(works if ALL else works[::one_in])
 
 
 @dataclass(frozen=True)
@@ -152,11 +162,8 @@ def new_output(work: Work) -> Tensor:
     return placed(nan, work.output_format, work.aligned)
 
 
-def run(work: Work, tensors: Tensors, bias_grad: Tensor | None = None) -> Tensor:
-    """The pass in the emulator; outputs and workspace hold NaN before.
-
-    ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
-    """
+def tensors_read(work: Work, tensors: Tensors) -> dict[str, Tensor]:
+    """What the pass reads, by the names that launches have for it."""
     read = {
         "forward": {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias},
         "input_grad": {"input": tensors.grad_output, "weight": tensors.weight},
@@ -164,6 +171,15 @@ def run(work: Work, tensors: Tensors, bias_grad: Tensor | None = None) -> Tensor
     }[work.direction]
     if not work.bias:
         read.pop("bias", None)
+    return read
+
+
+def run(work: Work, tensors: Tensors, bias_grad: Tensor | None = None) -> Tensor:
+    """The pass in the emulator; outputs and workspace hold NaN before.
+
+    ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
+    """
+    read = tensors_read(work, tensors)
     if bias_grad is not None:
         read["bias_grad"] = bias_grad
     plan, output = work.plan, new_output(work)
