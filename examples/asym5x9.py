@@ -2371,7 +2371,6 @@ struct Consumer {
 
   // Whether it has something infinite or NaN. The same for all warps: the stages are still theirs.
   __device__ __forceinline__ bool is_marked(int first) const {
-    if constexpr (!kWatches) return false;
     bool marked = false;
 #pragma unroll 1
     for (int i = 0; i < (C::rolling ? kHaloRows : 1); ++i) {
@@ -2539,7 +2538,7 @@ struct Consumer {
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int input_stage = wait_for_input(first_of_item);
-      careful = careful || is_marked(input_stage);
+      if constexpr (kWatches) careful = careful || is_marked(input_stage);
       int weight_stage = wait_for_weights(chunk * kWeightStages);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
@@ -2561,7 +2560,9 @@ struct Consumer {
           totals[i] = total;
         }
         // What a total loses as it becomes infinite is no number.
-        if (C::compensated && careful) drop_infinite(sums);
+        if constexpr (C::compensated && kWatches) {
+          if (careful) drop_infinite(sums);
+        }
       }
     }
   }

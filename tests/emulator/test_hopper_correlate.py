@@ -115,6 +115,9 @@ POINTWISE = Case("strided pointwise", (2, 72, 8, 16), (20, 72, 1, 1), (2, 2))
 DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
 
 WORKS = [
+    # Pointwise, and written at a distance: not to be seen as two rows, for the other one is far.
+    _input_grad(Case("one row of a stride", (1, 4, 1, 4), (9, 4, 2, 1), (3, 1), (1, 0, 0, 0)),
+                "float16"),
     *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
       for mode, last, other in product(MODES, (False, True), (False, True))
       if not other or mode == ("tf32" if last else "bfloat16")),

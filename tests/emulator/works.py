@@ -294,7 +294,9 @@ def assert_close(
     dtype = actual.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bound = roundings * torch.finfo(wide).eps * size
-    bound += torch.finfo(dtype).eps / 2 * (expected.abs() + bound)
+    # The rounding, of what is below the smallest normal number by half of its last bit.
+    info = torch.finfo(dtype)
+    bound += info.eps / 2 * (expected.abs() + bound).clamp(min=info.smallest_normal)
     error = (actual.double() - expected).abs()
     wrong = ~(error <= bound)
     if among is not None:

@@ -462,7 +462,9 @@ def views(layer: Layer) -> list[Layer]:
     views = [layer]
     if layer.kernel == layer.stride == (1, 1) and layer.padding == (0, 0):
         pixels = layer.in_size[0] * layer.in_size[1]
-        if layer.in_size == layer.out_size == layer.image_size:
+        # A single row, or column, is a whole phase of a stride even so: the next would be far.
+        dense = layer.placing[0].step == layer.placing[1].step == 1
+        if dense and layer.in_size == layer.out_size == layer.image_size:
             sizes = [(rows, pixels // rows) for rows in (1, 2) if pixels % rows == 0]
             views += [
                 replace(layer, in_size=size, out_size=size, image_size=size) for size in sizes
