@@ -337,20 +337,3 @@ def test_launches_that_the_driver_refuses(change: dict[str, Any], message: str) 
         fastconv.conv2d(input, weight, padding=1),
         torch.nn.functional.conv2d(input, weight, padding=1),
     )
-
-
-ENDS = """
-import sys, torch, fastconv
-input = torch.randn(1, 16, 8, 8, device="cuda", requires_grad=True)
-weight = torch.randn(16, 16, 3, 3, device="cuda")
-torch.autograd.grad(fastconv.conv2d(input, weight).sum(), input)
-sys.setswitchinterval(1000)  # from here on, no thread gets the interpreter that nobody waits for
-torch.autograd.grad(fastconv.conv2d(input, weight).sum(), input)
-"""
-
-
-def test_a_process_may_end_right_after_a_gradient() -> None:
-    """Autograd's thread has yet to free the node that it has just run."""
-    for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (0, "")

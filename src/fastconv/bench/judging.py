@@ -9,7 +9,7 @@ most. In Gaussian data the changes are independent, each with a standard deviati
 0.6ε|xw|, so that 5ε √Σ(xw)² is 8 of the sum's: out of reach for 10¹⁰ elements. A chain of n
 additions in float32 has a standard deviation of 0.4u√n √Σ(xw)², u = 2⁻²⁴, several times that where
 the sum is large; long sums are those of chains. Tensor cores cut off rather than round: 0.3u of a
-sum for each product of 8 or 16 terms. Finally the result is rounded to its type.
+sum for each product of up to 8 or 16 terms. Finally the result is rounded to its type.
 """
 
 from __future__ import annotations
@@ -52,9 +52,19 @@ def tolerance(trial: Trial) -> float:
     if mode == "float64":
         added += 12 + 6 * math.sqrt(n)  # of the reference, which may be a single chain
     elif mode != "float32 ieee":
-        added += (min(n, _TRUNCATED_CHAIN) if trial.case.direction == "weight_grad" else n) / 16
+        added += _products(trial) / 2
     times = _DEVIATIONS if trial.data == NORMAL else 2.01
     return times * _OPERANDS.get(mode, 0.0) + added * unit
+
+
+def _products(trial: Trial) -> float:
+    """Of tensor cores, whose sums are added up in one chain: 8 channels or fewer of a tap each."""
+    problem = trial.problem
+    if trial.case.direction == "weight_grad":
+        return min(trial.terms, _TRUNCATED_CHAIN) / 8
+    forward = trial.case.direction == "forward"
+    channels = problem.in_channels if forward else problem.out_channels
+    return math.prod(problem.kernel_size) * math.ceil(channels / problem.groups / 8)
 
 
 @dataclass(frozen=True)

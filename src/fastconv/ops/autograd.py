@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -159,11 +160,13 @@ _waited_for: set[int] = set()  # devices
 
 
 def _wait_at_exit(device: int | None) -> None:
-    """Has the process end only when autograd's thread for the device has let go of our nodes.
+    """Has the process end only when autograd's thread for the device is done with our tensors.
 
-    It holds the last one for a moment after the caller has its gradients, and needs the interpreter
-    to free it. If that ends in this moment, Python ends the thread amidst C++ functions that may
-    not be left so, and the process aborts ("terminate called without an active exception").
+    PyTorch's thread frees the last of them a moment after the caller has its gradients, and needs
+    the interpreter for that. If the interpreter ends in this moment, Python (before 3.14) ends the
+    thread amidst C++ functions that may not be left so, and the process aborts: "terminate called
+    without an active exception". It is the same with PyTorch's own convolution: of processes that
+    end right after a gradient, on a machine that has too much to do, one in ten.
     """
     if device is not None and device not in _waited_for:  # a CPU's nodes run in the caller's thread
         _waited_for.add(device)
@@ -174,6 +177,7 @@ def _pass_through_autograd(device: int) -> None:
     with suppress(Exception):  # of a GPU that has failed: that has been told
         one = torch.ones((), device=device, requires_grad=True)
         torch.autograd.grad(one * 1, one)
+    time.sleep(0.01)  # for what this leaves behind
 
 
 def _save(ctx: Any, first: Tensor, second: Tensor) -> None:
