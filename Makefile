@@ -6,7 +6,7 @@ BIN := .venv/bin
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-plans test-gpu test-oldest-torch examples sanitize stress clean
+.PHONY: demo test lint types test-cpu test-net net test-gpu test-oldest-torch examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -29,9 +29,14 @@ test-cpu: .venv/ready
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(LONGEST)); others=$$?; \
 	wait $$emulator; status=$$?; cat $$log; rm $$log; exit $$((status || others))
 
-# More layers than there is time for in every run: one in so many of tests/layers.py.
-test-plans: .venv/ready
-	FASTCONV_EVERY=$(or $(EVERY),41) $(BIN)/pytest tests/test_every_gpu.py -k planned
+# The whole net, for which there is no time in every run: about an hour on two cores. With another
+# SEED, other problems are planned.
+test-net: .venv/ready
+	FASTCONV_NET=$(or $(SEED),0) FASTCONV_PLANS=6000 $(BIN)/pytest tests/emulator tests/test_every_gpu.py
+
+# Looks for classes of code that the net lacks, and adds problems that have them.
+net: .venv/ready
+	PYTHONPATH=src:tests $(BIN)/python tests/emulator/net.py --seconds $(or $(SECONDS),300) --seed $(or $(SEED),0)
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
