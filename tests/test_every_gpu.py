@@ -25,7 +25,7 @@ from fastconv.jit import compile
 from fastconv.kernels import direct, planner
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.direct import limits
-from fastconv.kernels.family import Gpu, Kernel, Operands, Plan
+from fastconv.kernels.family import MOST_ROUNDS, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 
@@ -66,6 +66,7 @@ def _drawn() -> list[Work]:
 def _assert_fits(work: Work) -> None:
     """Grids, blocks, shared memory and workspace are what the GPU has and the layer is worth."""
     plan, gpu = work.plan, work.gpu
+    assert len(plan.launches) <= 2 * MOST_ROUNDS
     for launch in plan.launches:
         constants = dict(launch.kernel.constants)
         assert launch.grid[1:] == (1, 1)
