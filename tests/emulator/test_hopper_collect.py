@@ -76,5 +76,6 @@ def test_infinity_stays_where_it_is(mode: str, where: str) -> None:
     assert work in WORKS
     tensors = Tensors.random(work)
     put_odd_numbers(getattr(tensors, where))
-    tensors.input[0, 0, -1, -1] = torch.inf  # one tap sees it
+    if where == "input":
+        tensors.input[0, 0, -1, -1] = torch.inf  # one tap sees it
     assert_plain(work, tensors)
