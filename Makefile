@@ -23,7 +23,7 @@ types: .venv/ready
 	$(BIN)/mypy
 
 # These emulate kernels for half of the time: beside the others. What they say comes last.
-LONGEST := $(addprefix tests/emulator/test_,direct.py emulator.py hopper_collect.py hopper_correlate.py hopper_weight_grad.py net.py)
+LONGEST := $(addprefix tests/emulator/test_,direct.py emulator.py hopper_collect.py hopper_correlate.py hopper_halves.py hopper_weight_grad.py net.py)
 test-cpu: .venv/ready
 	@log=$$(mktemp); $(BIN)/pytest -m "not gpu" $(LONGEST) > $$log 2>&1 & emulator=$$!; \
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(LONGEST)); others=$$?; \

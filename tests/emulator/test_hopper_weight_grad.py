@@ -135,7 +135,7 @@ def _works() -> list[Work]:
 
 
 WORKS = _works()
-RUN = some(WORKS, one_in=2)
+RUN = some(WORKS, one_in=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
