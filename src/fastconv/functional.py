@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fastconv import _precision
+from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.ops import autograd
 from fastconv.ops.schema import check_dense
@@ -55,6 +55,11 @@ def conv2d(
             out\_height = \left\lfloor\frac{height + top + bottom - dilation \times
                           (kernel\ height - 1) - 1}{stride} + 1\right\rfloor
     """
+    if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
+        mode = _precision.override() if precision is None else precision
+        output = host(input, weight, bias, stride, padding, dilation, groups, mode)
+        if output is not NotImplemented:
+            return output
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if has_torch_function(tensors):
         return handle_torch_function(
@@ -72,15 +77,16 @@ def conv2d(
         )
     stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
     sides = _sides(padding, weight, stride, dilation)
-    batched = input.dim() == 4
-    if not batched:
+    groups = _int("groups", groups)
+    mode = _precision.override() if precision is None else _precision.checked(precision)
+    if input.dim() == 3:
         check_dense("input", input)
-    output: Tensor = autograd.forward_here(
-        input if batched else input.unsqueeze(0),
-        weight, bias, stride, sides, dilation, _int("groups", groups),
-        _precision.override() if precision is None else _precision.checked(precision),
-    )  # fmt: skip
-    return output if batched else output.squeeze(0)
+        output = conv2d(
+            input.unsqueeze(0), weight, bias, stride, (sides[:2], sides[2:]), dilation, groups,
+            precision=mode,
+        )  # fmt: skip
+        return output.squeeze(0)
+    return autograd.forward_here(input, weight, bias, stride, sides, dilation, groups, mode)
 
 
 def _int(name: str, value: int) -> int:

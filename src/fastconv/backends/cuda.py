@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastconv import _precision
+from fastconv import _precision, native
 from fastconv.jit import launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Operands
@@ -97,7 +97,28 @@ def weight_grad(
         ready.run(grad_output, input, out, bias_out)
 
 
-# The names that launches know a pass's tensors by, in the order of _Ready.run.
+def launches(
+    plan: Planner,
+    problem: Problem,
+    first: Tensor,
+    second: Tensor,
+    out: Tensor,
+    precision: str | None,
+    bias_grad: bool = False,
+) -> Ready | None:
+    """The launches that do one of these passes, for tensors that lie in memory as these do.
+
+    The tensors that are not dense (:func:`is_dense`) have to be made contiguous first. None where
+    there is more to it than launches.
+    """
+    if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
+        return None
+    first, second = _dense(first), _dense(second)
+    roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
+    return _ready_for(plan, problem, *roles, precision, bias_grad)
+
+
+# The names that launches know a pass's tensors by, in the order of Ready.run.
 CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
 _TENSORS: dict[Planner, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
@@ -106,7 +127,7 @@ _TENSORS: dict[Planner, tuple[str, ...]] = {
 }
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """A plan whose kernels are on the device."""
 
     launches: launch.Prepared
@@ -131,7 +152,7 @@ def _ready_for(
     weight: Tensor,
     precision: str | None,
     bias_grad: bool = False,
-) -> _Ready:
+) -> Ready:
     """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
     dtype = input.dtype
     if dtype != torch.float32:
@@ -169,7 +190,7 @@ def _ready(
     precision: str,
     bias_grad: bool,
     index: int,
-) -> _Ready:
+) -> Ready:
     operands = operands_of(
         dtype,
         input_channels_last,
@@ -179,11 +200,12 @@ def _ready(
         precision,
         bias_grad,
     )
+    native.begin()
     _check_sizes(problem)
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
     prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
-    return _Ready(prepared, planned.scratch_bytes, planned.family)
+    return Ready(prepared, planned.scratch_bytes, planned.family)
 
 
 def _check_sizes(problem: Problem) -> None:
@@ -226,10 +248,13 @@ def gpu(index: int) -> Gpu:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor itself where it is dense in one of the two memory formats, or a copy."""
-    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor
-    return tensor.contiguous()
+    """The tensor itself where it is dense, or a copy."""
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether kernels can read the tensor: in one of the two memory formats, without gaps."""
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 # --- Complex tensors: twice the channels, real and imaginary planes side by side ------------------

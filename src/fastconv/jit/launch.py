@@ -172,17 +172,57 @@ class Prepared:
         self._idle.append(block)
 
     def _retry(self, status: Any, launch: Launch, start: Callable[[], tuple[Any]]) -> None:
+        self._mend(status, launch)
+        (status,) = start()
+        if status:
+            raise self._error(status, launch)
+
+    def trouble(self, number: int, status: int, again: bool) -> None:
+        """Returns if a launch, whose start had this status, is to be tried ``again``.
+
+        Raises:
+            LaunchError: it is not, or was tried twice.
+        """
+        failed, launch = _driver().CUresult(status), self.launches[number]
+        if again:
+            raise self._error(failed, launch)
+        self._mend(failed, launch)
+
+    def _mend(self, status: Any, launch: Launch) -> None:
         # A thread has no CUDA context until its first call of the runtime library that needs one.
         # PyTorch may not have made any there: its threads take memory from a cache.
-        if status == _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            _value(_driver().cuCtxSetCurrent(_context(self._index)), "entering the CUDA context")
-            (status,) = start()
-        if status:
-            raise LaunchError(
-                f"launching {describe(launch.kernel)} on cuda:{self._index}, grid {launch.grid}, "
-                f"block {launch.block}, {launch.shared_bytes} bytes of shared memory: "
-                f"{_problem(status)}"
+        if status != _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            raise self._error(status, launch)
+        _value(_driver().cuCtxSetCurrent(_context(self._index)), "entering the CUDA context")
+
+    def _error(self, status: Any, launch: Launch) -> LaunchError:
+        return LaunchError(
+            f"launching {describe(launch.kernel)} on cuda:{self._index}, grid {launch.grid}, "
+            f"block {launch.block}, {launch.shared_bytes} bytes of shared memory: "
+            f"{_problem(status)}"
+        )
+
+    @property
+    def description(self) -> tuple[tuple[Any, ...], ...]:
+        """The launches as plain values, for a launcher that is not Python's.
+
+        Each is the function's handle, grid, block, bytes of shared memory and arguments; these are
+        ("tensor", place among the names) or ("int", value).
+        """
+        place = {name: i for i, name in enumerate(self.names)}
+        return tuple(
+            (
+                int(start.args[0]),
+                launch.grid,
+                launch.block,
+                launch.shared_bytes,
+                tuple(
+                    ("tensor", place[a]) if isinstance(a, str) else ("int", a)
+                    for a in launch.arguments
+                ),
             )
+            for start, launch in zip(self._starts, self.launches, strict=True)
+        )
 
     def _new_block(self) -> _Block:
         addresses = array("Q", bytes(8 * len(self.names)))

@@ -52,7 +52,7 @@ class FastconvConv2d(_SingleLevelFunction):
         needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
         input_, weight_, bias_ = None, None, None
         if grad is not None:
-            _wait_at_exit(grad.device.index)
+            wait_at_exit(grad.device.index)
             input, weight = ctx.saved_tensors
             memory_format = gradient_format(input, weight)
             if needs_input:
@@ -159,7 +159,7 @@ class FastconvWeightGrad(_SingleLevelFunction):
 _waited_for: set[int] = set()  # devices
 
 
-def _wait_at_exit(device: int | None) -> None:
+def wait_at_exit(device: int | None) -> None:
     """Has the process end only when autograd's thread for the device is done with our tensors.
 
     PyTorch's thread frees the last of them a moment after the caller has its gradients, and needs

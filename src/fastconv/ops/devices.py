@@ -27,9 +27,11 @@ from fastconv.ops.schema import (
     weight_grad_result,
 )
 
-_forward_result = remembered(forward_result)
-_input_grad_result = remembered(input_grad_result)
-_weight_grad_result = remembered(weight_grad_result)
+forward_check = remembered(forward_result)
+input_grad_check = remembered(input_grad_result)
+weight_grad_check = remembered(weight_grad_result)
+
+BACKENDS = {"cpu": cpu, "cuda": cuda}
 
 Kernels = dict[str, Callable[..., Any]]
 """The functions that do an operator's work, by type of device."""
@@ -42,7 +44,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def register() -> None:
-    for backend, device_type in ((cpu, "cpu"), (cuda, "cuda")):
+    for device_type, backend in BACKENDS.items():
         forward_kernels[device_type] = _forward_on(backend)
         input_grad_kernels[device_type] = _input_grad_on(backend)
         weight_grad_kernels[device_type] = _weight_grad_on(backend)
@@ -75,7 +77,7 @@ def direct(
 
 def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        result = describe_forward(_forward_result, *args)
+        result = describe_forward(forward_check, *args)
         output = result.new()
         if output.numel():
             backend.forward(result.problem, *args[:3], output, args[PRECISION])
@@ -86,7 +88,7 @@ def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
 
 def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        result = describe_input_grad(_input_grad_result, *args)
+        result = describe_input_grad(input_grad_check, *args)
         grad = result.new()
         if grad.numel():
             backend.input_grad(result.problem, *args[:2], grad, args[PRECISION])
@@ -97,7 +99,7 @@ def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
 
 def _weight_grad_on(backend: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        result = describe_weight_grad(_weight_grad_result, *args)
+        result = describe_weight_grad(weight_grad_check, *args)
         grad, bias_grad = result.new(), new_bias_grad(result, args[BIAS])
         wanted = bias_grad if args[BIAS] else None
         backend.weight_grad(result.problem, *args[:2], grad, wanted, args[PRECISION])

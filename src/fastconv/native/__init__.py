@@ -1,0 +1,207 @@
+"""The native host path: what an eager call does between the user and the GPU, in C++.
+
+It is a library that is compiled where there is a compiler, once, in the background; Python serves
+until then, and where there is none. ``FASTCONV_NATIVE=0`` keeps to Python, ``FASTCONV_NATIVE=1``
+makes the library's absence an error. Both paths compute the same, and raise the same errors.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastconv.native import build, compiler
+from fastconv.native.build import Unavailable
+
+__all__ = ["Unavailable", "begin", "conv2d", "describe", "finish", "make", "wanted"]
+
+conv2d: Callable[..., Any] | None = None
+"""A call's way into the library, or None: then Python serves.
+
+``conv2d(input, weight, bias, stride, padding, dilation, groups, precision)``, all by position. It
+answers NotImplemented, with nothing done, to whatever PyTorch's dispatcher has to see.
+"""
+
+_VARIABLE = "FASTCONV_NATIVE"
+_BEFORE = "it is taken, or begun to be built, at the first call on a GPU"
+_reason = _BEFORE  # why Python serves
+_begun = False
+_forked = False
+_background: threading.Thread | None = None
+_lock = threading.RLock()
+
+
+def wanted() -> bool | None:
+    """``FASTCONV_NATIVE``: True for 1, False for 0, None where it is not set."""
+    value = os.environ.get(_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{_VARIABLE} should be 0 or 1, or not set, but got {value!r}")
+    return None if value == "" else value == "1"
+
+
+def describe() -> str:
+    """Which host path is in use, and why."""
+    if conv2d is not None and conv2d not in (_load_at_once, _require):
+        return f"native ({build.library()})"
+    if wanted() is False:
+        return f"Python ({_VARIABLE}=0)"
+    if _reason is _BEFORE and (missing := _missing()):
+        return f"Python ({missing})"
+    built = "built, " if build.library().is_file() else ""
+    return f"Python ({built}{_reason})"
+
+
+def begin() -> None:
+    """Takes the library if there is one, or begins to build it; called when a GPU plans.
+
+    Does nothing where that would be in the way: as a CUDA graph is captured or PyTorch traces, or
+    in a forked process. Never raises: what is in the way is kept for :func:`describe`, and a
+    compiler's failure is told in a warning.
+    """
+    global _begun, _background, conv2d
+    if _begun or conv2d is not None or wanted() is False or _in_the_way():
+        return
+    with _lock:
+        if _begun:
+            return
+        _begun = True
+        try:
+            if not build.library().is_file():
+                _check_failure()
+                _background = threading.Thread(target=_wait, args=(build.start(),), daemon=True)
+                _background.start()
+                _set_reason("the library is being built")
+                return
+        except (Unavailable, OSError, RuntimeError) as error:  # the last: no home, no thread
+            _set_reason(str(error))
+            return
+        conv2d = _load_at_once
+
+
+def finish(timeout: float | None = None) -> None:
+    """Waits until what :func:`begin` began to build is there; for benchmarks and tests."""
+    if _background is not None:
+        _background.join(timeout)
+
+
+def make(again: bool = False) -> tuple[Path, bool]:
+    """Builds the library now unless it is there, or in any case ``again``: where, and whether.
+
+    Raises:
+        Unavailable: it cannot be built; says what is missing.
+    """
+    path = build.library()
+    compiler.forget_failure(path)
+    if again:
+        path.unlink(missing_ok=True)
+    return path, build.build()
+
+
+def _missing() -> str | None:
+    """Why the library cannot be had here, if it cannot."""
+    if build.library().is_file():
+        return None
+    try:
+        build.command()
+        _check_failure()
+    except (Unavailable, OSError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _check_failure() -> None:
+    if compiler.failure(build.library()) is not None:
+        raise Unavailable("the library did not compile before; `fastconv build` tries again")
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """In the background, until the library is built; whoever calls next will load it."""
+    global conv2d
+    process.wait()
+    failed = compiler.failure(build.library())
+    if build.library().is_file():
+        conv2d = _load_at_once  # not here: this thread may be ended at any point, and with it C++
+    elif failed is not None:
+        _set_reason("the library did not compile; `fastconv build` tries again")
+        warnings.warn(
+            "fastconv's native host path did not compile; calls work, but cost more of the "
+            f"processor's time. {_VARIABLE}=0 does without it. {failed}",
+            stacklevel=2,
+        )
+    else:
+        _set_reason("the library's building was stopped")
+
+
+def _load_at_once(*arguments: Any) -> Any:
+    """Stands for the library until the first call, which loads it."""
+    with _lock:
+        if conv2d is _load_at_once:
+            try:
+                _load()
+            except Unavailable as error:
+                _give_up(error)
+    return NotImplemented if conv2d is None else conv2d(*arguments)
+
+
+def _require(*arguments: Any) -> Any:
+    """The same where the library has to be there: it is built at once, or an error is raised."""
+    with _lock:
+        if conv2d is _require:
+            if not build.library().is_file():
+                if _in_the_way():
+                    raise Unavailable(
+                        f"{_VARIABLE}=1 asks for the native host path, which is not built while "
+                        "a CUDA graph is captured, nor in a forked process: run `fastconv build` "
+                        "before"
+                    )
+                build.build()
+            _load()
+    assert conv2d is not None
+    return conv2d(*arguments)
+
+
+def _load() -> None:
+    global conv2d
+    from fastconv.ops.entries import prepare
+
+    module = build.load()
+    module.set_prepare(prepare)
+    conv2d = module.conv2d
+
+
+def _give_up(error: Unavailable) -> None:
+    global conv2d
+    conv2d = None
+    _set_reason(str(error))
+    warnings.warn(f"fastconv's native host path is not used: {error}", stacklevel=4)
+
+
+def _set_reason(reason: str) -> None:
+    global _reason
+    _reason = reason
+
+
+def _in_the_way() -> bool:
+    return (
+        _forked
+        or torch.compiler.is_compiling()
+        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _after_fork() -> None:
+    global _forked, _lock
+    _forked, _lock = True, threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+if os.environ.get(_VARIABLE) == "1":
+    conv2d = _require
