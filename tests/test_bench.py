@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import fastconv
 from fastconv import cli, jit
 from fastconv.bench import (
     configurations,
     contestants,
     environment,
+    host,
     limits,
     measure,
     results,
@@ -476,6 +481,137 @@ def test_compare_knows_rows_of_one_alone(
     assert "0 rows are in the old results alone, 1 in the new alone" in capsys.readouterr().out
 
 
+# --- fastconv bench --host ------------------------------------------------------------------------
+
+HOST = ["bench", "--host", "--device", "cpu", "--row-seconds", "0"]
+HOST_ROWS = [
+    "small_forward", "small_forward_recorded", "small_backward", "small_input_grad",
+    "layers20_step", "resnet50_step", "resnet50_inference",
+]  # fmt: skip
+
+
+@pytest.fixture
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small calls and one thread: several wait for each other where others use the machine."""
+    threads = torch.get_num_threads()
+    monkeypatch.setitem(host.CALLS, "cpu", 1)
+    monkeypatch.setattr(host, "WARM_UPS", 1)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small_network(weights: None) -> torch.nn.Module:
+    """In place of ResNet-50."""
+    layers = (torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.BatchNorm2d(4))
+    return torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_host_times_of_every_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = SimpleNamespace(resnet50=small_network)
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(models=models))
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    path = tmp_path / "host.json"
+    assert cli.main([*HOST, "--output", str(path)]) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["format"] == results.HOST_FORMAT
+    assert found["environment"]["host_path"] == environment.host_path()
+    assert [row["name"] for row in found["rows"]] == HOST_ROWS
+    for row in found["rows"]:
+        assert row["ratio"] == row["ours"]["us"] / row["peer"]["us"]
+        for timed in (row["ours"], row["peer"]):
+            assert 0 < timed["low_us"] <= timed["us"] <= timed["high_us"]
+            assert timed["samples"] == timing.LEAST_SAMPLES
+    captured = capsys.readouterr()
+    assert "small_backward" in captured.out
+    assert "[7/7" in captured.err
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_networks_are_skipped_without_torchvision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    assert cli.main([*HOST, "--json", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    rows = json.loads(captured.out)["rows"]
+    skipped = {row["name"]: row["skipped"] for row in rows if row["skipped"]}
+    assert skipped == dict.fromkeys(
+        HOST_ROWS[5:], "torchvision is not installed: pip install torchvision"
+    )
+
+
+def test_one_failing_host_row_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def nothing() -> tuple[host.Contestant, host.Contestant]:
+        return (lambda: lambda: None), (lambda: lambda: None)
+
+    cases = [host.HostCase("a", "", 1, fails), host.HostCase("b", "", 1, nothing)]
+    monkeypatch.setattr(host, "cases", lambda device: cases)
+    assert cli.main([*HOST, "--json"]) == 1
+    failed, measured = json.loads(capsys.readouterr().out)["rows"]
+    assert failed["error"] == "out of memory: the other rows need less"
+    assert measured["ours"]["samples"] == timing.LEAST_SAMPLES
+
+
+def test_host_samples_are_bursts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the timed part moves on."""
+    clock, seen = SimpleNamespace(now=0), []
+
+    def contestant(name: str, ns: int) -> host.Contestant:
+        def run() -> None:
+            assert not gc.isenabled()
+            seen.append(name)
+            clock.now += ns
+
+        def prepare() -> host.Run:
+            clock.now += 10**9  # untimed
+            return run
+
+        return prepare
+
+    fake = SimpleNamespace(perf_counter_ns=lambda: clock.now, perf_counter=lambda: clock.now / 1e9)
+    monkeypatch.setattr(host, "time", fake)
+    monkeypatch.setattr(host, "WARM_UPS", 1)
+    turns = [contestant("ours", 6000), contestant("peer", 9000)]
+    samples = host.take_turns(turns, 3, torch.device("cpu"), 9.5)
+    assert samples == [[2.0] * 5, [3.0] * 5]  # 2 seconds a round
+    assert seen == ["ours", "peer"] * 6
+    assert gc.isenabled()
+
+
+def test_host_ratio_is_of_medians() -> None:
+    ours = results.HostTiming.of([9.0, 10.0, 10.0, 11.0, 100.0])
+    peer = results.HostTiming.of([20.0, 20.0, 20.0])
+    assert (ours.us, ours.low_us, ours.samples) == (10.0, 9.5, 5)
+    row = results.HostRow("small_forward", "", ours, peer)
+    assert row.ratio == 0.5
+    assert row.unsteady
+    assert not results.HostRow("small_forward", "", peer, peer).unsteady
+
+
+def test_networks_with_fastconv_share_their_parameters() -> None:
+    torch.manual_seed(0)
+    peer = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Sequential(small_network(None)))
+    peer[1][0][0] = torch.nn.Conv2d(4, 4, 3, padding=1)
+    ours = host.with_fastconv(peer)
+    convolutions = [m for m in ours.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert [type(module) for module in convolutions] == [fastconv.Conv2d] * 2
+    assert not any(isinstance(module, fastconv.Conv2d) for module in peer.modules())
+    for one, other in zip(ours.parameters(), peer.parameters(), strict=True):
+        assert one is other
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(ours(images), peer(images))
+
+
 # --- fastconv info --------------------------------------------------------------------------------
 
 
@@ -520,6 +656,27 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--compare", "a.json", "b.json", "--output", "c.json"], "nothing to write"),
         (["bench", "--dry-run", "--output", "c.json"], "nothing to write"),
         (["bench", "--dry-run", "--compare", "a.json", "b.json"], "not allowed with"),
+        (["bench", "--host", "--commands"], "to which --commands does not apply"),
+        *(
+            (
+                ["bench", "--host", option, value],
+                f"--host has rows of its own, to which {option} does not apply: it takes --device",
+            )
+            for option, value in (
+                ("--shape", SHAPE),
+                ("--suite", "real"),
+                ("--pass", "forward"),
+                ("--dtype", "float32"),
+                ("--precision", "ieee"),
+                ("--format", "nchw"),
+                ("--divisor", "2"),
+                ("--peer", "pytorch"),
+                ("--repeats", "7"),
+                ("--time-limit", "0"),
+            )
+        ),
+        (["bench", "--host", "--dry-run"], "not allowed with"),
+        (["bench", "--host", "--compare", "a.json", "b.json"], "not allowed with"),
         (["bench", "--device", "abacus"], "abacus"),
         (["bench", "--device", "meta"], "it should be cpu, cuda"),
         (["bench", "--dtype", "int8"], "int8"),

@@ -15,7 +15,7 @@ import pytest
 from fastconv import cli
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
-from fastconv.bench.results import Results, Row
+from fastconv.bench.results import HostResults, HostRow, HostTiming, Results, Row
 from fastconv.bench.timing import Timing
 from fastconv.bench.workloads import FOUNDING
 
@@ -42,6 +42,55 @@ def results(tmp_path: Path) -> Path:
     path = tmp_path / "results.json"
     Results(environment, Ceilings({"float32 ieee": 51.0}, 4.3), rows, 12.0).write(path)
     return path
+
+
+@pytest.fixture
+def host_times(tmp_path: Path) -> Path:
+    """Three rows of host times: one measured, one skipped, one failed."""
+    ours, peer = HostTiming(12.5, 12.25, 13.0, 100), HostTiming(10000.0, 9000.0, 12000.0, 100)
+    rows = [
+        HostRow("small_forward", "forward | no_grad", ours, peer),
+        HostRow("resnet50_step", "a step", skipped="torchvision is not installed"),
+        HostRow("resnet50_inference", "inference", error="out of memory"),
+    ]
+    environment = {"fastconv": "0", "torch": "2", "gpu": "Abacus", "host_path": "Python"}
+    path = tmp_path / "host.json"
+    HostResults(environment, rows).write(path)
+    return path
+
+
+def test_table_of_host_times(
+    host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.md"
+    assert cli.main(["report", str(host_times), "--markdown", str(table)]) == 0
+    text = table.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line[:1] == "|"]
+    assert lines[2:] == [
+        r"| small_forward | forward \| no_grad | 12.5 (12.2 to 13.0) | 10000 (9000 to 12000) "
+        "| 0.00? |",
+        "| resnet50_step | a step | skipped | skipped |  |",
+        "| resnet50_inference | inference | failed | failed |  |",
+    ]
+    shown = capsys.readouterr().out
+    for said in (shown, text):
+        assert "Abacus" in said
+        assert "host path: Python" in said
+        assert "samples spread by more than 10%" in said
+        assert "resnet50_step skipped: torchvision is not installed" in said
+        assert "resnet50_inference failed: out of memory" in said
+    assert cli.main(["report", str(host_times), "--json"]) == 0
+    assert capsys.readouterr().out == host_times.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["--plots", "--html"])
+def test_host_times_are_a_table_alone(
+    host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert cli.main(["report", str(host_times), option, str(tmp_path / "made")]) == 2
+    assert f"holds host times, of which {option} makes nothing" in capsys.readouterr().err
+    assert cli.main(["bench", "--compare", str(host_times), str(host_times)]) == 2
+    assert "its format is 'fastconv bench --host 1'" in capsys.readouterr().err
 
 
 def test_terminal_table(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +144,21 @@ def _damaged(value: Any) -> Iterator[Any]:
         yield {**value, "unknown": 1}
     elif isinstance(value, list) and value:
         yield from ([other, *value[1:]] for other in _damaged(value[0]))
+
+
+def test_damaged_host_times_end_with_a_line(
+    host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = json.loads(host_times.read_text(encoding="utf-8"))
+    damaged, table = tmp_path / "damaged.json", tmp_path / "table.md"
+    statuses = []
+    for other in _damaged(contents):
+        damaged.write_text(json.dumps(other), encoding="utf-8")
+        statuses.append(cli.main(["report", str(damaged), "--quiet", "--markdown", str(table)]))
+        said = capsys.readouterr().err
+        assert statuses[-1] == 0 or (statuses[-1] == 2 and said.count("\n") == 1), said
+        assert not re.search(r"__|Error|typing|NoneType", said), said
+    assert 2 * statuses.count(2) > len(statuses) > 50
 
 
 def test_damaged_results_end_with_a_line(

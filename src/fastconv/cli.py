@@ -164,12 +164,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser, (*PASSES, STEP))
     _add_suites(parser)
     parser.add_argument(
-        "--peer", choices=PEERS, default="pytorch",
+        "--peer", choices=PEERS,
         help="PyTorch in the same memory format (the default), the best of both formats, or "
         "torch.compile with max-autotune",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=_positive, default=7, metavar="N",
+        "--repeats", type=_positive, metavar="N",
         help="samples of each before looking at their spread (default: 7)",
     )  # fmt: skip
     parser.add_argument(
@@ -191,10 +191,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"),
         help="say what changed beyond noise between two results, and run nothing",
     )  # fmt: skip
+    instead.add_argument(
+        "--host", action="store_true",
+        help="measure how long the host takes to queue eager calls: a small convolution, networks",
+    )  # fmt: skip
     parser.add_argument(
         "--commands", action="store_true", help="print the command that reproduces each row"
     )
-    parser.set_defaults(run=commands.bench)
+    parser.set_defaults(run=commands.bench, passes=None, dtype=None, precision=None, format=None)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -149,9 +149,9 @@ def case_from(entry: dict[str, Any], workload: Workload) -> Case:
     return Case(workload, *(entry[name] for name in choices))
 
 
-def reason(error: Exception) -> str:
-    """Why a case failed, in one line."""
+def reason(error: Exception, advice: str = "a smaller batch, or --divisor 2, would fit") -> str:
+    """Why a case failed, in one line; ``advice`` is for where memory did not suffice."""
     line = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
-        return "out of memory: a smaller batch, or --divisor 2, would fit"
+        return f"out of memory: {advice}"
     return ": ".join(filter(None, (type(error).__name__, line)))

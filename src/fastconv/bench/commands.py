@@ -21,7 +21,9 @@ from fastconv import files
 from fastconv.bench import (
     campaign,
     configurations,
+    contestants,
     environment,
+    host,
     limits,
     report,
     results,
@@ -42,8 +44,9 @@ from fastconv.bench.cases import (
     reason,
 )
 from fastconv.bench.console import extra, follow, show, work_through
+from fastconv.bench.host import HostCase
 from fastconv.bench.measure import Bench
-from fastconv.bench.results import Results
+from fastconv.bench.results import AnyResults, HostResults, Results
 from fastconv.bench.timing import Effort
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
@@ -57,6 +60,12 @@ from fastconv.kernels.hopper import tuned
 CPU_DIVISOR = 4
 INTERRUPTED = 130
 
+# Options of `bench` that select or shape its rows; `--host` has rows of its own.
+_NOT_WITH_HOST = (
+    "shape", "suite", "divisor", "passes", "dtype", "precision", "format", "peer", "repeats",
+    "time_limit", "commands",
+)  # fmt: skip
+
 
 class UsageError(ValueError):
     """Arguments that cannot be honoured; says why."""
@@ -69,6 +78,8 @@ def bench(arguments: Namespace) -> int:
         raise UsageError(f"{which} measures nothing: there is nothing to write to --output")
     if arguments.compare:
         return _compare(arguments)
+    if arguments.host:
+        return _bench_host(arguments)
     device = _device(arguments.device)
     selected = _select(arguments, device)
     if arguments.dry_run:
@@ -88,28 +99,46 @@ def bench(arguments: Namespace) -> int:
 
 def report_results(arguments: Namespace) -> int:
     """``fastconv report``: tables, plots and a page from results."""
-    found = results.read(arguments.results)
+    found = results.read_any(arguments.results)
     if not (arguments.json or arguments.quiet):
         extra("rich")
+    if isinstance(found, HostResults):
+        return _report_host(arguments, found)
     plots: Any = _plots() if arguments.plots or arguments.html else None
     drawn: list[Path] = []
     if arguments.plots:
         files.make_folder(arguments.plots)
         drawn = plots.outputs(arguments.plots)
     files.check_outputs([arguments.markdown, arguments.html, *drawn], [arguments.results])
-    if arguments.markdown:
-        files.write(arguments.markdown, report.results_markdown(found))
     if arguments.plots:
         plots.write(found, arguments.plots)
     if arguments.html:
         from fastconv.bench import page
 
         files.write(arguments.html, page.html(found))
+    _tabulate(arguments, found)
+    return 0
+
+
+def _report_host(arguments: Namespace, found: HostResults) -> int:
+    for option in ("plots", "html"):
+        if getattr(arguments, option):
+            raise UsageError(
+                f"{arguments.results} holds host times, of which --{option} makes nothing: only "
+                "--markdown and --json"
+            )
+    files.check_outputs([arguments.markdown], [arguments.results])
+    _tabulate(arguments, found)
+    return 0
+
+
+def _tabulate(arguments: Namespace, found: AnyResults) -> None:
+    if arguments.markdown:
+        files.write(arguments.markdown, report.markdown(found))
     if arguments.json:
         print(found.json(), end="")
     elif not arguments.quiet:
-        show(report.results_table(found))
-    return 0
+        show(report.table(found))
 
 
 def verify_results(arguments: Namespace) -> int:
@@ -199,6 +228,40 @@ def export_file(arguments: Namespace) -> int:
     return 0
 
 
+def _bench_host(arguments: Namespace) -> int:
+    """``fastconv bench --host``: measures how long the host takes to queue calls."""
+    for name in _NOT_WITH_HOST:
+        given = getattr(arguments, name)
+        if given is not None and given is not False:  # a time limit may be 0
+            raise UsageError(
+                f"--host has rows of its own, to which --{_option(name)} does not apply: it takes "
+                "--device, --row-seconds, --output, --json and --quiet"
+            )
+    device = _device(arguments.device)
+    if not arguments.json:
+        extra("rich")
+    files.check_outputs([arguments.output])
+    contestants.settle()
+    found = HostResults(environment.describe(device))
+
+    def work(case: HostCase) -> str:
+        found.rows.append(host.row(case, device, arguments.row_seconds))
+        _write_row(arguments, found)
+        return report.host_brief(found.rows[-1])
+
+    try:
+        finished = work_through(host.cases(device), lambda case: case.name, work, arguments.quiet)
+    finally:
+        _hand_over(arguments, found)  # whatever ended it
+    if not finished:
+        return INTERRUPTED
+    return 1 if any(row.error for row in found.rows) else 0
+
+
+def _option(name: str) -> str:
+    return "pass" if name == "passes" else name.replace("_", "-")
+
+
 def _measure(
     arguments: Namespace, selected: Sequence[Case], device: torch.device, found: Results
 ) -> bool:
@@ -211,16 +274,15 @@ def _measure(
     found.ceilings = limits.measure(selected, device)
     for doubt in found.doubts:
         _say(arguments, doubt)
-    effort = Effort(arguments.repeats, arguments.row_seconds)
-    measuring = Bench(device, arguments.peer, effort, found.ceilings, gpu, compiled)
+    effort = Effort(arguments.repeats or Effort.repeats, arguments.row_seconds)
+    measuring = Bench(device, arguments.peer or "pytorch", effort, found.ceilings, gpu, compiled)
 
     def work(case: Case) -> str:
         if time.perf_counter() >= deadline:
             found.rows.append(measuring.failed(case, "not measured: the time limit was reached"))
         else:
             found.rows.append(measuring.row(case))
-        if arguments.output and files.replaceable(arguments.output):
-            found.write(arguments.output)
+        _write_row(arguments, found)
         return report.brief(found.rows[-1])
 
     finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
@@ -229,15 +291,21 @@ def _measure(
     return finished
 
 
-def _hand_over(arguments: Namespace, found: Results) -> None:
+def _write_row(arguments: Namespace, found: AnyResults) -> None:
+    """Replaces the output by one that has the latest row; what cannot be replaced waits."""
+    if arguments.output and files.replaceable(arguments.output):
+        found.write(arguments.output)
+
+
+def _hand_over(arguments: Namespace, found: AnyResults) -> None:
     """Shows and writes what was measured, if anything was."""
     if not found.rows:
         return
     if arguments.json:
         print(found.json(), end="")
     else:
-        show(report.results_table(found))
-        if arguments.commands:
+        show(report.table(found))
+        if arguments.commands and isinstance(found, Results):
             print("\n".join(row.command for row in found.rows))
     if arguments.output:
         found.write(arguments.output)

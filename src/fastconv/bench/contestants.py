@@ -105,6 +105,13 @@ def settings(precision: str | None, benchmark: bool = True) -> Iterator[None]:
         torch.set_float32_matmul_precision(matmul)
 
 
+def settle() -> None:
+    """Waits for what fastconv makes in the background, so that calls stay on the path they take.
+
+    There is no such thing yet.
+    """
+
+
 def _step(layer: Callable[[Tensor, Tensor], Tensor]) -> Pass:
     def step(at: Tensors) -> tuple[Tensor, ...]:
         input, weight = (tensor.detach().requires_grad_() for tensor in (at.input, at.weight))

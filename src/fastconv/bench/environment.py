@@ -33,10 +33,16 @@ def describe(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device.type,
+        "host_path": host_path(),
         "threads": str(torch.get_num_threads()),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     return found | (_gpu(device) if device.type == "cuda" else {})
+
+
+def host_path() -> str:
+    """Which code takes an eager call from the user to the launch."""
+    return "Python"
 
 
 def free_bytes(device: torch.device) -> int:

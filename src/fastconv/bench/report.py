@@ -10,7 +10,15 @@ from fastconv.bench import timing
 from fastconv.bench.campaign import Group, Summary
 from fastconv.bench.console import extra
 from fastconv.bench.judging import Error
-from fastconv.bench.results import Change, Results, Row
+from fastconv.bench.results import (
+    AnyResults,
+    Change,
+    HostResults,
+    HostRow,
+    HostTiming,
+    Results,
+    Row,
+)
 from fastconv.bench.timing import Timing
 from fastconv.bench.verify import Check
 
@@ -24,6 +32,10 @@ NOTE = (
     "as measured on this machine; first call: with compiling and trying out algorithms; "
     "host: to queue a call; extra: peak memory beyond the results"
 )
+HOST_NOTE = (
+    "time of the host to queue a call (on a CPU, to compute it): median of interleaved samples "
+    "(quartiles); ratio: fastconv's over PyTorch's, below 1 is less"
+)
 UNSTEADY = (
     f"?: samples spread by more than {timing.UNSTEADY:.0%}, as they do on a busy machine: "
     "the figure says little"
@@ -33,6 +45,8 @@ RIGHT = (
     "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's", "host µs", "extra MiB",
     "compile s", "first call ms",
 )  # fmt: skip
+_HOST_LEFT = ("row", "call")
+_HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
 _STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
 _CHECK = ("compared", "error", "PyTorch's", "max. error", "PyTorch's", "of bound", "check")
@@ -40,7 +54,7 @@ _SUMMARY = (("kind", "name"), ("trials", "wrong", "of bound"))
 _SHARE = "of bound: the largest part of what it may be wrong by that any element is"
 
 
-def title(results: Results) -> str:
+def title(results: AnyResults) -> str:
     """What was compared, and where."""
     about = results.environment
     ours, commit, torch, threads = (
@@ -117,15 +131,26 @@ class Brief:
         return f"{sum(not check.passed for check in checks)} wrong so far"
 
 
-def results_table(results: Results) -> Table:
+def table(results: AnyResults) -> Table:
+    """A table for the terminal."""
+    return _host_table(results) if isinstance(results, HostResults) else _results_table(results)
+
+
+def markdown(results: AnyResults) -> str:
+    """A table for the documentation, with its legend."""
+    if isinstance(results, HostResults):
+        return _host_markdown(results)
+    return _results_markdown(results)
+
+
+def _results_table(results: Results) -> Table:
     caption = "\n".join((ceilings(results), NOTE, *remarks(results), *failures(results)))
     return _table(title(results), caption, LEFT, RIGHT, list(map(row_cells, results.rows)))
 
 
 def remarks(results: Results) -> list[str]:
     """What to know before reading the figures, a sentence each: that the machine was busy."""
-    unsteady = any(row.unsteady for row in results.rows)
-    return [*([UNSTEADY] if unsteady else []), *results.doubts]
+    return [*_unsteady(results), *results.doubts]
 
 
 def failures(results: Results) -> list[str]:
@@ -133,13 +158,41 @@ def failures(results: Results) -> list[str]:
     return [f"{row.case.label} failed: {row.error}" for row in results.rows if row.error]
 
 
-def results_markdown(results: Results) -> str:
-    """A table for the documentation, with its legend."""
-    rows = [row_cells(row) for row in results.rows]
-    failed = "".join(f"\n{line}\n" for line in failures(results))
+def _results_markdown(results: Results) -> str:
     legend = f"{title(results)}; {ceilings(results)}; {NOTE}."
-    beware = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in remarks(results))
-    return f"{legend}\n{beware}\n{_markdown(LEFT, RIGHT, rows)}{failed}"
+    rows = _markdown(LEFT, RIGHT, list(map(row_cells, results.rows)))
+    return _section(legend, remarks(results), rows, failures(results))
+
+
+def _host_table(results: HostResults) -> Table:
+    lines = (_host_path(results), HOST_NOTE, *_unsteady(results), *_host_failures(results))
+    rows = list(map(_host_cells, results.rows))
+    return _table(title(results), "\n".join(lines), _HOST_LEFT, _HOST_RIGHT, rows)
+
+
+def _host_markdown(results: HostResults) -> str:
+    legend = f"{title(results)}; {_host_path(results)}; {HOST_NOTE}."
+    rows = _markdown(_HOST_LEFT, _HOST_RIGHT, list(map(_host_cells, results.rows)))
+    return _section(legend, _unsteady(results), rows, _host_failures(results))
+
+
+def _host_cells(row: HostRow) -> Cells:
+    """The cells of a row of host times; the last one of a row without them is empty."""
+    if not (row.ours and row.peer):
+        return (row.name, row.about, *["skipped" if row.skipped else "failed"] * 2, "")
+    return (row.name, row.about, _host_time(row.ours), _host_time(row.peer), _ratio(row))
+
+
+def host_brief(row: HostRow) -> str:
+    """The outcome of a row of host times in a few words."""
+    if not (row.ours and row.peer):
+        return str(row.complaint)
+    return f"{_us(row.ours.us)} µs, PyTorch {_us(row.peer.us)} µs, ratio {_ratio(row)}"
+
+
+def _ratio(row: HostRow) -> str:
+    """A measured row's ratio, with a question mark where it says little."""
+    return f"{row.ratio:.2f}" + ("?" if row.unsteady else "")
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
@@ -182,6 +235,32 @@ def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
     ours, commit, torch = (environment.get(name, "unknown") for name in names)
     legend = f"fastconv {ours} ({commit}), PyTorch {torch}, {where}: {_totals(summary)}; {_SHARE}."
     return f"{legend}\n\n{_markdown(*_SUMMARY, _group_cells(summary))}"
+
+
+def _section(legend: str, beware: Sequence[str], table: str, failed: Sequence[str]) -> str:
+    before = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in beware)
+    after = "".join(f"\n{line}\n" for line in failed)
+    return f"{legend}\n{before}\n{table}{after}"
+
+
+def _unsteady(results: AnyResults) -> list[str]:
+    return [UNSTEADY] if any(row.unsteady for row in results.rows) else []
+
+
+def _host_path(results: HostResults) -> str:
+    return f"host path: {results.environment.get('host_path', 'unknown')}"
+
+
+def _host_failures(results: HostResults) -> list[str]:
+    return [f"{row.name} {row.complaint}" for row in results.rows if row.complaint]
+
+
+def _host_time(timing: HostTiming) -> str:
+    return f"{_us(timing.us)} ({_us(timing.low_us)} to {_us(timing.high_us)})"
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def _totals(summary: Summary) -> str:

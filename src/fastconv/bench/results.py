@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from fastconv import files
-from fastconv.bench import limits
+from fastconv.bench import limits, timing
 from fastconv.bench.cases import Case, case_from
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.timing import Timing
 from fastconv.bench.workloads import from_dict, to_dict
 
 FORMAT = "fastconv bench 1"
+HOST_FORMAT = "fastconv bench --host 1"
+Kind = TypeVar("Kind")
 LEAST_CHANGE = 0.03  # what clocks and temperature do to the same code from run to run
 
 
@@ -113,15 +116,120 @@ class Results:
         files.write(path, self.json())
 
 
+@dataclass(frozen=True)
+class HostTiming:
+    """Microseconds of the host's time that a call of one contestant took."""
+
+    us: float  # the median
+    low_us: float  # the quartiles
+    high_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> HostTiming:
+        low, median, high = statistics.quantiles(samples, n=4)
+        return cls(median, low, high, len(samples))
+
+    @property
+    def unsteady(self) -> bool:
+        return (self.high_us - self.low_us) / 2 > timing.UNSTEADY * self.us
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """Host times of one kind of call: both contestants', or else why there are none."""
+
+    name: str
+    about: str
+    ours: HostTiming | None = None
+    peer: HostTiming | None = None
+    skipped: str | None = None  # why it cannot be measured on this machine
+    error: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Our time over PyTorch's: below 1, ours is the shorter one."""
+        return self.ours.us / self.peer.us if self.ours and self.peer else None
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether the samples of either spread so much that the ratio says little."""
+        return any(timing.unsteady for timing in (self.ours, self.peer) if timing)
+
+    @property
+    def complaint(self) -> str | None:
+        """Why there are no times, if there are none."""
+        if self.skipped is not None:
+            return f"skipped: {self.skipped}"
+        return None if self.error is None else f"failed: {self.error}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio}
+
+    @classmethod
+    def from_dict(cls, entry: Any) -> HostRow:
+        """Undoes :meth:`to_dict`; a ValueError or a KeyError if that cannot be done."""
+        _expect(entry, dict[str, Any], "a row")
+        for name in ("name", "about"):
+            _expect(entry[name], str, name)
+        for name in ("skipped", "error"):
+            _expect(entry[name], str | None, name)
+        ours, peer = (_object(HostTiming, entry[name], name) for name in ("ours", "peer"))
+        made = cls(entry["name"], entry["about"], ours, peer, entry["skipped"], entry["error"])
+        if not (made.complaint or (ours and peer and ours.us and peer.us)):
+            raise ValueError(f"{made.name} has neither times nor a reason why not")
+        return made
+
+
+@dataclass
+class HostResults:
+    """The rows of a run of host times, and where they come from."""
+
+    environment: dict[str, str]
+    rows: list[HostRow] = field(default_factory=list)
+
+    def json(self) -> str:
+        contents = {
+            "format": HOST_FORMAT,
+            "environment": self.environment,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+        return json.dumps(contents, indent=1) + "\n"
+
+    def write(self, path: Path) -> None:
+        files.write(path, self.json())
+
+
+AnyResults: TypeAlias = Results | HostResults
+
+
 def read(path: Path) -> Results:
     """The results that a file holds."""
+    return _load(path, _read)
+
+
+def read_any(path: Path) -> AnyResults:
+    """The results that a file holds, of either kind."""
+    return _load(path, _read_any)
+
+
+def _load(path: Path, reader: Callable[[Any], Kind]) -> Kind:
     contents = files.read_json(path)
     try:
-        return _read(contents)
+        return reader(contents)
     except KeyError as error:
         raise ResultsError(f"{path} does not hold results of fastconv bench: no {error}") from error
     except ValueError as error:
         raise ResultsError(f"{path} does not hold results of fastconv bench: {error}") from error
+
+
+def _read_any(contents: Any) -> AnyResults:
+    _expect(contents, dict[str, Any], "it")
+    if contents["format"] != HOST_FORMAT:
+        return _read(contents)
+    _expect(contents["environment"], dict[str, str], "environment")
+    _expect(contents["rows"], list, "rows")
+    return HostResults(contents["environment"], list(map(HostRow.from_dict, contents["rows"])))
 
 
 def _read(contents: Any) -> Results:
@@ -138,9 +246,6 @@ def _read(contents: Any) -> Results:
             raise ValueError("a ceiling is 0")
     rows = [Row.from_dict(entry) for entry in contents["rows"]]
     return Results(contents["environment"], before, rows, contents["build_s"], after)
-
-
-Kind = TypeVar("Kind")
 
 
 def _object(kind: type[Kind], entry: Any, name: str) -> Kind | None:
