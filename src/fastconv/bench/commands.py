@@ -241,7 +241,7 @@ def _bench_host(arguments: Namespace) -> int:
     if not arguments.json:
         extra("rich")
     files.check_outputs([arguments.output])
-    contestants.settle()
+    contestants.settle(device)
     found = HostResults(environment.describe(device))
 
     def work(case: HostCase) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import fastconv
+from fastconv import native
 
 _CLOCKS = {
     "driver": "driver_version",
@@ -33,16 +34,11 @@ def describe(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device.type,
-        "host_path": host_path(),
+        "host_path": native.describe(),
         "threads": str(torch.get_num_threads()),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     return found | (_gpu(device) if device.type == "cuda" else {})
-
-
-def host_path() -> str:
-    """Which code takes an eager call from the user to the launch."""
-    return "Python"
 
 
 def free_bytes(device: torch.device) -> int:

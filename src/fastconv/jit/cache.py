@@ -51,14 +51,6 @@ def folder() -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "fastconv"
 
 
-def distrusted(path: Path) -> str | None:
-    return None
-
-
-def make_folder() -> None:
-    folder().mkdir(parents=True, exist_ok=True)
-
-
 def key(
     text: str, headers: Mapping[str, str], options: Iterable[str], version: tuple[int, int]
 ) -> str:

@@ -85,10 +85,12 @@ def begin() -> None:
         conv2d = _load_at_once
 
 
-def finish(timeout: float | None = None) -> None:
-    """Waits until what :func:`begin` began to build is there; for benchmarks and tests."""
+def finish() -> None:
+    """Waits until what :func:`begin` began to build is there, and loads it; for benchmarks."""
     if _background is not None:
-        _background.join(timeout)
+        _background.join()
+    if conv2d is _load_at_once:
+        _load_if_possible()
 
 
 def make(again: bool = False) -> tuple[Path, bool]:
@@ -141,13 +143,17 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 def _load_at_once(*arguments: Any) -> Any:
     """Stands for the library until the first call, which loads it."""
+    _load_if_possible()
+    return NotImplemented if conv2d is None else conv2d(*arguments)
+
+
+def _load_if_possible() -> None:
     with _lock:
         if conv2d is _load_at_once:
             try:
                 _load()
             except Unavailable as error:
                 _give_up(error)
-    return NotImplemented if conv2d is None else conv2d(*arguments)
 
 
 def _require(*arguments: Any) -> Any:
