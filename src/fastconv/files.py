@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fastconv.jit import cache
+from fastconv.jit import cache, trust
 
 
 class FileError(ValueError):
@@ -58,9 +58,14 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
         taken[path.resolve()] = "written"
 
 
-def make_folder(path: Path) -> None:
-    """Makes a folder for files unless it is there, or raises a FileError that says why not."""
+def make_folder(path: Path, private: bool = False) -> None:
+    """Makes a folder for files unless it is there, or raises a FileError that says why not.
+
+    A private one, and the parents that it needs, are for the user alone.
+    """
     try:
+        if private:
+            trust.make_folder(path)
         path.mkdir(parents=True, exist_ok=True)
         _try_folder(path)
     except FileExistsError as error:

@@ -280,7 +280,7 @@ class Watch:
         self.root, self._timeout_s = root, timeout_s
         self._writers: set[int] = set()  # processes that use the folder which is read-only at times
         for name in (*FOLDERS, "began"):
-            (root / name).mkdir()
+            (root / name).mkdir(0o755)  # others cannot write it: it would not be used
 
     def run(self, task: Task) -> Outcome:
         """Runs the task in a process of its own, and sends it its signal."""
@@ -403,6 +403,7 @@ def main() -> int:
         begin(arguments.began, task)
         work(task)
         return 0
+    os.umask(0o022)  # entries that are damaged here are to be read
     root, start, outcomes = Path(tempfile.mkdtemp(prefix="stress-")), time.monotonic(), []
     watch = Watch(root, arguments.timeout)
 

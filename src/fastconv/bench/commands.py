@@ -52,6 +52,7 @@ from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.bench.workloads import SUITES, parse_shape, suite, unique
 from fastconv.exporter import export
+from fastconv.jit import trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import tuned
@@ -482,7 +483,12 @@ def _table(arguments: Namespace) -> Path:
     """Where choices of plans are added: a table, or no file yet."""
     path: Path = arguments.output or tuned.own()
     if arguments.output is None:
-        files.make_folder(path.parent)
+        if words := trust.distrusted(path):
+            raise UsageError(
+                f"{path} would not be used: {words}; take others' right to write away, set "
+                "FASTCONV_CACHE_DIR to a folder that is yours alone, or give --output"
+            )
+        files.make_folder(path.parent, private=True)
     files.check_outputs([path], _suite_files(arguments))
     if path.is_file() and path.stat().st_size > 0:
         table = files.read_json(path)

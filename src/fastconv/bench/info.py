@@ -10,7 +10,7 @@ import torch
 from fastconv import _precision, jit
 from fastconv.bench import configurations, environment
 from fastconv.bench.cases import Case
-from fastconv.jit import cache
+from fastconv.jit import cache, trust
 from fastconv.kernels.family import Gpu
 from fastconv.kernels.gpus import H200
 
@@ -23,7 +23,12 @@ def gather(device: torch.device, cases: Sequence[Case], explain: bool = False) -
         "environment": environment.describe(device),
         "nvrtc": _nvrtc(),
         "float32_convolutions": _precision.pytorch_setting(),
-        "cache": {"folder": str(cache.folder()), "entries": size.entries, "bytes": size.bytes},
+        "cache": {
+            "folder": str(cache.folder()),
+            "entries": size.entries,
+            "bytes": size.bytes,
+            "distrusted": trust.distrusted_folder(cache.folder()),
+        },
         "planned_for": "this GPU" if gpu else "an H200, for want of a GPU",
         "cases": [_case(case, gpu or H200, explain) for case in cases],
     }
@@ -40,6 +45,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"{'cache':{width}}  {kept['folder']}: {kept['entries']} kernels, "
         f"{kept['bytes'] / 2**20:.1f} MiB",
     ]
+    if kept["distrusted"]:
+        text.append(f"{'':{width}}  not used, as others could plant code: {kept['distrusted']}")
     if found["cases"]:
         text += ["", f"planned for {found['planned_for']}; on a CPU, the CPU backend runs instead"]
     for case in found["cases"]:

@@ -1,8 +1,9 @@
 """Keeps machine code on disk, so that a kernel is compiled once and not once per process.
 
 Any number of processes may share the folder: an entry appears whole or not at all, and one that
-does not match its checksum counts as missing. No trouble with the folder is an error: the worst it
-costs is compiling again.
+does not match its checksum counts as missing. So does one that others could have made or changed
+(see :mod:`fastconv.jit.trust`): a checksum anyone can compute. No trouble with the folder is an
+error: the worst it costs is compiling again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from fastconv.jit import trust
 
 # Changes whenever an entry's layout or the making of keys does.
 _MAGIC = b"fastconv cubin 1"
@@ -64,10 +67,13 @@ def key(
 
 
 def load(key: str) -> bytes | None:
-    """What was stored under the key, or None. A damaged entry is removed."""
+    """What was stored under the key, or None. A damaged entry is removed.
+
+    One that is not to be trusted is ignored, with a warning, once in a process.
+    """
     try:
         path = _path(key)
-        entry = path.read_bytes()
+        entry = trust.read(path)
     except _TROUBLE:
         return None
     payload = entry[_HEADER_BYTES:]
@@ -79,12 +85,18 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, payload: bytes) -> None:
-    """Stores the payload, or warns, once in a process, that the folder cannot be written."""
+    """Stores the payload, or warns, once in a process, that the folder cannot be written.
+
+    Nothing is written to a folder that is not to be trusted: it would not be used.
+    """
     try:
         path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if words := trust.distrusted_folder(path.parent):
+            trust.warn(words)
+            return
+        trust.make_folder(path.parent)
         _clean(path.parent)
-        replace(path, _header(key, payload) + payload)
+        replace(path, _header(key, payload) + payload, trust.FILE_MODE)
     except _TROUBLE as error:
         # Windows refuses to replace a file that another process is just reading: no harm.
         if load(key) != payload:
@@ -109,12 +121,16 @@ def _header(key: str, payload: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(key.encode() + payload).digest()
 
 
-def replace(path: Path, contents: bytes) -> None:
-    """Writes the file so that readers see the old one or the new one, never a part."""
+def replace(path: Path, contents: bytes, mode: int = 0o666) -> None:
+    """Writes the file so that readers see the old one or the new one, never a part.
+
+    It has the bits of ``mode`` that the umask allows.
+    """
     # The checksum, not fsync, guards against a machine that stops before the data is on disk.
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(contents)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(contents)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

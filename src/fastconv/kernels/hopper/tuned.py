@@ -1,16 +1,19 @@
 """Measured choices: for some layers, which of the possible plans is fastest.
 
 ``tuned.json`` ships with the package; ``fastconv tune`` adds to a table of the user's own, which
-comes first.
+comes first, unless others could have written it: what it names is run.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from fastconv.jit import cache as disk
+from fastconv.jit import trust
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 
@@ -25,10 +28,10 @@ def own() -> Path:
     return disk.folder() / "tuned.json"
 
 
-def read(path: Path) -> dict[str, str]:
+def read(path: Path, contents: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
     """A table, empty if there is none, or none that can be read."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(contents(path))
     except (OSError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
@@ -37,11 +40,20 @@ def read(path: Path) -> dict[str, str]:
 def add(path: Path, choices: dict[str, str]) -> None:
     """Adds choices to a table, for this process as well."""
     table = dict(sorted((read(path) | choices).items()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    trust.make_folder(path.parent)
+    with open(path, "w", encoding="utf-8", opener=_open) as file:
+        file.write(json.dumps(table, indent=1) + "\n")
     _table.cache_clear()
 
 
 @cache
 def _table() -> dict[str, str]:
-    return read(SHIPPED) | read(own())
+    try:
+        path = own()
+    except RuntimeError:  # there is no home
+        return read(SHIPPED)
+    return read(SHIPPED) | read(path, trust.read)
+
+
+def _open(name: str, flags: int) -> int:
+    return os.open(name, flags, trust.FILE_MODE)
