@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import settings
+
+from fastconv import native
 
 settings.register_profile("local", deadline=None, max_examples=40)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
@@ -23,6 +27,22 @@ if torch.cuda.is_available():
 @pytest.fixture(params=DEVICES, scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def _native_library() -> Callable[..., Any]:
+    native.make()
+    return native.load()
+
+
+@pytest.fixture(params=["python", "native"], scope="module")
+def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Has eager calls go by Python, and once more by the native host path."""
+    by_native = request.param == "native"
+    chosen = request.getfixturevalue("_native_library") if by_native else None
+    for_processes = {"FASTCONV_NATIVE": str(int(by_native))}
+    with mock.patch.object(native, "conv2d", chosen), mock.patch.dict(os.environ, for_processes):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

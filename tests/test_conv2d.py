@@ -19,7 +19,7 @@ import fastconv
 import oracle
 from strategies import Convolution, convolutions
 
-pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+pytestmark = pytest.mark.usefixtures("_poisoned_memory", "host_path")
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]

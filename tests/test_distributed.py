@@ -17,7 +17,10 @@ import fastconv
 
 PROCESSES = 2
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo"),
+    pytest.mark.usefixtures("host_path"),
+]
 
 
 def _model(convolution: type[nn.Conv2d]) -> nn.Sequential:

@@ -16,6 +16,8 @@ from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 randn = torch.randn
 INPUT, WEIGHT = randn(2, 4, 8, 8), randn(6, 4, 3, 3)
 ERRORS = (RuntimeError, TypeError, ValueError)

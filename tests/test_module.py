@@ -17,6 +17,8 @@ from torch.nn.utils import parametrizations
 import fastconv
 import oracle
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 # Constructor arguments after (in_channels=4, out_channels=6, kernel_size=(3, 2)).
 CONFIGURATIONS: list[dict[str, Any]] = [
     {},

@@ -21,6 +21,8 @@ import oracle
 from fastconv import ops
 from recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 INPUT, WEIGHT, BIAS = (2, 4, 5, 6), (6, 2, 3, 2), (6,)
 GRAD_OUTPUT = (2, 6, 2, 7)
@@ -89,6 +91,7 @@ def _operator_calls(
 every_format = pytest.mark.parametrize("formats", list(product(FORMATS, FORMATS)), ids="-".join)
 
 
+@pytest.mark.parametrize("host_path", ["python"], indirect=True)  # the dispatcher's is the same
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "requires_grad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)

@@ -14,6 +14,8 @@ import fastconv
 from fastconv import _precision
 from recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 cudnn = torch.backends.cudnn
 
 

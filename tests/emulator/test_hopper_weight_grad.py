@@ -277,6 +277,44 @@ def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
     assert 0 < steps.min() <= steps.max() < 2 * walks * c["steps"] / workers
 
 
+# An arrival after copies alone (1) says nothing of what the thread has written itself. No memory of
+# the emulator is as weak as that: which arrivals a stage has is written down instead.
+ARRIVALS = """
+#include "include/sm90.cuh"
+static int arrivals;
+#define barrier_arrive_after_copies(barrier) (arrivals = 10 * arrivals + 1)
+#define barrier_expect_copies(barrier) (arrivals = 10 * arrivals + 2)
+#define barrier_arrive(barrier) (arrivals = 10 * arrivals + 3)
+#include "hopper/weight_grad_copy.cuh"
+extern "C" __global__ void arrival(int* found) {
+  fastconv::hopper::arrive_after_copies(nullptr);
+  *found = arrivals;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "width", "aligned", "expected"),
+    [
+        ("bfloat16", 41, True, 23),
+        ("bfloat16", 41, False, 3),
+        ("bfloat16", 42, True, 1),
+        ("tf32", 41, True, 1),
+    ],
+    ids=["copies and writes", "writes", "copies of pairs", "copies"],
+)
+def test_arrival_after_copies_and_writes(
+    mode: str, width: int, aligned: bool, expected: int, tmp_path: Path
+) -> None:
+    work = replace(_work(_rows(width), mode, aligned=aligned), planner=IN_BULK)
+    source = tmp_path / "arrivals.cuh"
+    source.write_text(ARRIVALS)
+    arrival = Kernel(str(source), "arrival", work.plan.launches[0].kernel.constants)
+    found = torch.zeros(1, dtype=torch.int32)
+    run_launches([Launch(arrival, (1, 1, 1), 1, 0, ("found",))], {"found": found})
+    assert found.item() == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastconv
-from fastconv import jit
+from fastconv import jit, native
 from fastconv.backends import cuda as backend
 from fastconv.jit import launch
 from fastconv.kernels.family import Kernel, Launch
@@ -52,7 +52,7 @@ def _noting_kernels() -> Iterator[dict[str, Kernel]]:
         return SimpleNamespace(run=lambda *addresses: None)
 
     backend._ready.cache_clear()
-    with mock.patch.object(launch, "prepare", prepare):
+    with mock.patch.object(launch, "prepare", prepare), mock.patch.object(native, "conv2d", None):
         try:
             yield kernels
         finally:

@@ -7,6 +7,7 @@ makes the library's absence an error. Both paths compute the same, and raise the
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import threading
@@ -20,7 +21,7 @@ import torch
 from fastconv.native import build, compiler
 from fastconv.native.build import Unavailable
 
-__all__ = ["Unavailable", "begin", "conv2d", "describe", "finish", "make", "wanted"]
+__all__ = ["Unavailable", "begin", "conv2d", "describe", "finish", "load", "make", "wanted"]
 
 conv2d: Callable[..., Any] | None = None
 """A call's way into the library, or None: then Python serves.
@@ -106,6 +107,21 @@ def make(again: bool = False) -> tuple[Path, bool]:
     return path, build.build()
 
 
+@functools.cache
+def load() -> Callable[..., Any]:
+    """The library's :data:`conv2d`.
+
+    Raises:
+        Unavailable: it is not there, not to be trusted, or does not load.
+    """
+    from fastconv.ops.entries import prepare  # which plans, and that begins here
+
+    module = build.load()
+    module.set_prepare(prepare)
+    entry: Callable[..., Any] = module.conv2d
+    return entry
+
+
 def _missing() -> str | None:
     """Why the library cannot be had here, if it cannot."""
     if build.library().is_file():
@@ -148,16 +164,18 @@ def _load_at_once(*arguments: Any) -> Any:
 
 
 def _load_if_possible() -> None:
+    global conv2d
     with _lock:
         if conv2d is _load_at_once:
             try:
-                _load()
+                conv2d = load()
             except Unavailable as error:
                 _give_up(error)
 
 
 def _require(*arguments: Any) -> Any:
     """The same where the library has to be there: it is built at once, or an error is raised."""
+    global conv2d
     with _lock:
         if conv2d is _require:
             if not build.library().is_file():
@@ -168,18 +186,8 @@ def _require(*arguments: Any) -> Any:
                         "before"
                     )
                 build.build()
-            _load()
-    assert conv2d is not None
-    return conv2d(*arguments)
-
-
-def _load() -> None:
-    global conv2d
-    from fastconv.ops.entries import prepare
-
-    module = build.load()
-    module.set_prepare(prepare)
-    conv2d = module.conv2d
+            conv2d = load()
+    return load()(*arguments)
 
 
 def _give_up(error: Unavailable) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastconv.jit import cache
+from fastconv.jit import cache, trust
 from fastconv.native import compiler
 
 SOURCE = Path(__file__).with_name("host.cc")
@@ -53,7 +53,7 @@ def command() -> list[str]:
     for header in headers:
         if not header.is_file():
             raise Unavailable(f"there is no {header}, which compiling the native host path needs")
-    if (reason := cache.distrusted(library())) is not None:
+    if (reason := trust.distrusted_folder(cache.folder())) is not None:
         raise Unavailable(f"the native host path cannot be kept: {reason}")
     return [
         _compiler(),
@@ -76,7 +76,7 @@ def build() -> bool:
         Unavailable: something is missing, the folder cannot be written, or the compiler failed.
     """
     try:
-        cache.make_folder()
+        trust.make_folder(cache.folder())
         return compiler.compile_library(command(), library())
     except compiler.CompilerError as error:
         raise Unavailable(f"the native host path did not compile: {error}") from error
@@ -93,7 +93,7 @@ def start() -> subprocess.Popen[bytes]:
     arguments = [str(library()), *command()]
     if not sys.executable:
         raise Unavailable("the native host path needs a Python program to be built in background")
-    cache.make_folder()
+    trust.make_folder(cache.folder())
     return subprocess.Popen(
         [sys.executable, "-I", "-S", compiler.__file__, *arguments],
         stdin=subprocess.DEVNULL,
@@ -112,8 +112,9 @@ def load() -> Any:
     path = library()
     if not path.is_file():
         raise Unavailable(f"there is no {path}: `fastconv build` makes it")
-    if (reason := cache.distrusted(path)) is not None:
-        raise Unavailable(reason)
+    if (reason := trust.distrusted(path)) is not None:
+        trust.warn(reason)
+        raise Unavailable(f"{path} may not be used: {reason}")
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_loader(_NAME, loader)
     assert spec is not None

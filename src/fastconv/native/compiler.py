@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# What jit/trust.py asks for, whatever the umask: nobody else writes it, others may read it.
+_MODE = 0o644
+
 FAILED = ".failed"
 """What stands in a library's place, by this suffix, if it could not be compiled: the reason."""
 
@@ -39,6 +42,7 @@ def compile_library(command: Sequence[str], target: Path) -> bool:
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         try:
             _run([*command, str(temporary)], target)
+            temporary.chmod(_MODE)
             os.replace(temporary, target)
         finally:
             with suppress(OSError):

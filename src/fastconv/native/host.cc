@@ -9,7 +9,7 @@
 // one place that says what that is.
 
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_ops.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/record_function.h>
@@ -69,8 +69,8 @@ struct Geometry {
 // kernel's, where the operator is told; so are `format` (of a gradient) and `bias_grad`.
 struct Call {
   Pass pass;
-  Tensor first, second, third;
-  Geometry geometry;
+  Tensor first{}, second{}, third{};
+  Geometry geometry{};
   std::array<int64_t, 2> size{};
   std::optional<at::MemoryFormat> format{};
   bool bias_grad = false;
@@ -107,7 +107,7 @@ struct Launch {
   void* function;
   std::array<unsigned, 3> grid;
   unsigned block, shared_bytes;
-  std::vector<Argument> arguments;
+  std::vector<Argument> arguments{};
 };
 
 struct Entry {
@@ -347,9 +347,18 @@ struct Results {
   Tensor first, bias_grad;
 };
 
-Tensor empty(at::IntArrayRef shape, at::ScalarType type, const Tensor& like,
+Tensor empty(at::IntArrayRef shape, const Tensor& like,
              std::optional<at::MemoryFormat> format = std::nullopt) {
-  return at::empty(shape, like.options().dtype(type), format);
+  // What at::empty would come to in the end.
+  const auto device = like.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return at::_ops::empty_memory_format::redispatch(
+      c10::DispatchKeySet(device), c10::fromIntArrayRefSlow(shape), like.scalar_type(),
+      at::kStrided, like.device(), false, format);
+}
+
+// Memory from wherever PyTorch has just taken a tensor's; a tensor of its own would cost more.
+at::DataPtr workspace(int64_t bytes, const Tensor& beside) {
+  return bytes ? beside.storage().allocator()->allocate(bytes) : at::DataPtr();
 }
 
 Results run(const Call& call) {
@@ -357,12 +366,11 @@ Results run(const Call& call) {
   const Precision precision = precision_of(call);
   const auto entry = find(call, precision);
   Tensor first = call.first, second = call.second, third = call.third;
-  const at::ScalarType type = first.scalar_type();
   const c10::OptionalDeviceGuard on(first.is_cuda() ? std::optional(first.device()) : std::nullopt);
-  Results results{empty(entry->shape, type, first, entry->format), {}};
-  if (call.pass == kWeightGrad) results.bias_grad = empty(entry->bias_elements, type, first);
+  Results results{empty(entry->shape, first, entry->format), {}};
+  if (call.bias_grad) results.bias_grad = empty(entry->bias_elements, first);
   if (!entry->fill.is_none()) {
-    const Tensor& last = call.pass == kForward ? third : call.bias_grad ? results.bias_grad : third;
+    const Tensor& last = call.bias_grad ? results.bias_grad : third;
     in_python([&] {
       entry->fill(wrapped(first), wrapped(second), wrapped(last), wrapped(results.first),
                   kPrecisions[precision]);
@@ -372,14 +380,12 @@ Results run(const Call& call) {
   if (entry->copied[0]) first = first.contiguous();
   if (entry->copied[1]) second = second.contiguous();
   if (third.defined()) third = third.contiguous();
-  Tensor scratch;
-  if (entry->scratch_bytes) scratch = empty(entry->scratch_bytes, at::kByte, first);
-  const uintptr_t output = address_of(results.first), extra = address_of(results.bias_grad);
-  const Addresses addresses =
-      call.pass == kWeightGrad
-          ? Addresses{address_of(first), address_of(second), output, extra, address_of(scratch)}
-          : Addresses{address_of(first), address_of(second), address_of(third), output,
-                      address_of(scratch)};
+  const at::DataPtr scratch = workspace(entry->scratch_bytes, results.first);
+  const uintptr_t from = address_of(first), by = address_of(second), to = address_of(results.first),
+                  working = uintptr_t(scratch.get());
+  const Addresses addresses = call.pass == kWeightGrad
+                                  ? Addresses{from, by, to, address_of(results.bias_grad), working}
+                                  : Addresses{from, by, address_of(third), to, working};
   start_all(*entry, addresses, first.device());
   return results;
 }
@@ -644,8 +650,9 @@ PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef conv2d_method = {"conv2d", reinterpret_cast<PyCFunction>(conv2d_in_python),
-                             METH_FASTCALL, nullptr};
+PyMethodDef conv2d_method = {
+    "conv2d", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(conv2d_in_python)),
+    METH_FASTCALL, nullptr};
 
 }  // namespace
 
