@@ -4049,6 +4049,98 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// --- Tensor copies: one thread moves a box of a tensor -------------------------------------------
+// Coordinates come innermost first, and may lie outside of the tensor: zeros are loaded, nothing is
+// stored. A box lies in shared memory densely, at a multiple of 128 bytes, or where it is swizzled
+// in spans of n bytes, of 8 n.
+
+// A descriptor that the CUDA driver has made of a map among the launch's arguments: a kernel's
+// parameter, `const __grid_constant__ TensorMap`.
+struct __align__(64) TensorMap {
+  unsigned long long words[16];
+};
+
+// Fetches the descriptor before the first copy needs it.
+__device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// From global to shared memory; `barrier` counts the bytes, those outside of the tensor included.
+template <int kRank>
+__device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map,
+                                            const int (&at)[kRank], Barrier* barrier) {
+  static_assert(kRank >= 2 && kRank <= 5, "what kernels use");
+  if constexpr (kRank == 2) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1])
+        : "memory");
+  } else if constexpr (kRank == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2])
+        : "memory");
+  } else if constexpr (kRank == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3])
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+        "r"(at[4])
+        : "memory");
+  }
+}
+
+// The same of an im2col map. `at` is the first pixel (channel, column, row, image), within the
+// bounding box; `offset` (column, row; 0 to 255) is added to every pixel, and may lead out of it.
+__device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
+                                            const int (&offset)[2], Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+      "h"(static_cast<short>(offset[0])), "h"(static_cast<short>(offset[1]))
+      : "memory");
+}
+
+// From shared to global memory, as bulk_store: the same fence, commit and wait.
+template <int kRank>
+__device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&at)[kRank],
+                                             const void* shared) {
+  static_assert(kRank >= 2 && kRank <= 5, "what kernels use");
+  if constexpr (kRank == 2) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+        "r"(shared_address(shared)), "r"(at[0]), "r"(at[1])
+        : "memory");
+  } else if constexpr (kRank == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+            &map),
+        "r"(shared_address(shared)), "r"(at[0]), "r"(at[1]), "r"(at[2])
+        : "memory");
+  } else if constexpr (kRank == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
+        "r"(shared_address(shared)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3])
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group "
+        "[%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(shared_address(shared)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
+        : "memory");
+  }
+}
+
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
 // Stores an element if it is `valid`; or 16 bytes, at once and without a branch.

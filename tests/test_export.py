@@ -26,7 +26,7 @@ from emulator import net, run_both_orders
 from emulator.works import SCALARS
 from fastconv import cli, jit
 from fastconv.bench.workloads import FOUNDING
-from fastconv.exporter import ExportError
+from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.jit import compile
@@ -610,3 +610,10 @@ def test_one_thing_is_exported() -> None:
         fastconv.export()
     with pytest.raises(ExportError, match="dtype should be one of"):
         fastconv.export("asym5x9", dtypes=["float64"])
+
+
+def test_files_have_no_tensor_maps() -> None:
+    of = family.TensorMap("input", "float", (40, 30), (160,), (32, 7))
+    launch = family.Launch(family.Kernel("any.cuh", "any", ()), (1, 1, 1), 32, 0, (of, 1))
+    with pytest.raises(ExportError, match="no kernels with tensor maps, such as that of input"):
+        plans._launch(launch, "CONSTANTS")

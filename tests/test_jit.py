@@ -25,8 +25,8 @@ import torch
 
 import nvrtc as other_nvrtc
 from fastconv import jit
-from fastconv.jit import cache, compile, launch
-from fastconv.kernels.family import FOLDER, Kernel, Launch
+from fastconv.jit import cache, compile, launch, maps
+from fastconv.kernels.family import FOLDER, AnyMap, Im2colMap, Kernel, Launch, TensorMap
 
 try:
     NVRTC = jit.nvrtc_version()
@@ -450,10 +450,34 @@ CaptureMode = IntEnum(
 )
 
 
+# The driver's numbers for what a tensor map is made of.
+MapType = IntEnum(
+    "MapType",
+    {
+        f"CU_TENSOR_MAP_DATA_TYPE_{name}": number
+        for name, number in {"FLOAT16": 6, "FLOAT32": 7, "FLOAT64": 8, "BFLOAT16": 9}.items()
+    },
+)
+Interleave = IntEnum("Interleave", {"CU_TENSOR_MAP_INTERLEAVE_NONE": 0})
+Swizzle = IntEnum(
+    "Swizzle",
+    [f"CU_TENSOR_MAP_SWIZZLE_{name}" for name in ("NONE", "32B", "64B", "128B")],
+    start=0,
+)
+Promotion = IntEnum(
+    "Promotion",
+    [f"CU_TENSOR_MAP_L2_PROMOTION_{name}" for name in ("NONE", "L2_64B", "L2_128B", "L2_256B")],
+    start=0,
+)
+Fill = IntEnum("Fill", {"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
+
+
 class Driver:
     """Stands in for cuda.bindings.driver."""
 
     CUresult, CUfunction_attribute, CUstreamCaptureMode = Status, Attribute, CaptureMode
+    CUtensorMapDataType, CUtensorMapInterleave, CUtensorMapSwizzle = MapType, Interleave, Swizzle
+    CUtensorMapL2promotion, CUtensorMapFloatOOBfill = Promotion, Fill
     CUstream = int
 
     def __init__(self) -> None:
@@ -462,6 +486,8 @@ class Driver:
         self.version = 13000
         self.signature = "ppi"
         self.launched: list[tuple[Any, ...]] = []
+        self.entries: dict[bytes, Any] = {}  # functions that are called by their address
+        self.encoded: list[tuple[Any, ...]] = []
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
@@ -485,14 +511,58 @@ class Driver:
     def cuLaunchKernel(self, *args: Any) -> tuple[Any]:
         *configuration, arguments, extra = args
         pointers = (ctypes.c_void_p * len(self.signature)).from_address(arguments)
-        types = {"p": ctypes.c_uint64, "i": ctypes.c_int32}
         values = [
-            types[kind].from_address(pointer).value
+            self._read(kind, pointer)
             for kind, pointer in zip(self.signature, pointers, strict=True)
         ]
         self.launched.append((*configuration, *values, extra))
         statuses = self.statuses.get("cuLaunchKernel")
         return (Status(statuses.pop(0) if statuses else 0),)
+
+    def _read(self, kind: str, pointer: int) -> Any:
+        if kind == "m":  # an address and, after it, which map it is
+            assert pointer % 128 == 0
+            words = (ctypes.c_uint64 * 16).from_address(pointer)
+            return words[0], *words[14:]
+        return {"p": ctypes.c_uint64, "i": ctypes.c_int32}[kind].from_address(pointer).value
+
+    def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        assert (version, flags) == (12000, 0)
+        if name not in self.entries:
+            prototype, function = {
+                b"cuTensorMapEncodeTiled": (maps._ENCODE_TILED, self._encode_tiled),
+                b"cuTensorMapEncodeIm2col": (maps._ENCODE_IM2COL, self._encode_im2col),
+                b"cuTensorMapReplaceAddress": (maps._REPLACE_ADDRESS, self._replace_address),
+            }[name]
+            self.entries[name] = prototype(function)
+        return Status(0), ctypes.cast(self.entries[name], ctypes.c_void_p).value, Status(0)
+
+    def _encode(self, kind: str, map: int, *args: Any) -> int:
+        assert map % 128 == 0
+        self.encoded.append((kind, *args))
+        words = (ctypes.c_uint64 * 16).from_address(map)
+        words[0], words[14], words[15] = args[2], len(self.encoded), 0xC0DE
+        statuses = self.statuses.get(f"cuTensorMapEncode{kind}")
+        return statuses.pop(0) if statuses else 0
+
+    def _encode_tiled(self, map: int, type_: int, rank: int, *args: Any) -> int:
+        address, sizes, strides, box, steps, *modes = args
+        values = (sizes[:rank], strides[: rank - 1], box[:rank], steps[:rank])
+        return self._encode("Tiled", map, type_, rank, address, *values, *modes)
+
+    def _encode_im2col(self, map: int, type_: int, rank: int, *args: Any) -> int:
+        address, sizes, strides, lower, upper, channels, pixels, steps, *modes = args
+        corners = (lower[: rank - 2], upper[: rank - 2])
+        values = (sizes[:rank], strides[: rank - 1], *corners, channels, pixels, steps[:rank])
+        return self._encode("Im2col", map, type_, rank, address, *values, *modes)
+
+    def _replace_address(self, map: int, address: int | None) -> int:
+        assert map % 128 == 0
+        statuses = self.statuses.get("cuTensorMapReplaceAddress")
+        status = statuses.pop(0) if statuses else 0
+        if not status:
+            ctypes.c_uint64.from_address(map).value = address or 0
+        return status
 
 
 @pytest.fixture
@@ -761,6 +831,15 @@ class TestLaunch:
         kernels = [scale(1), scale(2)]
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
 
+    def test_description(self, driver: Driver) -> None:
+        second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
+        prepared = jit.prepare([LAUNCH, second], CUDA)
+        first = (("tensor", 0), ("tensor", 1), ("int", -1))
+        assert prepared.description == [
+            (0xF, (5, 6, 7), 128, 0, first),
+            (0xF, (1, 1, 1), 32, 64, (("tensor", 2), ("tensor", 0), ("int", 2))),
+        ]
+
     @needs_nvrtc
     def test_several_kernels_are_compiled_and_loaded(
         self, driver: Driver, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -781,3 +860,124 @@ class TestLaunch:
         monkeypatch.setattr(prepared, "_starts", [lambda *_: status])
         seconds = min(timeit.repeat(lambda: prepared.run(1, 2), number=1000, repeat=5)) / 1000
         record_property("microseconds", seconds * 1e6)
+
+
+TILED = TensorMap("x", "fastconv::bfloat16", (40, 30), (80,), (32, 7), (1, 2), 64, 256)
+PIXELS = Im2colMap(
+    "y", "float", (8, 7, 6, 5), (32, 224, 1344), (-1, -2), (1, 2), 8, 100, (1, 3, 4, 1), 32, 128
+)
+
+
+def mapped_launch(*arguments: AnyMap | str | int) -> Launch:
+    return Launch(scale(), (1, 1, 1), 32, 0, arguments)
+
+
+class TestMaps:
+    def test_encoded_once(self, driver: Driver) -> None:
+        driver.signature = "mm"
+        launch = mapped_launch(TILED, PIXELS)
+        prepared = jit.prepare([launch, launch], CUDA)
+        for _ in range(2):
+            prepared.run(0x1000, 0x2000)
+        placeholder = maps._PLACEHOLDER
+        tiled = (9, 2, placeholder, [40, 30], [80], [32, 7], [1, 2], 0, 2, 3, 0)
+        corners = ([-1, -2], [1, 2])
+        sizes = ([8, 7, 6, 5], [32, 224, 1344])
+        im2col = (7, 4, placeholder, *sizes, *corners, 8, 100, [1, 3, 4, 1], 0, 1, 2, 0)
+        assert driver.encoded == [("Tiled", *tiled), ("Im2col", *im2col)]
+
+    def test_addresses_are_replaced_in_every_run(self, driver: Driver) -> None:
+        driver.signature = "mpmi"
+        prepared = jit.prepare([mapped_launch(PIXELS, "x", TILED, 7)], CUDA)
+        assert prepared.names == ("y", "x")
+        prepared.run(0x1000, 0x2000)
+        prepared.run(0x3000, 0x4000)
+        assert [call[-5:-1] for call in driver.launched] == [
+            ((0x1000, 1, 0xC0DE), 0x2000, (0x2000, 2, 0xC0DE), 7),
+            ((0x3000, 1, 0xC0DE), 0x4000, (0x4000, 2, 0xC0DE), 7),
+        ]
+
+    def test_description(self, driver: Driver) -> None:
+        prepared = jit.prepare([mapped_launch("z", TILED, 3)], CUDA)
+        (_, *_, arguments) = prepared.description[0]
+        (_, template, _) = arguments[1]
+        assert arguments == (("tensor", 0), ("map", template, 1), ("int", 3))
+        assert len(template) == 128
+        assert template.startswith(maps._PLACEHOLDER.to_bytes(8, sys.byteorder))
+
+    def test_threads_have_maps_of_their_own(self, driver: Driver) -> None:
+        driver.signature = "mp"
+        prepared = jit.prepare([mapped_launch(TILED, "x")], CUDA)
+
+        def work(number: int) -> None:
+            for i in range(200):
+                prepared.run(1000 * number + i)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        pairs = [(map[0], address) for *_, map, address, _ in driver.launched]
+        assert all(x == y for x, y in pairs)
+        assert {x for x, _ in pairs} == {1000 * n + i for n in range(1, 5) for i in range(200)}
+
+    def test_memory_is_aligned(self) -> None:
+        for count in range(1, 20):
+            memory = maps.Memory(count)
+            last = bytes(range(128))
+            memory[count - 1] = last
+            assert memory[count - 1] == last
+            assert all(memory.address(number) % 128 == 0 for number in range(count))
+            assert ctypes.string_at(memory.address(count - 1), 128) == last
+
+    def test_refused_map(self, driver: Driver) -> None:
+        driver.statuses["cuTensorMapEncodeTiled"] = [1]
+        with pytest.raises(jit.LaunchError) as caught:
+            jit.prepare([mapped_launch(TILED)], CUDA)
+        for part in ("describing x to scale of scale.cuh", "box=(32, 7)", "INVALID_VALUE"):
+            assert part in str(caught.value)
+        assert driver.calls[-1][0] == "cuGetErrorString"
+        assert ("cuCtxPopCurrent",) in driver.calls
+
+    def test_refused_address(self, driver: Driver) -> None:
+        driver.signature = "m"
+        driver.statuses["cuTensorMapReplaceAddress"] = [1]
+        prepared = jit.prepare([mapped_launch(TILED)], CUDA)
+        with pytest.raises(jit.LaunchError) as caught:
+            prepared.run(0x1008)
+        for part in ("mapping x at address 0x1008 for scale", "box=(32, 7)", "INVALID_VALUE"):
+            assert part in str(caught.value)
+        prepared.run(0x1010)
+        assert driver.launched[0][-2][0] == 0x1010
+
+    def test_thread_without_a_context_gets_one(self, driver: Driver) -> None:
+        driver.signature = "m"
+        driver.statuses["cuTensorMapReplaceAddress"] = [201]
+        jit.prepare([mapped_launch(TILED)], CUDA).run(0x1010)
+        assert driver.called("cuCtxSetCurrent") == [("cuDevicePrimaryCtxRetain",)]
+        assert driver.launched[0][-2][0] == 0x1010
+
+    def test_driver_without_tensor_maps(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (Status(0), 0, Status(0)))
+        with pytest.raises(jit.GpuUnavailable, match=r"EncodeTiled: .* update the driver"):
+            jit.prepare([mapped_launch(TILED)], CUDA)
+
+    def test_numbers_are_the_drivers(self) -> None:
+        real = pytest.importorskip("cuda.bindings.driver")
+        for name in (
+            "CUtensorMapDataType",
+            "CUtensorMapInterleave",
+            "CUtensorMapSwizzle",
+            "CUtensorMapL2promotion",
+            "CUtensorMapFloatOOBfill",
+        ):
+            for member in getattr(Driver, name):
+                assert int(getattr(getattr(real, name), member.name)) == member, member

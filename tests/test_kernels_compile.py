@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import nvrtc as other_nvrtc
+import tensor_maps
 from fastconv import jit
 from fastconv.bench.workloads import FOUNDING, SUITES
 from fastconv.jit import compile
@@ -328,3 +329,15 @@ def test_tensor_core_weight_grad() -> None:
     assert len(works) == len(FOUNDING) * len(MODES)
     works += [replace(work, bias_grad=True) for work in works]
     _check_tensor_core_kernels(works, most_spilled=128)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_tensor_copies(arch: str) -> None:
+    """No kernel of ours has them yet: those of the tests."""
+    launches = [case.launch for case in tensor_maps.cases(0).values()]
+    launches += [case.storing_launch for case in tensor_maps.stores(0).values()]
+    units = {launch.kernel.text: launch.kernel for launch in launches}
+    assert len(units) == 5
+    for kernel in units.values():
+        assert jit.compile_kernel(kernel, arch).cubin.startswith(b"\x7fELF")

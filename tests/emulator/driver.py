@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastconv.kernels.family import FOLDER, Kernel, Launch
+from fastconv.kernels.family import (
+    FOLDER,
+    MAPPED_SCALARS,
+    AnyMap,
+    Argument,
+    Kernel,
+    Launch,
+    TensorMap,
+)
 
 HOST = Path(__file__).parent / "host"
 CACHE = Path(__file__).parents[2] / ".pytest_cache/d/emulator"
@@ -78,21 +86,33 @@ def _execute(
         name: _span(tensor).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()
     }
     for launch in launches:
-        names = dict.fromkeys(name for name in launch.arguments if name in memory)
+        names = [name for name in launch.tensors if name in memory]
         command = [_program(launch.kernel), "reverse" if reverse else "forward"]
         command += map(str, (*launch.grid, launch.block, launch.shared_bytes))
-        for argument in launch.arguments:
-            if isinstance(argument, int):
-                command.append(str(argument))
-            elif argument in memory:
-                command.append(f"{argument}:{len(memory[argument])}:{_offset(tensors[argument])}")
-            else:
-                command.append("null")
+        places = {name: f"{name}:{len(memory[name])}:{_offset(tensors[name])}" for name in names}
+        command += (_argument(argument, places) for argument in launch.arguments)
         output = _call(_title(launch.kernel), command, b"".join(memory[name] for name in names))
         for name in names:
             size = len(memory[name])
             memory[name], output = output[:size], output[size:]
     return memory
+
+
+def _argument(argument: Argument, places: Mapping[str, str]) -> str:
+    """As ``read_argument`` in host/runtime.cc takes it."""
+    if isinstance(argument, int):
+        return str(argument)
+    if isinstance(argument, str):
+        return places.get(argument, "null")
+    return f"map {places.get(argument.tensor, 'null')} " + " ".join(map(str, _numbers(argument)))
+
+
+def _numbers(of: AnyMap) -> tuple[int, ...]:
+    """As ``read_tensor_map`` in host/tensor_map.h takes them."""
+    tiled = isinstance(of, TensorMap)
+    layout = (*of.sizes, *of.strides, *of.element_strides)
+    box = of.box if tiled else (*of.lower, *of.upper, of.channels, of.pixels)
+    return int(not tiled), MAPPED_SCALARS[of.scalar], of.swizzle, len(of.sizes), *layout, *box
 
 
 def _store(tensors: Mapping[str, Tensor], memory: Mapping[str, bytes]) -> None:
@@ -131,7 +151,7 @@ def _program(kernel: Kernel) -> Path:
 def _runtime() -> list[Path]:
     """What all programs share."""
     fast = ["-O3", "-fno-sanitize=all"]
-    options = {"runtime.cc": [], "sm90.cc": [], "product.cc": fast}
+    options = {"runtime.cc": [], "sm90.cc": [], "tensor_map.cc": [], "product.cc": fast}
     return [
         _compile("the emulator", f'#include "{file}"\n', ["-c", *more])
         for file, more in options.items()

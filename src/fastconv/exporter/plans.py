@@ -10,7 +10,7 @@ import torch
 from fastconv.backends.cuda import operands_of
 from fastconv.exporter import DTYPES, ExportError
 from fastconv.kernels import planner
-from fastconv.kernels.family import Constant, Launch, Operands, Plan
+from fastconv.kernels.family import Argument, Constant, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.problem import Problem
 
@@ -54,7 +54,7 @@ def _plan(which: str, problem: Problem, operands: Operands) -> Plan:
     plan_pass, tensors = _PLANNERS[which]
     # Right on Hopper GPUs with fewer processors as well: blocks do not wait for one another.
     plan = plan_pass(problem, operands, H200)
-    used = {a for launch in plan.launches for a in launch.arguments if isinstance(a, str)}
+    used = {name for launch in plan.launches for name in launch.tensors}
     if unknown := used - tensors:
         raise ExportError(f"plans for {which} use tensors that files have not: {sorted(unknown)}")
     return plan
@@ -124,13 +124,21 @@ def _launch(launch: Launch, constants: str) -> str:
     blocks, *others = launch.grid
     if others != [1, 1]:
         raise ExportError(f"files launch grids of one dimension, but got {launch.grid}")
-    arguments = ", ".join(_quoted(argument) for argument in launch.arguments)
+    arguments = ", ".join(_argument(argument) for argument in launch.arguments)
     return (
         "        Launch(\n"
         f'            "{launch.kernel.source}", "{launch.kernel.entry}", {constants},\n'
         f"            grid={blocks}, block={launch.block}, shared_bytes={launch.shared_bytes},\n"
         f"            arguments=({arguments}),\n        ),\n"
     )
+
+
+def _argument(argument: Argument) -> str:
+    if not isinstance(argument, str | int):
+        raise ExportError(
+            f"files launch no kernels with tensor maps, such as that of {argument.tensor}"
+        )
+    return _quoted(argument)
 
 
 def _quoted(value: Constant) -> str:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from fastconv.jit import maps
 from fastconv.jit.compile import GpuUnavailable, binding, build, describe, nvrtc_version
-from fastconv.kernels.family import Kernel, Launch
+from fastconv.kernels.family import AnyMap, Argument, Kernel, Launch
 
 # GPUs whose fastest instructions are compiled for that very GPU alone.
 _SPECIFIC = {(9, 0), (10, 0), (12, 0)}
@@ -95,12 +96,16 @@ def prepare(
     loaded = _load([launch.kernel for launch in launches], index)
     for launch in launches:
         loaded[launch.kernel].check(launch)
-    used = dict.fromkeys(a for launch in launches for a in launch.arguments if isinstance(a, str))
+    used = dict.fromkeys(name for launch in launches for name in launch.tensors)
     order = tuple(used if names is None else names)
     if unknown := used.keys() - set(order):
         raise ValueError(f"launches use tensors that are not among the names: {sorted(unknown)}")
     functions = [loaded[launch.kernel].function for launch in launches]
-    return Prepared(launches, functions, index, order)
+    return Prepared(launches, functions, index, order, _descriptors(launches, index))
+
+
+Description = tuple[int, tuple[int, int, int], int, int, tuple[tuple[Any, ...], ...]]
+"""Of a launch: see :attr:`Prepared.description`."""
 
 
 class Prepared:
@@ -108,11 +113,14 @@ class Prepared:
 
     __slots__ = (
         "_current_device",
+        "_descriptors",
+        "_functions",
         "_idle",
         "_index",
         "_integers",
         "_pack_into",
         "_raw_stream",
+        "_replace_address",
         "_starts",
         "_stream",
         "launches",
@@ -125,11 +133,14 @@ class Prepared:
         functions: Sequence[Any],
         index: int,
         names: tuple[str, ...],
+        descriptors: dict[AnyMap, bytes],
     ) -> None:
         driver = _driver()
         self.launches = tuple(launches)
         self.names = names
         self._index = index
+        self._functions = functions
+        self._descriptors = descriptors
         self._starts = [
             functools.partial(driver.cuLaunchKernel, function, *_configuration(launch))
             for launch, function in zip(launches, functions, strict=True)
@@ -139,9 +150,39 @@ class Prepared:
         # Looked up here rather than in every call.
         self._pack_into = struct.Struct(f"{len(names)}Q").pack_into
         self._stream = driver.CUstream
+        if descriptors:
+            self._replace_address = maps.replace_address(_entry)
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         # What torch.cuda.current_stream(device).cuda_stream gives, without making an object.
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    @property
+    def description(self) -> list[Description]:
+        """What another launcher needs, for each launch in plain values.
+
+        The function's handle, grid, block and bytes of shared memory; then the arguments, each of
+        them ``("tensor", i)`` for the address of the tensor ``names[i]``, ``("int", value)`` for a
+        32-bit int, or ``("map", bytes, i)`` for a descriptor of the tensor ``names[i]``: 128 bytes,
+        in a copy of which the driver's ``cuTensorMapReplaceAddress`` has to set the address. The
+        copy is aligned as :data:`maps.ALIGNMENT` says.
+        """
+        return [
+            (
+                int(function),
+                launch.grid,
+                launch.block,
+                launch.shared_bytes,
+                tuple(map(self._describe, launch.arguments)),
+            )
+            for launch, function in zip(self.launches, self._functions, strict=True)
+        ]
+
+    def _describe(self, argument: Argument) -> tuple[Any, ...]:
+        if isinstance(argument, str):
+            return "tensor", self.names.index(argument)
+        if isinstance(argument, int):
+            return "int", argument
+        return "map", self._descriptors[argument], self.names.index(argument.tensor)
 
     def run(self, *addresses: int) -> None:
         """Launches on the device's current stream, with tensors at these addresses.
@@ -164,78 +205,88 @@ class Prepared:
         except IndexError:
             block = self._new_block()
         self._pack_into(block.addresses, 0, *addresses)
+        for descriptor, tensor, of in block.mapped:
+            status = self._replace_address(descriptor, addresses[tensor])
+            if status:
+                self._replace_again(status, descriptor, addresses[tensor], of)
         stream = self._stream(self._raw_stream(self._index))
         for start, arguments, launch in block.calls:
             (status,) = start(stream, arguments, 0)
             if status:
-                self._retry(status, launch, functools.partial(start, stream, arguments, 0))
+                self._launch_again(status, launch, functools.partial(start, stream, arguments, 0))
         self._idle.append(block)
 
-    def _retry(self, status: Any, launch: Launch, start: Callable[[], tuple[Any]]) -> None:
-        self._mend(status, launch)
-        (status,) = start()
+    def _launch_again(self, status: Any, launch: Launch, start: Callable[[], tuple[Any]]) -> None:
+        if self._enter_context(status):
+            (status,) = start()
         if status:
-            raise self._error(status, launch)
+            raise self._launch_error(status, launch)
 
-    def trouble(self, number: int, status: int, again: bool) -> None:
-        """Returns if a launch, whose start had this status, is to be tried ``again``.
+    def _replace_again(self, status: int, descriptor: int, address: int, of: AnyMap) -> None:
+        if self._enter_context(status):
+            status = self._replace_address(descriptor, address)
+        if status:
+            launch = next(launch for launch in self.launches if of in launch.arguments)
+            raise self._map_error(_driver().CUresult(status), launch, of, address)
+
+    def trouble(self, number: int, mapped: int, address: int, status: int, again: bool) -> None:
+        """For another launcher: returns if what had this status is to be tried again.
+
+        That is the launch of this number or, unless ``mapped`` is -1, replacing the address in the
+        descriptor that is its argument there. ``again`` says that it has been tried twice.
 
         Raises:
-            LaunchError: it is not, or was tried twice.
+            LaunchError: it is not.
         """
         failed, launch = _driver().CUresult(status), self.launches[number]
-        if again:
-            raise self._error(failed, launch)
-        self._mend(failed, launch)
+        if not again and self._enter_context(failed):
+            return
+        if mapped < 0:
+            raise self._launch_error(failed, launch)
+        of = launch.arguments[mapped]
+        assert not isinstance(of, str | int)
+        raise self._map_error(failed, launch, of, address)
 
-    def _mend(self, status: Any, launch: Launch) -> None:
-        # A thread has no CUDA context until its first call of the runtime library that needs one.
-        # PyTorch may not have made any there: its threads take memory from a cache.
-        if status != _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            raise self._error(status, launch)
-        _value(_driver().cuCtxSetCurrent(_context(self._index)), "entering the CUDA context")
-
-    def _error(self, status: Any, launch: Launch) -> LaunchError:
+    def _launch_error(self, status: Any, launch: Launch) -> LaunchError:
         return LaunchError(
             f"launching {describe(launch.kernel)} on cuda:{self._index}, grid {launch.grid}, "
             f"block {launch.block}, {launch.shared_bytes} bytes of shared memory: "
             f"{_problem(status)}"
         )
 
-    @property
-    def description(self) -> tuple[tuple[Any, ...], ...]:
-        """The launches as plain values, for a launcher that is not Python's.
-
-        Each is the function's handle, grid, block, bytes of shared memory and arguments; these are
-        ("tensor", place among the names) or ("int", value).
-        """
-        place = {name: i for i, name in enumerate(self.names)}
-        return tuple(
-            (
-                int(start.args[0]),
-                launch.grid,
-                launch.block,
-                launch.shared_bytes,
-                tuple(
-                    ("tensor", place[a]) if isinstance(a, str) else ("int", a)
-                    for a in launch.arguments
-                ),
-            )
-            for start, launch in zip(self._starts, self.launches, strict=True)
+    def _map_error(self, status: Any, launch: Launch, of: AnyMap, address: int) -> LaunchError:
+        return LaunchError(
+            f"mapping {of.tensor} at address {address:#x} for {describe(launch.kernel)} on "
+            f"cuda:{self._index}, {of}: {_problem(status)}"
         )
+
+    def _enter_context(self, status: Any) -> bool:
+        # A thread has no CUDA context until its first call of the runtime library that needs one.
+        # PyTorch may not have made any there: its threads take memory from a cache.
+        if status != _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            return False
+        _value(_driver().cuCtxSetCurrent(_context(self._index)), "entering the CUDA context")
+        return True
 
     def _new_block(self) -> _Block:
         addresses = array("Q", bytes(8 * len(self.names)))
-        at = {name: _address(addresses) + 8 * i for i, name in enumerate(self.names)}
+        memory = maps.Memory(len(self._descriptors))
+        for number, descriptor in enumerate(self._descriptors.values()):
+            memory[number] = descriptor
+        at: dict[Argument, int] = {
+            **{name: _address(addresses) + 8 * i for i, name in enumerate(self.names)},
+            **{of: memory.address(number) for number, of in enumerate(self._descriptors)},
+        }
         pointers = []
         for launch, integers in zip(self.launches, self._integers, strict=True):
             integers_at = itertools.count(_address(integers), integers.itemsize)
             arguments = (
-                at[a] if isinstance(a, str) else next(integers_at) for a in launch.arguments
+                next(integers_at) if isinstance(a, int) else at[a] for a in launch.arguments
             )
             pointers.append(array("Q", arguments))
         calls = tuple(zip(self._starts, map(_address, pointers), self.launches, strict=True))
-        return _Block(addresses, pointers, calls)
+        mapped = tuple((at[of], self.names.index(of.tensor), of) for of in self._descriptors)
+        return _Block(addresses, memory, pointers, mapped, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +294,9 @@ class _Block:
     """Memory from which the driver reads the arguments of a sequence of launches."""
 
     addresses: array[int]
+    descriptors: maps.Memory
     pointers: list[array[int]]  # for each launch, the addresses of its arguments
+    mapped: tuple[tuple[int, int, AnyMap], ...]  # address of each descriptor, number of its tensor
     calls: tuple[tuple[Callable[..., tuple[Any]], int, Launch], ...]
 
 
@@ -394,6 +447,34 @@ def _problem(status: Any) -> str:
     elif status.name in _FAULTS:
         problem += "; the fault is that of a kernel launched earlier, ours or another"
     return problem
+
+
+def _descriptors(launches: Sequence[Launch], index: int) -> dict[AnyMap, bytes]:
+    """Of each map among the arguments, complete but for the address of its tensor."""
+    wanted = {
+        argument: launch
+        for launch in launches
+        for argument in launch.arguments
+        if not isinstance(argument, str | int)
+    }
+    return {of: _descriptor(of, launch, index) for of, launch in wanted.items()}
+
+
+def _descriptor(of: AnyMap, launch: Launch, index: int) -> bytes:
+    with _loading(index):
+        status, descriptor = maps.encoded(of, _driver(), _entry)
+    doing = f"describing {of.tensor} to {describe(launch.kernel)} on cuda:{index} by {of}"
+    _value((_driver().CUresult(status),), doing)
+    return descriptor
+
+
+def _entry(name: str) -> int:
+    """The address of a function that the driver has since CUDA 12."""
+    doing = f"looking for the driver's {name}"
+    address = _value(_driver().cuGetProcAddress(name.encode(), 12000, 0), doing)
+    if not address:
+        raise GpuUnavailable(f"{doing}: there is none; update the driver")
+    return int(address)
 
 
 def _configuration(launch: Launch) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 
 from fastconv.kernels.arithmetic import ceil_div
@@ -41,12 +42,161 @@ class Kernel:
         )
 
 
+MAPPED_SCALARS = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
+"""Element types of mapped tensors, by their names in device code, and their bytes."""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Describes a tensor to ``tensor_load`` and ``tensor_store``, which copy boxes of it.
+
+    Dimensions come innermost first. ``strides`` are the bytes between neighbours along each but the
+    innermost, whose elements lie side by side. ``box`` are the elements that a copy spans; with
+    ``element_strides``, it takes only every so many-th of them, beginning with the first. What lies
+    outside of the tensor is read as zeros, and not written. ``swizzle`` is the span of the pattern
+    in shared memory, 32, 64 or 128 bytes, ``promotion`` what the L2 cache fetches at once, 64, 128
+    or 256 bytes; 0 stands for none.
+
+    Raises:
+        ValueError: the CUDA driver would refuse it.
+    """
+
+    tensor: str
+    scalar: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...] = ()
+    swizzle: int = 0
+    promotion: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.element_strides:
+            object.__setattr__(self, "element_strides", (1,) * len(self.sizes))
+        _check_layout(self, range(1, 6))
+        _check_number(self, "box", len(self.sizes))
+        _check_each(self, "box", self.box, range(1, 257))
+        _check_row(self, self.box[0])
+
+    @property
+    def box_bytes(self) -> int:
+        """What a copy has in shared memory, and a barrier counts, in or out of bounds."""
+        counts = map(ceil_div, self.box, self.element_strides)
+        return prod(counts) * MAPPED_SCALARS[self.scalar]
+
+
+@dataclass(frozen=True)
+class Im2colMap:
+    """Describes images to ``im2col_load``, which copies ``channels`` of ``pixels`` in a row.
+
+    Dimensions come innermost first: channels, columns, rows (and slices), images. The pixels lie in
+    a bounding box, which begins ``lower`` after an image's first pixel and ends ``upper`` after its
+    last, along columns, then rows. A copy goes through it in the order of memory, from one image to
+    the next, ``element_strides`` apart. The rest is as in :class:`TensorMap`.
+
+    Raises:
+        ValueError: the CUDA driver would refuse it.
+    """
+
+    tensor: str
+    scalar: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    channels: int
+    pixels: int
+    element_strides: tuple[int, ...] = ()
+    swizzle: int = 0
+    promotion: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.element_strides:
+            object.__setattr__(self, "element_strides", (1,) * len(self.sizes))
+        _check_layout(self, range(3, 6))
+        if self.element_strides[-1] != 1:
+            raise _refused(self, f"element_strides {self.element_strides} skip images")
+        self._check_corners()
+        _check_each(self, "channels", [self.channels], range(1, 257))
+        _check_each(self, "pixels", [self.pixels], range(1, 1025))
+        _check_row(self, self.channels)
+
+    def _check_corners(self) -> None:
+        limit = {1: 2**15, 2: 2**7, 3: 2**4}[len(self.sizes) - 2]
+        for name, corner in (("lower", self.lower), ("upper", self.upper)):
+            _check_number(self, name, len(self.sizes) - 2)
+            _check_each(self, name, corner, range(-limit, limit))
+        for size, lower, upper in zip(self.sizes[1:-1], self.lower, self.upper, strict=True):
+            if size + upper <= lower:
+                corners = f"{self.lower} to {self.upper}"
+                raise _refused(self, f"no pixels from corner {corners}, of sizes {self.sizes}")
+
+    @property
+    def box_bytes(self) -> int:
+        """What a copy has in shared memory, and a barrier counts, in or out of bounds."""
+        return self.pixels * self.channels * MAPPED_SCALARS[self.scalar]
+
+
+AnyMap = TensorMap | Im2colMap
+Argument = str | int | TensorMap | Im2colMap
+
+
+def _check_layout(of: AnyMap, ranks: range) -> None:
+    """What the two kinds of maps have in common."""
+    if of.scalar not in MAPPED_SCALARS:
+        raise _refused(of, f"{of.scalar} is none of {', '.join(MAPPED_SCALARS)}")
+    if len(of.sizes) not in ranks:
+        raise _refused(of, f"{len(of.sizes)} sizes, not {ranks[0]} to {ranks[-1]}")
+    _check_number(of, "strides", len(of.sizes) - 1)
+    _check_number(of, "element_strides", len(of.sizes))
+    _check_each(of, "sizes", of.sizes, range(1, 2**32 + 1))
+    _check_each(of, "strides", of.strides, range(0, 2**40, 16))
+    _check_each(of, "element_strides", of.element_strides, range(1, 9))
+    if of.element_strides[0] != 1:  # the driver would ignore it
+        raise _refused(
+            of, f"element_strides {of.element_strides} skip elements that are neighbours"
+        )
+    _check_each(of, "swizzle", [of.swizzle], (0, 32, 64, 128))
+    _check_each(of, "promotion", [of.promotion], (0, 64, 128, 256))
+
+
+def _check_row(of: AnyMap, elements: int) -> None:
+    """Of the innermost elements of a box, which lie in shared memory in one piece."""
+    row = elements * MAPPED_SCALARS[of.scalar]
+    if row % 16:
+        raise _refused(of, f"a box has rows of {row} bytes, not a multiple of 16")
+    if of.swizzle and row > of.swizzle:
+        raise _refused(of, f"a box has rows of {row} bytes, more than a swizzle of {of.swizzle}")
+
+
+def _check_number(of: AnyMap, name: str, number: int) -> None:
+    if len(getattr(of, name)) != number:
+        given = f"{name} {getattr(of, name)}"
+        raise _refused(of, f"{given}: {number} are needed for sizes {of.sizes}")
+
+
+def _check_each(of: AnyMap, name: str, values: Iterable[int], allowed: Sequence[int]) -> None:
+    for value in values:
+        if value not in allowed:
+            if isinstance(allowed, range):
+                step = f" in steps of {allowed.step}" if allowed.step > 1 else ""
+                valid = f"from {allowed[0]} to {allowed[-1]}{step}"
+            else:
+                valid = f"one of {allowed}"
+            raise _refused(of, f"{name} has {value}, which is not {valid}")
+
+
+def _refused(of: AnyMap, why: str) -> ValueError:
+    return ValueError(f"no map of {of.tensor}: {why}")
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch, complete but for the addresses of its tensors.
 
     ``arguments`` are the kernel's, in order: a string names a tensor (its address is passed, 0 for
-    an absent one), an int is passed as a 32-bit int. ``scratch`` is one of the names where the
+    an absent one), an int is passed as a 32-bit int, a map as a descriptor of the tensor it names
+    (``const __grid_constant__ fastconv::TensorMap``). ``scratch`` is one of the names where the
     launch needs a workspace.
     """
 
@@ -54,7 +204,13 @@ class Launch:
     grid: tuple[int, int, int]
     block: int
     shared_bytes: int
-    arguments: tuple[str | int, ...]
+    arguments: tuple[Argument, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the tensors, mapped or not, in the order of their first use."""
+        used = (a for a in self.arguments if not isinstance(a, int))
+        return tuple(dict.fromkeys(a if isinstance(a, str) else a.tensor for a in used))
 
 
 def _member(name: str, value: Constant) -> str:

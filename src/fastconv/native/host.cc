@@ -95,7 +95,7 @@ Precision precision_of(const Call& call) {
 // --- What is kept of it
 // -----------------------------------------------------------------------------
 
-constexpr size_t kMapBytes = 128;  // a CUtensorMap, at a multiple of 64
+constexpr size_t kMapBytes = 128;  // of a CUtensorMap
 
 struct Argument {
   enum { kTensor, kInteger, kMap } kind;
@@ -108,6 +108,7 @@ struct Launch {
   std::array<unsigned, 3> grid;
   unsigned block, shared_bytes;
   std::vector<Argument> arguments{};
+  size_t maps = 0;  // among them
 };
 
 struct Entry {
@@ -211,6 +212,7 @@ Launch launch_of(const py::tuple& description) {
                 description[3].cast<unsigned>()};
   for (const auto& argument : description[4]) {
     launch.arguments.push_back(argument_of(py::reinterpret_borrow<py::tuple>(argument)));
+    launch.maps += launch.arguments.back().kind == Argument::kMap;
   }
   return launch;
 }
@@ -301,41 +303,50 @@ void* stream_of(const at::Device& device) {
 constexpr size_t kTensors = 5;
 using Addresses = std::array<uintptr_t, kTensors>;
 
-int start(const Launch& launch, const Addresses& addresses, void* stream) {
+// As aligned as the driver demands of a CUtensorMap, and more.
+struct alignas(128) Map {
+  std::array<char, kMapBytes> bytes;
+};
+
+struct Status {
+  int code;
+  int64_t mapped = -1;  // the argument whose map could not be made
+  uintptr_t address = 0;
+};
+
+Status start(const Launch& launch, const Addresses& addresses, void* stream) {
   using LaunchKernel = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                            unsigned, void*, void**, void**);
   using ReplaceAddress = int(void*, void*);
   static const auto launch_kernel = driver<LaunchKernel>("cuLaunchKernel");
-  struct alignas(64) Map {
-    std::array<char, kMapBytes> bytes;
-  };
-  c10::SmallVector<Map, 2> maps;
+  std::vector<Map> maps;
+  maps.reserve(launch.maps);  // so that none moves
   c10::SmallVector<void*, 16> arguments;
-  maps.reserve(launch.arguments.size());  // they are pointed to
   for (const Argument& argument : launch.arguments) {
     const void* at = &argument.value;
     if (argument.kind == Argument::kTensor) at = &addresses[argument.value];
     if (argument.kind == Argument::kMap) {
       static const auto replace = driver<ReplaceAddress>("cuTensorMapReplaceAddress");
-      maps.push_back({argument.map});
-      at = &maps.back();
-      void* address = reinterpret_cast<void*>(addresses[argument.value]);
-      if (const int status = replace(&maps.back(), address)) return status;
+      at = &maps.emplace_back(Map{argument.map});
+      const uintptr_t address = addresses[argument.value];
+      if (const int code = replace(&maps.back(), reinterpret_cast<void*>(address))) {
+        return {code, &argument - launch.arguments.data(), address};
+      }
     }
-    arguments.push_back(const_cast<void*>(at));  // the driver reads them during the call
+    arguments.push_back(const_cast<void*>(at));
   }
   const auto [x, y, z] = launch.grid;
-  return launch_kernel(launch.function, x, y, z, launch.block, 1, 1, launch.shared_bytes, stream,
-                       arguments.data(), nullptr);
+  return {launch_kernel(launch.function, x, y, z, launch.block, 1, 1, launch.shared_bytes, stream,
+                        arguments.data(), nullptr)};
 }
 
 void start_all(const Entry& entry, const Addresses& addresses, const at::Device& device) {
   void* stream = stream_of(device);
   for (size_t i = 0; i < entry.launches.size(); ++i) {
     for (bool again = false;; again = true) {
-      const int status = start(entry.launches[i], addresses, stream);
-      if (status == 0) break;
-      in_python([&] { entry.trouble(i, status, again); });
+      const Status status = start(entry.launches[i], addresses, stream);
+      if (status.code == 0) break;
+      in_python([&] { entry.trouble(i, status.mapped, status.address, status.code, again); });
     }
   }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, channels_last
@@ -34,9 +34,9 @@ class Entry(NamedTuple):
     bias_elements: int
     copied: tuple[bool, bool] = (False, False)
     scratch_bytes: int = 0
-    launches: tuple[Any, ...] = ()
+    launches: Sequence[Any] = ()
     fill: Callable[..., None] | None = None
-    trouble: Callable[[int, int, bool], None] | None = None
+    trouble: Callable[[int, int, int, int, bool], None] | None = None
 
 
 def prepare(operator: str, *args: Any) -> Entry:

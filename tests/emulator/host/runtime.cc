@@ -436,10 +436,44 @@ void __ubsan_on_report() { emulator::print_place(); }
 
 }  // extern "C"
 
+namespace emulator {
+namespace {
+
+// "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple of
+// 1024.
+bool read_tensor(const char* text, unsigned char** address) {
+  char name[64];
+  ptrdiff_t bytes, offset;
+  if (!strcmp(text, "null")) {
+    *address = nullptr;
+  } else if (sscanf(text, "%63[^:]:%td:%td", name, &bytes, &offset) == 3) {
+    *address = find_or_read(name, bytes, offset);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// An int, a tensor, or "map", the tensor and the numbers of its map with blanks in between.
+Argument read_argument(const std::string& text) {
+  unsigned char* address;
+  if (text.compare(0, 4, "map ") == 0) {
+    const size_t end = text.find(' ', 4);
+    if (end == text.npos || !read_tensor(text.substr(4, end - 4).c_str(), &address)) {
+      fail("no map: %s", text.c_str());
+    }
+    return read_tensor_map(address, text.c_str() + end);
+  }
+  if (read_tensor(text.c_str(), &address)) return address;
+  return atoi(text.c_str());
+}
+
+}  // namespace
+}  // namespace emulator
+
 // Arguments: the order (forward or reverse), the grid, the block, the bytes of shared memory, then
-// the kernel's own: an int, "null", or name:bytes:offset for a tensor whose address is `offset`
-// bytes after a multiple of 1024. The tensors' contents come from stdin and go back to stdout, each
-// once, in the order of the arguments.
+// the kernel's own. The tensors' contents come from stdin and go back to stdout, each once, in the
+// order of the arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
   if (argc < 7) fail("too few arguments");
@@ -451,17 +485,7 @@ int main(int argc, char** argv) {
       !blockDim.x || blockDim.x > 1024 || shared.bytes > 227 * 1024) {
     fail("CUDA refuses such a launch");
   }
-  for (int i = 7; i < argc; ++i) {
-    char name[64];
-    ptrdiff_t bytes, offset;
-    if (!strcmp(argv[i], "null")) {
-      arguments.push_back(nullptr);
-    } else if (sscanf(argv[i], "%63[^:]:%td:%td", name, &bytes, &offset) == 3) {
-      arguments.push_back(find_or_read(name, bytes, offset));
-    } else {
-      arguments.push_back(atoi(argv[i]));
-    }
-  }
+  for (int i = 7; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
   const size_t tensors = buffers.size();
   shared.begin = allocate("shared memory", shared.bytes, 0);
   run_grid();

@@ -2,6 +2,7 @@
 //
 // Device code sees this header, so it includes no standard ones: under NVRTC there are none either.
 #pragma once
+#include "tensor_map.h"
 
 struct uint3 {
   unsigned x, y, z;
@@ -76,28 +77,42 @@ void copy_async_wait(int pending);
 void take_copies(void (*take)(void* context, void* shared, const void* data, int bytes),
                  void* context);
 
-// An argument of a launch, converted to the type of the entry's parameter: a pointer or an int.
+// An argument of a launch, converted to the type of the entry's parameter: a pointer, an int or a
+// map.
 class Argument {
  public:
-  Argument(void* address) : address_(address), is_address_(true) {}
-  Argument(int value) : value_(value), is_address_(false) {}
+  Argument(void* address) : kind_(kTensor), address_(address) {}
+  Argument(int value) : kind_(kInt), value_(value) {}
+  Argument(const TensorMap& map) : kind_(kMap), map_(map) {}
 
   template <class T>
   operator T*() const {
-    if (!is_address_) fail("an int is passed for a pointer");
+    check(kTensor);
     return static_cast<T*>(address_);
   }
   operator int() const {
-    if (is_address_) fail("a tensor is passed for an int");
+    check(kInt);
     return value_;
+  }
+  operator TensorMap() const {
+    check(kMap);
+    return map_;
   }
   template <class T>
   operator T() const = delete;
 
  private:
+  enum Kind { kTensor, kInt, kMap };
+
+  void check(Kind wanted) const {
+    constexpr const char* kNames[] = {"tensor", "int", "map"};
+    if (kind_ != wanted) fail("argument: %s passed for %s", kNames[kind_], kNames[wanted]);
+  }
+
+  Kind kind_;
   void* address_ = nullptr;
   int value_ = 0;
-  bool is_address_;
+  TensorMap map_ = {};
 };
 
 template <class... Parameters>

@@ -20,10 +20,17 @@ constexpr int kWarpgroup = 128;
 constexpr int kBarrierBytes = 8;
 constexpr int kMaxCount = (1 << 20) - 1;  // of a barrier's arrivals, and of its bytes
 
+// Memory in one piece that is copied to or from data, `offset` bytes after its start.
+struct Piece {
+  unsigned char* global;
+  size_t offset;
+  size_t bytes;
+};
+
 struct Load {
   Site site;
   unsigned char* target;
-  const unsigned char* source;
+  std::vector<Piece> sources;  // those of asynchronous copies are not known any more
   std::vector<unsigned char> data;
 };
 
@@ -52,7 +59,7 @@ std::map<int, WarpgroupBarrier> warpgroup_barriers;
 
 struct Store {
   Site site;
-  unsigned char* target;
+  std::vector<Piece> targets;
   const unsigned char* source;
   std::vector<unsigned char> data;
   int group;
@@ -137,7 +144,7 @@ int bytes_under_way(const Barrier& barrier) {
 void settle(Barrier& barrier) {
   if (barrier.missing > 0) return;
   if (bytes_under_way(barrier) > barrier.expected_bytes) {
-    fail("bulk_load copies %d bytes, but the barrier expects only %d", bytes_under_way(barrier),
+    fail("bulk copies of %d bytes, but the barrier expects only %d", bytes_under_way(barrier),
          barrier.expected_bytes);
   }
   if (barrier.expected_bytes > 0) return;
@@ -146,14 +153,37 @@ void settle(Barrier& barrier) {
 }
 
 void land(Barrier& barrier, const Load& load) {
-  if (memcmp(load.source, load.data.data(), load.data.size())) {
-    fail("global memory changed under a bulk_load, %s:%d", load.site.file, load.site.line);
+  const Site& site = load.site;
+  for (const Piece& piece : load.sources) {
+    if (memcmp(piece.global, load.data.data() + piece.offset, piece.bytes)) {
+      fail("global memory changed under a %s, %s:%d", site.function, site.file, site.line);
+    }
   }
   if (!is_poison(load.target, load.data.size())) {
-    fail("shared memory was written under a bulk_load, %s:%d", load.site.file, load.site.line);
+    fail("shared memory was written under a %s, %s:%d", site.function, site.file, site.line);
   }
   memcpy(load.target, load.data.data(), load.data.size());
   barrier.expected_bytes -= static_cast<int>(load.data.size());
+}
+
+// What of a box lies in the tensor.
+std::vector<Piece> checked_pieces(const Box& box, const void* shared, int bytes) {
+  const int alignment = box_alignment(*box.map);
+  if (!is_multiple(shared, alignment)) {
+    fail("%s: address in shared memory, not a multiple of %d", box.function, alignment);
+  }
+  shared_offset(box.function, shared);
+  touch(shared, bytes);
+  std::vector<Piece> pieces;
+  visit_pieces(
+      box,
+      [](void* context, unsigned char* global, int offset, int bytes) {
+        touch(global, bytes);
+        static_cast<std::vector<Piece>*>(context)->push_back(
+            {global, size_t(offset), size_t(bytes)});
+      },
+      &pieces);
+  return pieces;
 }
 
 std::vector<unsigned char> checked_copy(const char* what, const void* shared, const void* global,
@@ -172,13 +202,29 @@ std::vector<unsigned char> checked_copy(const char* what, const void* shared, co
 void finish_reading(Store& store) {
   if (store.has_read) return;
   if (memcmp(store.source, store.data.data(), store.data.size())) {
-    fail("shared memory changed under a bulk_store, %s:%d", store.site.file, store.site.line);
+    fail("shared memory changed under a %s, %s:%d", store.site.function, store.site.file,
+         store.site.line);
   }
   store.has_read = true;
 }
 
 void finish_writing(const Store& store) {
-  memcpy(store.target, store.data.data(), store.data.size());
+  for (const Piece& piece : store.targets) {
+    memcpy(piece.global, store.data.data() + piece.offset, piece.bytes);
+  }
+}
+
+// Until finish_writing.
+void start_writing(Store store) {
+  for (const Piece& piece : store.targets) memset(piece.global, kPoison, piece.bytes);
+  self().stores.push_back(std::move(store));
+}
+
+// Until sm90_advance.
+void start_loading(Barrier& barrier, Load load) {
+  memset(load.target, kPoison, load.data.size());
+  barrier.loads.push_back(std::move(load));
+  settle(barrier);
 }
 
 // How many of a thread's operations, in the order of their groups, are done when at most `pending`
@@ -322,7 +368,7 @@ void barrier_arrive_after_copies(Site site, void* address) {
         auto& taken = *static_cast<Arrival*>(context);
         const auto* const begin = static_cast<const unsigned char*>(data);
         auto* const target = static_cast<unsigned char*>(shared);
-        taken.copies.push_back({taken.site, target, nullptr, {begin, begin + bytes}});
+        taken.copies.push_back({taken.site, target, {}, {begin, begin + bytes}});
       },
       &arrival);
   if (arrival.copies.empty()) {
@@ -342,19 +388,36 @@ void barrier_wait(Site site, const void* address, unsigned parity) {
 
 void bulk_load(Site site, void* shared, const void* global, int bytes, void* address) {
   Barrier& barrier = find_barrier(address);
-  Load load = {site, static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global),
-               checked_copy("bulk_load", shared, global, global, bytes)};
-  memset(shared, kPoison, bytes);
-  barrier.loads.push_back(std::move(load));
-  settle(barrier);
+  auto* const source = static_cast<unsigned char*>(const_cast<void*>(global));
+  std::vector<unsigned char> data = checked_copy("bulk_load", shared, global, global, bytes);
+  auto* const target = static_cast<unsigned char*>(shared);
+  start_loading(barrier, {site, target, {{source, 0, data.size()}}, std::move(data)});
+}
+
+void tensor_load(Site site, void* shared, const Box& box, void* address) {
+  Barrier& barrier = find_barrier(address);
+  std::vector<unsigned char> data(box_bytes(box));
+  std::vector<Piece> pieces = checked_pieces(box, shared, static_cast<int>(data.size()));
+  for (const Piece& piece : pieces) memcpy(&data[piece.offset], piece.global, piece.bytes);
+  auto* const target = static_cast<unsigned char*>(shared);
+  start_loading(barrier, {site, target, std::move(pieces), std::move(data)});
 }
 
 void bulk_store(Site site, void* global, const void* shared, int bytes) {
-  Store store = {site, static_cast<unsigned char*>(global),
-                 static_cast<const unsigned char*>(shared),
-                 checked_copy("bulk_store", shared, global, shared, bytes), self().store_groups};
-  memset(global, kPoison, bytes);
-  self().stores.push_back(std::move(store));
+  auto* const target = static_cast<unsigned char*>(global);
+  const auto* const source = static_cast<const unsigned char*>(shared);
+  std::vector<unsigned char> data = checked_copy("bulk_store", shared, global, shared, bytes);
+  start_writing({site, {{target, 0, data.size()}}, source, std::move(data), self().store_groups});
+}
+
+void tensor_store(Site site, const Box& box, const void* shared) {
+  for (int i = 0; i < box.map->rank; ++i) {
+    if (box.map->steps[i] != 1) fail("tensor_store by a map with element strides");
+  }
+  const int bytes = box_bytes(box);
+  std::vector<Piece> pieces = checked_pieces(box, shared, bytes);
+  const auto* const source = static_cast<const unsigned char*>(shared);
+  start_writing({site, std::move(pieces), source, {source, source + bytes}, self().store_groups});
 }
 
 void bulk_store_commit() { ++self().store_groups; }
@@ -497,7 +560,8 @@ void sm90_exit_thread() {
 void sm90_end_block() {
   for (const auto& entry : barriers) {
     for (const Load& load : entry.second.loads) {
-      fail("the block ends without waiting for bulk_load, %s:%d", load.site.file, load.site.line);
+      fail("the block ends without waiting for %s, %s:%d", load.site.function, load.site.file,
+           load.site.line);
     }
     for (const Arrival& arrival : entry.second.late) {
       fail("the block ends before the copies of %s, %s:%d", arrival.site.function,

@@ -26,6 +26,10 @@ void bulk_load(Site site, void* shared, const void* global, int bytes, void* bar
 // The target is poisoned until bulk_store_wait or the end of the block, and the source must not
 // change until bulk_store_wait_read.
 void bulk_store(Site site, void* global, const void* shared, int bytes);
+// The same of boxes of tensors. What of a box lies outside of the tensor is zeros, or not stored.
+void tensor_load(Site site, void* shared, const Box& box, void* barrier);
+void tensor_store(Site site, const Box& box, const void* shared);
+
 void bulk_store_commit();
 void bulk_store_wait_read(Site site, int pending);
 void bulk_store_wait(Site site);

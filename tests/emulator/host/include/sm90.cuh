@@ -66,6 +66,30 @@ inline void bulk_store_wait(emulator::Site site = emulator::here("bulk_store_wai
 
 inline void fence_async_shared() {}
 
+using TensorMap = emulator::TensorMap;
+
+inline void tensor_map_prefetch(const TensorMap&) {}
+
+template <int kRank>
+inline void tensor_load(void* shared, const TensorMap& map, const int (&at)[kRank],
+                        Barrier* barrier, emulator::Site site = emulator::here("tensor_load")) {
+  static_assert(kRank >= 2 && kRank <= 5, "what kernels use");
+  emulator::tensor_load(site, shared, {site.function, &map, false, kRank, at, nullptr}, barrier);
+}
+
+inline void im2col_load(void* shared, const TensorMap& map, const int (&at)[4],
+                        const int (&offset)[2], Barrier* barrier,
+                        emulator::Site site = emulator::here("im2col_load")) {
+  emulator::tensor_load(site, shared, {site.function, &map, true, 4, at, offset}, barrier);
+}
+
+template <int kRank>
+inline void tensor_store(const TensorMap& map, const int (&at)[kRank], const void* shared,
+                         emulator::Site site = emulator::here("tensor_store")) {
+  static_assert(kRank >= 2 && kRank <= 5, "what kernels use");
+  emulator::tensor_store(site, {site.function, &map, false, kRank, at, nullptr}, shared);
+}
+
 template <class T>
 inline void store_if(T* global, const T& value, bool valid) {
   if (valid) *global = value;

@@ -1,0 +1,269 @@
+"""Tensor copies at random, and what has to come of them: for the emulator and for GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastconv.kernels.arithmetic import round_up
+from fastconv.kernels.family import MAPPED_SCALARS, AnyMap, Im2colMap, Kernel, Launch, TensorMap
+
+SOURCE = Path(__file__).parent / "tensor_maps.cuh"
+SWIZZLES = (0, 32, 64, 128)
+BOXES = 12  # of a case, each the work of a block
+NUMBERS = 6  # that a block reads of its box: coordinates, then the offsets of an im2col copy
+
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "fastconv::float16": torch.float16,
+    "fastconv::bfloat16": torch.bfloat16,
+}
+_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # what numpy sees of elements: their bits
+
+
+@dataclass(frozen=True)
+class Case:
+    """A map, the memory of its tensor, and the boxes to be copied."""
+
+    map: AnyMap
+    memory: Tensor
+    coordinates: Tensor  # int32: BOXES by NUMBERS
+
+    @property
+    def launch(self) -> Launch:
+        """Loads all boxes into a tensor ``boxes``."""
+        return _launch("load_boxes", self)
+
+    @property
+    def storing_launch(self) -> Launch:
+        """Stores them from there."""
+        return _launch("store_boxes", self)
+
+    @property
+    def boxes_shape(self) -> tuple[int, int]:
+        """Of ``boxes``, in int32."""
+        return len(self.coordinates), self.map.box_bytes // 4
+
+    def loaded(self) -> Tensor:
+        """What the copies leave in shared memory, as it lies there."""
+        boxes = [self._at(positions) for positions in self._positions()]
+        return torch.from_numpy(np.stack([_swizzled(box, self.map.swizzle) for box in boxes]))
+
+    def stored(self, boxes: Tensor) -> Tensor:
+        """The tensor's memory after all boxes have been stored."""
+        words = _words(self.memory).copy()
+        for box, positions in zip(boxes.numpy(), self._positions(), strict=True):
+            values = _swizzled(box, self.map.swizzle).view(words.dtype)
+            inside = positions >= 0
+            words[positions[inside]] = values[inside]
+        return torch.from_numpy(words.view(np.int16)).view(self.memory.dtype)
+
+    def _at(self, positions: np.ndarray) -> np.ndarray:
+        words = _words(self.memory)
+        return np.where(positions >= 0, words[positions], 0).astype(words.dtype).view(np.int32)
+
+    def _positions(self) -> Iterator[np.ndarray]:
+        """Of each box's elements in memory, -1 for those outside of the tensor."""
+        of = self.map
+        for numbers in self.coordinates.tolist():
+            at, offset = numbers[: len(of.sizes)], numbers[4:]
+            axes = _tile(of, at) if isinstance(of, TensorMap) else _pixels(of, at, offset)
+            yield _positions(of, axes)
+
+
+def _positions(of: AnyMap, coordinates: Iterable[np.ndarray]) -> np.ndarray:
+    """Of elements with these coordinates, which are broadcast."""
+    steps = [1, *(stride // MAPPED_SCALARS[of.scalar] for stride in of.strides)]
+    inside, total = np.asarray(True), np.asarray(0)
+    for at, size, step in zip(coordinates, of.sizes, steps, strict=True):
+        inside = inside & (at >= 0) & (at < size)
+        total = total + at * step
+    return np.where(inside, total, -1).flatten()
+
+
+def _tile(of: TensorMap, at: list[int]) -> list[np.ndarray]:
+    axes = [
+        first + np.arange(0, span, step)
+        for first, span, step in zip(at, of.box, of.element_strides, strict=True)
+    ]
+    return np.meshgrid(*axes[::-1], indexing="ij")[::-1]
+
+
+def _pixels(of: Im2colMap, at: list[int], offset: list[int]) -> list[np.ndarray]:
+    """Of a list of all pixels of the bounding box in all images, those from the first one on."""
+    columns, rows = (
+        range(lower, size + upper, step)
+        for size, lower, upper, step in zip(
+            of.sizes[1:3], of.lower, of.upper, of.element_strides[1:3], strict=True
+        )
+    )
+    images = range(of.sizes[3] + at[3] + of.pixels)
+    pixels = list(itertools.product(images, rows, columns))
+    first = pixels.index((at[3], at[2], at[1]))
+    image, row, column = np.array(pixels[first : first + of.pixels]).T[:, :, None]
+    channels = at[0] + np.arange(of.channels)
+    return [channels, column + offset[0], row + offset[1], image]
+
+
+def _swizzled(box: np.ndarray, span: int) -> np.ndarray:
+    """16 bytes each change places, or back."""
+    chunks = np.arange(box.nbytes // 16)
+    order = chunks ^ (chunks >> 3 & span // 16 - 1) if span else chunks
+    return box.reshape(-1, 16 // box.itemsize)[order].flatten()
+
+
+def _words(memory: Tensor) -> np.ndarray:
+    return memory.view(torch.int16).numpy().view(_WORDS[memory.element_size()])
+
+
+def kernel(entry: str, of: AnyMap) -> Kernel:
+    """One of the kernels in :data:`SOURCE`, for maps of this kind."""
+    im2col = isinstance(of, Im2colMap)
+    return Kernel(str(SOURCE), entry, (("rank", len(of.sizes)), ("im2col", im2col)))
+
+
+def _launch(entry: str, case: Case) -> Launch:
+    box_bytes = case.map.box_bytes
+    arguments = (case.map, "coordinates", "boxes", box_bytes)
+    shared_bytes = box_bytes + 8  # and a barrier
+    return Launch(
+        kernel(entry, case.map), (len(case.coordinates), 1, 1), 128, shared_bytes, arguments
+    )
+
+
+def _row(draw: Random, swizzle: int) -> tuple[str, int]:
+    """A type, and how many elements a row of a box has."""
+    scalar = draw.choice(list(MAPPED_SCALARS))
+    return scalar, (swizzle or 16 * draw.randint(1, 12)) // MAPPED_SCALARS[scalar]
+
+
+def _strides(draw: Random, scalar: str, sizes: list[int]) -> tuple[int, ...]:
+    """Of outer dimensions, with gaps of some bytes."""
+    strides, bytes_ = [], round_up(sizes[0] * MAPPED_SCALARS[scalar], 16)
+    for size in sizes[1:]:
+        strides.append(bytes_ + 16 * draw.randint(0, 2))
+        bytes_ = strides[-1] * size
+    return tuple(strides)
+
+
+def _memory(draw: Random, of: AnyMap) -> Tensor:
+    """Random numbers, no more than the map describes."""
+    last = sum((size - 1) * stride for size, stride in zip(of.sizes[1:], of.strides, strict=True))
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    length = last // MAPPED_SCALARS[of.scalar] + of.sizes[0]
+    return torch.randn(length, generator=generator).to(_DTYPES[of.scalar])
+
+
+def _case(draw: Random, of: AnyMap, coordinates: list[list[int]]) -> Case:
+    padded = [numbers + [0] * (NUMBERS - len(numbers)) for numbers in coordinates]
+    return Case(of, _memory(draw, of), torch.tensor(padded, dtype=torch.int32))
+
+
+def _near(draw: Random, box: int, size: int) -> int:
+    """A coordinate of a box: most have something in the tensor."""
+    return draw.choice([0, *[draw.randrange(1 - box, size)] * 8, draw.randint(-box - 1, size + 1)])
+
+
+def _tiled(draw: Random, rank: int, swizzle: int, most_step: int) -> TensorMap:
+    scalar, row = _row(draw, swizzle)
+    steps = [draw.choice([1, draw.randint(1, most_step)]) for _ in range(rank - 1)]
+    box = [draw.randint(1, {2: 32, 3: 8, 4: 4, 5: 3}[rank]) * step for step in steps]
+    box = [max(1, span - draw.randrange(step)) for span, step in zip(box, steps, strict=True)]
+    sizes = [draw.randint(1, 2 * span + 2) for span in (row, *box)]
+    return TensorMap(
+        tensor="tensor",
+        scalar=scalar,
+        sizes=tuple(sizes),
+        strides=_strides(draw, scalar, sizes),
+        box=(row, *box),
+        element_strides=(1, *steps),
+        swizzle=swizzle,
+        promotion=draw.choice([0, 64, 128, 256]),
+    )
+
+
+def tiled(draw: Random, rank: int, swizzle: int) -> Case:
+    """Boxes in a tensor, on its edges and outside of it."""
+    of = _tiled(draw, rank, swizzle, most_step=8)
+    around = list(zip(of.box, of.sizes, strict=True))
+    return _case(draw, of, [[_near(draw, *one) for one in around] for _ in range(BOXES)])
+
+
+def disjoint(draw: Random, rank: int, swizzle: int) -> Case:
+    """Boxes side by side, some of them outside of the tensor: to be stored."""
+    of = _tiled(draw, rank, swizzle, most_step=1)
+    starts = [
+        range(-draw.randrange(box), size + draw.choice([0, 0, box]), box)
+        for box, size in zip(of.box, of.sizes, strict=True)
+    ]
+    places = [list(at) for at in itertools.product(*starts)]
+    return _case(draw, of, draw.sample(places, min(BOXES, len(places))))
+
+
+def im2col(draw: Random, swizzle: int) -> Case:
+    """Pixels as convolutions with padding, stride and dilation read them."""
+    scalar, channels = _row(draw, swizzle)
+    sizes = [draw.randint(1, 2 * channels), *(draw.randint(1, 9) for _ in range(2))]
+    sizes.append(draw.randint(1, 4))
+    steps = [draw.randint(1, 3) for _ in range(2)]
+    lower = [-draw.randint(-1 if size > 2 else 0, 3) for size in sizes[1:3]]
+    upper = [
+        draw.randint(max(low + 1 - size, -4), 3)
+        for low, size in zip(lower, sizes[1:3], strict=True)
+    ]
+    of = Im2colMap(
+        tensor="tensor",
+        scalar=scalar,
+        sizes=tuple(sizes),
+        strides=_strides(draw, scalar, sizes),
+        lower=tuple(lower),
+        upper=tuple(upper),
+        channels=channels,
+        pixels=draw.randint(1, 100),
+        element_strides=(1, *steps, 1),
+        swizzle=swizzle,
+        promotion=draw.choice([0, 64, 128, 256]),
+    )
+    ranges = [
+        range(low, size + up, step)
+        for low, size, up, step in zip(lower, sizes[1:3], upper, steps, strict=True)
+    ]
+    coordinates = [
+        [
+            _near(draw, channels, sizes[0]),
+            *map(draw.choice, ranges),
+            draw.choice([*range(sizes[3])] * 4 + [sizes[3]]),
+            *(draw.choice([0, 1, 2, 6]) for _ in range(2)),
+        ]
+        for _ in range(BOXES)
+    ]
+    return _case(draw, of, coordinates)
+
+
+def cases(seed: int) -> dict[str, Case]:
+    """Loads of every kind."""
+    draw = Random(seed)
+    made = {
+        f"{rank}d swizzle {swizzle}": tiled(draw, rank, swizzle)
+        for rank in range(2, 6)
+        for swizzle in SWIZZLES
+    }
+    return made | {f"im2col swizzle {swizzle}": im2col(draw, swizzle) for swizzle in SWIZZLES}
+
+
+def stores(seed: int) -> dict[str, Case]:
+    """Stores of every kind."""
+    draw = Random(seed)
+    return {
+        f"{rank}d swizzle {swizzle}": disjoint(draw, rank, swizzle)
+        for rank in range(2, 6)
+        for swizzle in SWIZZLES
+    }
