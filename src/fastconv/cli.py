@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from fastconv import jit
+from fastconv import jit, native
 from fastconv.bench import commands
 from fastconv.bench.campaign import MOST_JOBS
 from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, FORMATS, PASSES, PRECISIONS, STEP
@@ -27,7 +27,7 @@ from fastconv.files import FileError
 # What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
 _EXPECTED = (
     commands.UsageError, WorkloadError, ResultsError, MissingExtra, ExportError, FileError,
-    jit.GpuUnavailable, jit.CompilationError, OSError, UnicodeEncodeError,
+    jit.GpuUnavailable, jit.CompilationError, native.Unavailable, OSError, UnicodeEncodeError,
 )  # fmt: skip
 _BAD_INPUT = 2
 _BROKEN_PIPE = 141  # as shells report a program that wrote to nobody
@@ -67,6 +67,8 @@ def _complain(text: str) -> None:
 
 def _in_a_line(error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, native.Unavailable):
+        return text  # a C++ compiler's words are hard enough to read in lines
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename or 'cannot write the output'}: {error.strerror}"
     return " ".join(text.split())
@@ -107,6 +109,9 @@ def _parser() -> _Parser:
     ))  # fmt: skip
     _add_tune(subcommands.add_parser(
         "tune", parents=[output], help="find the fastest kernels for shapes, by measuring"
+    ))  # fmt: skip
+    _add_build(subcommands.add_parser(
+        "build", parents=[output], help="compile the host path in C++ now, not at the first call"
     ))  # fmt: skip
     _add_export(subcommands.add_parser(
         "export", help="write one Python file with a convolution and all of its kernels"
@@ -270,6 +275,11 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FILE", help="the table to add to (default: your own)"
     )
     parser.set_defaults(run=commands.tune_plans)
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--again", action="store_true", help="even if it is there")
+    parser.set_defaults(run=commands.build_native)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

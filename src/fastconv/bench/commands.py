@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastconv import files
+from fastconv import files, native
 from fastconv.bench import (
     campaign,
     configurations,
@@ -226,6 +226,18 @@ def export_file(arguments: Namespace) -> int:
     )
     if arguments.output is None:
         print(text, end="")
+    return 0
+
+
+def build_native(arguments: Namespace) -> int:
+    """``fastconv build``: makes the native host path's library, and says what it did."""
+    start = time.perf_counter()
+    path, made = native.make(arguments.again)
+    seconds = round(time.perf_counter() - start, 1)
+    if arguments.json:
+        print(json.dumps({"library": str(path), "built": made, "seconds": seconds}))
+    else:
+        print(f"built {path} in {seconds} s" if made else f"{path} is there already")
     return 0
 
 

@@ -2,7 +2,7 @@
 //
 // A call's form (shapes, strides, types, devices, alignment, geometry, precision) is looked up in a
 // table. What is found there says all that is left to do: allocate, and launch. What is not found
-// is asked of Python (`prepare` of ops/devices.py), once: checks, planning and compiling are there,
+// is asked of Python (`prepare` of ops/entries.py), once: checks, planning and compiling are there,
 // and so are the words of every error.
 //
 // Whatever is not plain goes to PyTorch's dispatcher, which knows the operators: `is_plain` is the
@@ -36,8 +36,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// --- What is asked for
-// ------------------------------------------------------------------------------
+// --- What is asked for ---------------------------------------------------------------------------
 
 enum Pass : int64_t { kForward, kInputGrad, kWeightGrad };
 constexpr std::array kOperators = {"forward", "input_grad", "weight_grad"};
@@ -92,8 +91,7 @@ Precision precision_of(const Call& call) {
   return allows_tf32(&at::Context::allowTF32CuDNN) ? kTf32 : kIeee;
 }
 
-// --- What is kept of it
-// -----------------------------------------------------------------------------
+// --- What is kept of it --------------------------------------------------------------------------
 
 constexpr size_t kMapBytes = 128;  // of a CUtensorMap
 
@@ -167,10 +165,9 @@ Key key_of(const Call& call, Precision precision) {
   return key;
 }
 
-// --- Python: what is not known yet
-// -------------------------------------------------------------------
+// --- Python: what is not known yet ---------------------------------------------------------------
 
-PyObject* prepare = nullptr;  // ops/devices.py's, for as long as the process lives
+PyObject* prepare = nullptr;  // ops/entries.py's, for as long as the process lives
 
 // Calls Python from wherever; an error of its own goes on as such, through threads of autograd too.
 template <class Function>
@@ -274,8 +271,7 @@ std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
   return entry;
 }
 
-// --- The driver
-// ---------------------------------------------------------------------------------------
+// --- The driver ----------------------------------------------------------------------------------
 
 // From libraries that PyTorch has loaded: nothing of CUDA is needed to build this.
 void* loaded(const char* library, const char* name) {
@@ -351,8 +347,7 @@ void start_all(const Entry& entry, const Addresses& addresses, const at::Device&
   }
 }
 
-// --- A call below autograd
-// ----------------------------------------------------------------------------
+// --- A call below autograd -----------------------------------------------------------------------
 
 struct Results {
   Tensor first, bias_grad;
@@ -401,8 +396,7 @@ Results run(const Call& call) {
   return results;
 }
 
-// --- What stands between the caller and the device
-// ----------------------------------------------------
+// --- What stands between the caller and the device -----------------------------------------------
 
 c10::DispatchKeySet keys_of(const Tensor& first, const Tensor& second, const Tensor& third = {}) {
   auto keys = first.key_set() | second.key_set();
@@ -460,8 +454,7 @@ Results gradient(const Call& call) {
   return {stack[0].toTensor(), stack.size() > 1 ? stack[1].toTensor() : Tensor()};
 }
 
-// --- Autograd
-// -----------------------------------------------------------------------------------------
+// --- Autograd ------------------------------------------------------------------------------------
 
 Tensor conjugate(const Tensor& tensor) { return tensor.is_complex() ? tensor.conj() : tensor; }
 
@@ -565,8 +558,7 @@ std::optional<Tensor> conv2d(Call call) {
   return run(call).first;
 }
 
-// --- Python's arguments
-// -------------------------------------------------------------------------------
+// --- Python's arguments --------------------------------------------------------------------------
 
 // Each of these takes the usual forms, and is false for all others, which Python knows.
 
