@@ -54,6 +54,27 @@ def test_function(backend: str) -> None:
     _assert_same(torch.compile(block, backend=backend, fullgraph=True), block, _tensors())
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("asked", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_only_some_gradients(asked: tuple[int, ...], backend: str) -> None:
+    def gradients(*tensors: Tensor) -> Any:
+        def loss(*tensors: Tensor) -> Tensor:
+            return fastconv.conv2d(*tensors, **OPTIONS).sin().sum()
+
+        return torch.func.grad(loss, asked)(*tensors)
+
+    tensors = _tensors()
+    compiled = torch.compile(gradients, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), gradients(*tensors))
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    forward = torch.compile(fastconv.conv2d, backend=backend, fullgraph=True)
+    found, expected = (
+        torch.autograd.grad(function(*leaves, **OPTIONS).sum(), [leaves[i] for i in asked])
+        for function in (forward, oracle.conv2d)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     "options",
     [

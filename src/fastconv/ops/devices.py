@@ -40,7 +40,7 @@ forward_kernels: Kernels = {}
 input_grad_kernels: Kernels = {}
 weight_grad_kernels: Kernels = {}
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def register() -> None:
@@ -65,11 +65,11 @@ def direct(
     To get there through the dispatcher takes as long again as the whole rest of a call.
     """
     if (
-        type(first) in _PLAIN
-        and type(second) in _PLAIN
+        type(first) in PLAIN
+        and type(second) in PLAIN
         and not torch._C._len_torch_dispatch_stack()
         and not (first.is_conj() or second.is_conj() or first.is_neg() or second.is_neg())
-        and (bias is None or (type(bias) in _PLAIN and not (bias.is_conj() or bias.is_neg())))
+        and (bias is None or (type(bias) in PLAIN and not (bias.is_conj() or bias.is_neg())))
     ):
         return kernels.get(first.device.type)
     return None
