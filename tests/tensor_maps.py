@@ -167,9 +167,15 @@ def _case(draw: Random, of: AnyMap, coordinates: list[list[int]]) -> Case:
     return Case(of, _memory(draw, of), torch.tensor(padded, dtype=torch.int32))
 
 
-def _near(draw: Random, box: int, size: int) -> int:
-    """A coordinate of a box: most have something in the tensor."""
-    return draw.choice([0, *[draw.randrange(1 - box, size)] * 8, draw.randint(-box - 1, size + 1)])
+def _near(draw: Random, box: int, size: int, step: int = 1) -> int:
+    """A coordinate of a box, a multiple of ``step``: most have something in the tensor."""
+    near = [draw.randrange(1 - box, size)] * 8
+    return draw.choice([0, *near, draw.randint(-box - 1, size + 1)]) // step * step
+
+
+def _chunk(of: AnyMap) -> int:
+    """Elements of 16 bytes, which rows of boxes begin with a multiple of."""
+    return 16 // MAPPED_SCALARS[of.scalar]
 
 
 def _tiled(draw: Random, rank: int, swizzle: int, most_step: int) -> TensorMap:
@@ -193,16 +199,18 @@ def _tiled(draw: Random, rank: int, swizzle: int, most_step: int) -> TensorMap:
 def tiled(draw: Random, rank: int, swizzle: int) -> Case:
     """Boxes in a tensor, on its edges and outside of it."""
     of = _tiled(draw, rank, swizzle, most_step=8)
-    around = list(zip(of.box, of.sizes, strict=True))
+    steps = (_chunk(of), *[1] * (rank - 1))
+    around = list(zip(of.box, of.sizes, steps, strict=True))
     return _case(draw, of, [[_near(draw, *one) for one in around] for _ in range(BOXES)])
 
 
 def disjoint(draw: Random, rank: int, swizzle: int) -> Case:
     """Boxes side by side, some of them outside of the tensor: to be stored."""
     of = _tiled(draw, rank, swizzle, most_step=1)
+    steps = (_chunk(of), *[1] * (rank - 1))
     starts = [
-        range(-draw.randrange(box), size + draw.choice([0, 0, box]), box)
-        for box, size in zip(of.box, of.sizes, strict=True)
+        range(-draw.randrange(box) // step * step, size + draw.choice([0, 0, box]), box)
+        for box, size, step in zip(of.box, of.sizes, steps, strict=True)
     ]
     places = [list(at) for at in itertools.product(*starts)]
     return _case(draw, of, draw.sample(places, min(BOXES, len(places))))
@@ -238,7 +246,7 @@ def im2col(draw: Random, swizzle: int) -> Case:
     ]
     coordinates = [
         [
-            _near(draw, channels, sizes[0]),
+            _near(draw, channels, sizes[0], _chunk(of)),
             *map(draw.choice, ranges),
             draw.choice([*range(sizes[3])] * 4 + [sizes[3]]),
             *(draw.choice([0, 1, 2, 6]) for _ in range(2)),

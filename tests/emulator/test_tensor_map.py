@@ -125,6 +125,7 @@ FAULTY = {
         SAME,
         "at byte 4800 of tensor, which has 4800",
     ),
+    "innermost": ([6], TILED, SAME, "coordinate 0 is 6, not a multiple of 4"),
     "first_pixel": ([0, -2], PIXELS, SAME, "coordinate 1 is -2, outside .* from -1 to 4"),
     "offset": ([0, 0, 0, 0, 0, 256], PIXELS, SAME, "offset 1 is 256, not from 0 to 255"),
     "store_address": (

@@ -52,7 +52,8 @@ def _noting_kernels() -> Iterator[dict[str, Kernel]]:
         return SimpleNamespace(run=lambda *addresses: None)
 
     backend._ready.cache_clear()
-    with mock.patch.object(launch, "prepare", prepare), mock.patch.object(native, "conv2d", None):
+    by_python = mock.patch.multiple(native, conv2d=None, begin=lambda: None)
+    with mock.patch.object(launch, "prepare", prepare), by_python:
         try:
             yield kernels
         finally:

@@ -150,6 +150,10 @@ int box_bytes(const Box& box) {
     fail("%s: rows of %d bytes in spans of %d: how these lie is not known", box.function,
          row_bytes(map), map.swizzle);
   }
+  if (box.at[0] * map.element_bytes % kChunk) {
+    fail("%s: coordinate 0 is %d, not a multiple of %d: illegal instruction", box.function,
+         box.at[0], kChunk / map.element_bytes);
+  }
   if (map.im2col) check_im2col(box);
   return rows(map) * row_bytes(map);
 }

@@ -133,8 +133,9 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- Tensor copies: one thread moves a box of a tensor -------------------------------------------
 // Coordinates come innermost first, and may lie outside of the tensor: zeros are loaded, nothing is
-// stored. A box lies in shared memory densely, at a multiple of 128 bytes, or where it is swizzled
-// in spans of n bytes, of 8 n.
+// stored. The innermost one is a multiple of 16 bytes (an H200 takes others for illegal
+// instructions). A box lies in shared memory densely, at a multiple of 128 bytes, or where it is
+// swizzled in spans of n bytes, of 8 n.
 
 // A descriptor that the CUDA driver has made of a map among the launch's arguments: a kernel's
 // parameter, `const __grid_constant__ TensorMap`.
