@@ -22,9 +22,19 @@ from fastconv.backends import cpu
 from fastconv.ops import autograd
 from recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 INPUT, WEIGHT, BIAS, OUTPUT = (2, 4, 5, 6), (6, 2, 3, 2), (6,), (2, 6, 2, 7)
 OPTIONS = {"stride": (2, 1), "padding": ((1, 0), (2, 1)), "dilation": (1, 2), "groups": 2}
 GEOMETRY = ((2, 1), (1, 0, 2, 1), (1, 2), 2, None)
+
+
+by_python = pytest.mark.parametrize("host_path", ["python"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _always_worth_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd, "WORTH_ASKING_FLOPS", (0, 0))
 
 
 def conv2d(*tensors: Tensor) -> Tensor:
@@ -391,6 +401,7 @@ def test_passes_within_hooks(
     torch.testing.assert_close(gradients(conv2d), gradients(reference))
 
 
+@by_python  # C++ nodes, PyTorch's own too, go by the pass that is under way
 def test_nodes_called_by_hand(watched: bool) -> None:
     """They give everything, in whatever pass that happens."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
@@ -434,17 +445,15 @@ def test_a_leaf_that_has_changed(watched: bool) -> None:
     assert returned == [(0,)]
 
 
-@pytest.mark.parametrize(
-    "missing", ["_everything_is_wanted", "_current_node", "_will_execute", "_LEAF"]
-)
+@by_python
+@pytest.mark.parametrize("missing", ["_everything_is_wanted", "_current_node", "_will_execute"])
 def test_a_pytorch_that_does_not_tell(
     missing: str, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autograd, missing, () if missing == "_LEAF" else None)
+    monkeypatch.setattr(autograd, missing, None)
     leaves = _leaves(INPUT, WEIGHT, BIAS)
     (ours,) = torch.autograd.grad(conv2d(*leaves).sin().sum(), leaves[0])
-    every = ["forward", "input_grad", "weight_grad with bias"]
-    assert computed == (every[:2] if missing == "_LEAF" else every)
+    assert computed == ["forward", "input_grad", "weight_grad with bias"]
     (theirs,) = torch.autograd.grad(reference(*leaves).sin().sum(), leaves[0])
     torch.testing.assert_close(ours, theirs)
 
@@ -452,4 +461,20 @@ def test_a_pytorch_that_does_not_tell(
 def test_this_pytorch_tells() -> None:
     assert None not in (autograd._everything_is_wanted, autograd._current_node)
     assert autograd._will_execute is not None
-    assert autograd._LEAF
+
+
+@by_python
+def test_small_gradients_are_computed_unasked(
+    computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking would take longer."""
+    leaves = _leaves(INPUT, WEIGHT, BIAS)
+    flops = 2 * torch.Size(OUTPUT).numel() * torch.Size(WEIGHT[1:]).numel()
+    for least, expected in (
+        (flops, ["input_grad"]),
+        (flops + 1, ["input_grad", "weight_grad with bias"]),
+    ):
+        monkeypatch.setattr(autograd, "WORTH_ASKING_FLOPS", (least, 0))
+        computed.clear()
+        torch.autograd.grad(conv2d(*leaves).sum(), leaves[0])
+        assert computed == ["forward", *expected]

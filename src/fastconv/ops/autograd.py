@@ -37,7 +37,9 @@ _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 _everything_is_wanted: Any = getattr(torch.autograd, "_is_checkpoint_valid", None)
 _current_node: Any = getattr(torch._C, "_current_autograd_node", None)
 _will_execute: Any = getattr(torch._C, "_will_engine_execute_node", None)
-_LEAF: Any = getattr(torch._C._functions, "AccumulateGrad", ())
+
+WORTH_ASKING_FLOPS = (10**7, 10**10)
+"""Of a gradient, on a CPU and on a GPU, that take longer than asking who wants it: 0.1 ms."""
 
 # The names of these classes are those of the nodes in a user's graph, with "Backward" added.
 
@@ -55,11 +57,11 @@ class FastconvConv2d(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        needs_input, needs_weight, needs_bias, *others = _wanted(ctx)
-        input_, weight_, bias_ = None, None, None
+        input_, weight_, bias_, needs_bias, others = None, None, None, False, ctx.geometry
         if grad is not None:
             wait_at_exit(grad.device.index)
             input, weight = ctx.saved_tensors
+            needs_input, needs_weight, needs_bias, *_ = _wanted(ctx, grad, weight)
             memory_format = gradient_format(input, weight)
             if needs_input:
                 input_ = _input_grad_here(
@@ -97,10 +99,10 @@ class FastconvInputGrad(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        needs_grad_output, needs_weight, *others = _wanted(ctx)
-        grad_output_, weight_ = None, None
+        grad_output_, weight_, others = None, None, ctx.arguments
         if grad is not None:
             grad_output, weight = ctx.saved_tensors
+            needs_grad_output, needs_weight, *_ = _wanted(ctx, grad_output, weight)
             if needs_grad_output:
                 grad_output_ = forward(grad, weight.conj(), None, *ctx.geometry)
             if needs_weight:
@@ -135,10 +137,11 @@ class FastconvWeightGrad(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, bias_grad: Tensor | None) -> Any:
-        needs_grad_output, needs_input, *others = _wanted(ctx)
+        needs_grad_output, needs_input, *others = ctx.needs_input_grad
         grad_output_, input_ = None, None
         grad_output, input = ctx.saved_tensors
         if grad is not None:
+            needs_grad_output, needs_input, *_ = _wanted(ctx, grad_output, grad)
             if needs_grad_output:
                 bias = bias_grad if ctx.bias else None
                 grad_output_ = forward(input.conj(), grad, bias, *ctx.geometry)
@@ -162,77 +165,43 @@ class FastconvWeightGrad(_SingleLevelFunction):
         return tangent, bias_tangent if ctx.bias else None
 
 
-def _wanted(ctx: Any) -> Any:
+def _wanted(ctx: Any, grad_output: Tensor, weight: Tensor) -> Any:
     """``ctx.needs_input_grad``, less the gradients that the engine is certain to throw away.
 
     What was recorded may be more than what is wanted: ``torch.autograd.grad(output, input)`` and
     ``backward(inputs=[input])`` have no use for the weight's gradient. PyTorch's own nodes see that
-    (``task_should_compute_output``), a Python function has to ask. In doubt a gradient is wanted.
+    (``task_should_compute_output``), a Python function has to ask. In doubt a gradient is wanted;
+    so it is where asking takes as long as computing, for tensors of these sizes.
     """
     recorded = ctx.needs_input_grad
-    if _has_to_compute_all(ctx):
+    if _has_to_compute_all(ctx, grad_output, weight):
         return recorded
-    unobserved = _unobserved()
     edges = ctx.next_functions  # one for each tensor, and tensors come first
-    asked = [
-        need and _is_used_by(node, unobserved)
-        for need, (node, _) in zip(recorded, edges, strict=False)
-    ]
+    asked = [need and _is_used_by(node) for need, (node, _) in zip(recorded, edges, strict=False)]
     return (*asked, *recorded[len(edges) :])
 
 
-def _has_to_compute_all(ctx: Any) -> bool:
-    """Whether all of a node's gradients are wanted, or there is no telling.
-
-    An ordinary ``backward()`` is found out first: it is the one that has no time for questions.
-    """
+def _has_to_compute_all(ctx: Any, grad_output: Tensor, weight: Tensor) -> bool:
+    """Whether all of a node's gradients are wanted, or there is no telling, or none that pays."""
     if torch.compiler.is_compiling() or None in (
         _everything_is_wanted,
         _current_node,
         _will_execute,
     ):
         return True
+    flops = 2 * grad_output.numel() * weight.shape[1:].numel()
+    if flops < WORTH_ASKING_FLOPS[grad_output.device.type == "cuda"]:
+        return True
     # The engine answers for the pass that it is in. A hook may call a node of any other graph.
     return _everything_is_wanted() or _current_node() is not ctx
 
 
-def _is_used_by(node: Any, unobserved: bool) -> bool:
+def _is_used_by(node: Any) -> bool:
     """Whether a gradient that is handed to a node goes anywhere in this pass."""
-    if unobserved and isinstance(node, _LEAF):
-        used = _is_used_by_leaf(node)
-        if used is not None:
-            return used
     try:
         return _will_execute(node)
     except RuntimeError:  # "a leaf node was passed ...": one whose gradient grad() is to return
         return True
-
-
-def _is_used_by_leaf(node: Any) -> bool | None:
-    """The same of a leaf, in a fraction of the time that the engine's exception takes.
-
-    A node of PyTorch's own in front of the leaf, called by hand, gives nothing if its gradient is
-    not wanted. None if there is no such node: a leaf need not be the one it was when recorded.
-    """
-    leaf = node.variable
-    if type(leaf) not in devices.PLAIN:
-        return None
-    enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)  # enable_grad takes longer than all the rest
-    try:
-        alias = leaf[...].grad_fn
-    finally:
-        torch._C._set_grad_enabled(enabled)
-    if alias is None or alias.next_functions[0][0] is not node:
-        return None
-    return alias(leaf) is not None
-
-
-def _unobserved() -> bool:
-    """Whether nobody would notice a view being made."""
-    return not (
-        torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or _watched()
-    )
 
 
 _waited_for: set[int] = set()  # devices
