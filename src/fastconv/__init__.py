@@ -1,10 +1,11 @@
 """Hand-written convolution kernels behind ``torch.nn.Conv2d`` and ``F.conv2d``."""
 
 from fastconv import ops as ops  # registers torch.ops.fastconv
+from fastconv._frozen import frozen_weights
 from fastconv._precision import precision
 from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
 
-__all__ = ["Conv2d", "conv2d", "export", "precision"]
+__all__ = ["Conv2d", "conv2d", "export", "frozen_weights", "precision"]
 __version__ = "0.1.0"

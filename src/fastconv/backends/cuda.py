@@ -133,6 +133,7 @@ class Ready(NamedTuple):
     launches: launch.Prepared
     scratch_bytes: int
     family: str
+    packs: int
 
     def run(self, *tensors: Tensor | None) -> None:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -205,7 +206,7 @@ def _ready(
     planned = plan(problem, operands, gpu(index))
     device = torch.device("cuda", index)
     prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
-    return Ready(prepared, planned.scratch_bytes, planned.family)
+    return Ready(prepared, planned.scratch_bytes, planned.family, planned.packs)
 
 
 def _check_sizes(problem: Problem) -> None:

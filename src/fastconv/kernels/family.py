@@ -239,6 +239,7 @@ class Plan:
     explanation: tuple[str, ...] = ()
     key: str = ""  # the problem's, and this plan's name, in tables of measured choices
     choice: str = ""
+    packs: int = 0  # launches, the first, that only pack the weight; others only read it there
 
 
 @dataclass(frozen=True)

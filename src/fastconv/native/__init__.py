@@ -21,7 +21,17 @@ import torch
 from fastconv.native import build, compiler
 from fastconv.native.build import Unavailable
 
-__all__ = ["Unavailable", "begin", "conv2d", "describe", "finish", "load", "make", "wanted"]
+__all__ = [
+    "Unavailable",
+    "begin",
+    "conv2d",
+    "describe",
+    "finish",
+    "freeze",
+    "load",
+    "make",
+    "wanted",
+]
 
 conv2d: Callable[..., Any] | None = None
 """A call's way into the library, or None: then Python serves.
@@ -35,6 +45,8 @@ _BEFORE = "it is taken, or begun to be built, at the first call on a GPU"
 _reason = _BEFORE  # why Python serves
 _begun = False
 _forked = False
+_frozen = False
+_module: Any = None
 _background: threading.Thread | None = None
 _lock = threading.RLock()
 
@@ -116,10 +128,20 @@ def load() -> Callable[..., Any]:
     """
     from fastconv.ops.entries import prepare  # which plans, and that begins here
 
-    module = build.load()
-    module.set_prepare(prepare)
-    entry: Callable[..., Any] = module.conv2d
+    global _module
+    _module = build.load()
+    _module.set_prepare(prepare)
+    _module.freeze(_frozen)
+    entry: Callable[..., Any] = _module.conv2d
     return entry
+
+
+def freeze(weights: bool) -> None:
+    """Says whether weights stay what they are from now on: see :class:`fastconv.frozen_weights`."""
+    global _frozen
+    _frozen = weights
+    if _module is not None:
+        _module.freeze(weights)
 
 
 def _missing() -> str | None:

@@ -22,7 +22,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <atomic>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <string>
@@ -73,6 +76,7 @@ struct Call {
   std::array<int64_t, 2> size{};
   std::optional<at::MemoryFormat> format{};
   bool bias_grad = false;
+  int64_t frozen = 0;  // the store's period, in which the packed weight may be kept
 };
 
 // How PyTorch declares what its own convolution asks has changed twice.
@@ -116,7 +120,8 @@ struct Entry {
   std::array<bool, 2> copied;  // which of the two tensors have to be made contiguous first
   int64_t scratch_bytes;
   std::vector<Launch> launches;
-  py::object fill;     // where there is more to do than to launch: does all of it
+  size_t packs;     // how many of them only pack the weight, into a workspace the others only read
+  py::object fill;  // where there is more to do than to launch: does all of it
   py::object trouble;  // raises an error for the launch that failed, or mends the cause
 };
 
@@ -228,6 +233,7 @@ std::shared_ptr<const Entry> entry_of(const py::object& prepared) {
   for (const auto& launch : prepared.attr("launches")) {
     entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
   }
+  entry->packs = prepared.attr("packs").cast<size_t>();
   entry->fill = prepared.attr("fill");
   entry->trouble = prepared.attr("trouble");
   return entry;
@@ -336,9 +342,8 @@ Status start(const Launch& launch, const Addresses& addresses, void* stream) {
                         arguments.data(), nullptr)};
 }
 
-void start_all(const Entry& entry, const Addresses& addresses, const at::Device& device) {
-  void* stream = stream_of(device);
-  for (size_t i = 0; i < entry.launches.size(); ++i) {
+void start_all(const Entry& entry, size_t first, const Addresses& addresses, void* stream) {
+  for (size_t i = first; i < entry.launches.size(); ++i) {
     for (bool again = false;; again = true) {
       const Status status = start(entry.launches[i], addresses, stream);
       if (status.code == 0) break;
@@ -367,6 +372,73 @@ at::DataPtr workspace(int64_t bytes, const Tensor& beside) {
   return bytes ? beside.storage().allocator()->allocate(bytes) : at::DataPtr();
 }
 
+// --- Packed weights that are kept
+// ------------------------------------------------------------------
+
+// fastconv.frozen_weights: whoever uses it vouches that weights stay what they are, but for changes
+// that their version counters tell. These alone would not do: what is written by way of `.data`, by
+// a CUDA graph, by all-gathers of FSDP or by others' kernels changes no counter.
+
+struct Packed {
+  std::shared_ptr<const Entry> entry;  // so that no other has its address
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  uint32_t version;
+  at::DataPtr memory;
+};
+
+// By entry, address and stream: on another stream, nothing says that it has been packed by now.
+using Place = std::tuple<const Entry*, uintptr_t, void*>;
+
+struct Store {
+  static constexpr int64_t kMostBytes = int64_t(2) << 30;
+  std::map<Place, std::shared_ptr<const Packed>> kept;
+  std::mutex mutex;
+  std::atomic<int64_t> period = 0;  // the number of a time in which weights are frozen, or 0
+  int64_t periods = 0;
+
+  void freeze(bool is_so) {
+    const std::lock_guard lock(mutex);
+    kept.clear();
+    period = is_so ? ++periods : 0;
+  }
+
+  std::shared_ptr<const Packed> find(const Place& place, const Tensor& weight) {
+    const std::lock_guard lock(mutex);
+    const auto found = kept.find(place);
+    if (found == kept.end()) return nullptr;
+    const Packed& packed = *found->second;
+    const bool same = packed.storage.lock().get() == weight.storage().unsafeGetStorageImpl();
+    return same && packed.version == version_of(weight) ? found->second : nullptr;
+  }
+
+  // What has been packed, with nothing left to be launched for it.
+  void keep(const Place& place, std::shared_ptr<const Packed> packed, int64_t since) {
+    const std::lock_guard lock(mutex);
+    if (period != since) return;
+    std::erase_if(kept, [](const auto& one) { return one.second->storage.expired(); });
+    kept.erase(place);
+    int64_t bytes = packed->entry->scratch_bytes;
+    for (const auto& one : kept) bytes += one.second->entry->scratch_bytes;
+    if (bytes <= kMostBytes) kept.emplace(place, std::move(packed));
+  }
+
+  static uint32_t version_of(const Tensor& tensor) {
+    return tensor.is_inference() ? 0 : uint32_t(tensor._version());
+  }
+};
+
+auto& store = *new Store;  // never destroyed: the driver may be gone by then
+
+bool is_captured(void* stream) {
+  using IsCapturing = int(void*, int*);
+  static const auto is_capturing = driver<IsCapturing>("cuStreamIsCapturing");
+  int status = 0;
+  return is_capturing(stream, &status) != 0 || status != 0;
+}
+
+// --- A call below autograd
+// ------------------------------------------------------------------------
+
 Results run(const Call& call) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const Precision precision = precision_of(call);
@@ -386,13 +458,22 @@ Results run(const Call& call) {
   if (entry->copied[0]) first = first.contiguous();
   if (entry->copied[1]) second = second.contiguous();
   if (third.defined()) third = third.contiguous();
-  const at::DataPtr scratch = workspace(entry->scratch_bytes, results.first);
+  void* stream = stream_of(first.device());
+  const Place place{entry.get(), address_of(second), stream};
+  const bool keeps = call.frozen && entry->packs && !entry->copied[1] && !is_captured(stream);
+  const auto kept = keeps ? store.find(place, second) : nullptr;
+  at::DataPtr scratch = kept ? at::DataPtr() : workspace(entry->scratch_bytes, results.first);
   const uintptr_t from = address_of(first), by = address_of(second), to = address_of(results.first),
-                  working = uintptr_t(scratch.get());
+                  working = uintptr_t(kept ? kept->memory.get() : scratch.get());
   const Addresses addresses = call.pass == kWeightGrad
                                   ? Addresses{from, by, to, address_of(results.bias_grad), working}
                                   : Addresses{from, by, address_of(third), to, working};
-  start_all(*entry, addresses, first.device());
+  start_all(*entry, kept ? entry->packs : 0, addresses, stream);
+  if (keeps && !kept) {
+    Packed packed{entry, second.storage().getWeakStorageImpl(), Store::version_of(second),
+                  std::move(scratch)};
+    store.keep(place, std::make_shared<const Packed>(std::move(packed)), call.frozen);
+  }
   return results;
 }
 
@@ -555,6 +636,7 @@ std::optional<Tensor> conv2d(Call call) {
   }
   const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // not so in inference mode
   if (seen && is_recorded(call.first, call.second, call.third)) return record(call);
+  call.frozen = store.period;
   return run(call).first;
 }
 
@@ -661,6 +743,7 @@ PyMethodDef conv2d_method = {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_prepare", [](const py::object& function) { prepare = function.inc_ref().ptr(); });
+  module.def("freeze", [](bool is_so) { store.freeze(is_so); });
   module.attr("conv2d") =
       py::reinterpret_steal<py::object>(PyCFunction_New(&conv2d_method, nullptr));
 }

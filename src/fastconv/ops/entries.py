@@ -35,6 +35,7 @@ class Entry(NamedTuple):
     copied: tuple[bool, bool] = (False, False)
     scratch_bytes: int = 0
     launches: Sequence[Any] = ()
+    packs: int = 0  # as a Plan's
     fill: Callable[..., None] | None = None
     trouble: Callable[[int, int, int, int, bool], None] | None = None
 
@@ -112,6 +113,7 @@ def _entry(
         copied=(not cuda.is_dense(first), not cuda.is_dense(second)),
         scratch_bytes=ready.scratch_bytes,
         launches=ready.launches.description,
+        packs=ready.packs,
         fill=None,
         trouble=ready.launches.trouble,
     )

@@ -265,7 +265,8 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
                 ("input", "weight", "scratch", "bias", "output", first, images),
             )
         )
-    return Plan(tuple(launches), packed * operands.sum_bytes, FAMILY, WHY)
+    packs = int(launches[0].kernel.entry == "pack")
+    return Plan(tuple(launches), packed * operands.sum_bytes, FAMILY, WHY, packs=packs)
 
 
 def _flush_channels(tile: Tile, group_in: int) -> int:

@@ -111,6 +111,8 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
             explanation,
             key,
             " + ".join(tile.name for tile in chosen),
+            # In halves, images have their part in it; layers share the workspace in turn.
+            packs=int(len(chosen) == 1 and repairs is None),
         )
 
 
