@@ -67,7 +67,7 @@ def describe() -> str:
         return f"Python ({_VARIABLE}=0)"
     if _reason is _BEFORE and (missing := _missing()):
         return f"Python ({missing})"
-    built = "built, " if build.library().is_file() else ""
+    built = "built, " if build.is_built() else ""
     return f"Python ({built}{_reason})"
 
 
@@ -86,13 +86,13 @@ def begin() -> None:
             return
         _begun = True
         try:
-            if not build.library().is_file():
+            if not build.is_built():
                 _check_failure()
                 _background = threading.Thread(target=_wait, args=(build.start(),), daemon=True)
+                _set_reason("the library is being built")  # before the thread has another
                 _background.start()
-                _set_reason("the library is being built")
                 return
-        except (Unavailable, OSError, RuntimeError) as error:  # the last: no home, no thread
+        except (OSError, RuntimeError) as error:  # Unavailable is of the latter kind, as is no thread
             _set_reason(str(error))
             return
         conv2d = _load_at_once
@@ -114,9 +114,7 @@ def make(again: bool = False) -> tuple[Path, bool]:
     """
     path = build.library()
     compiler.forget_failure(path)
-    if again:
-        path.unlink(missing_ok=True)
-    return path, build.build()
+    return path, build.build(again)
 
 
 @functools.cache
@@ -146,12 +144,12 @@ def freeze(weights: bool) -> None:
 
 def _missing() -> str | None:
     """Why the library cannot be had here, if it cannot."""
-    if build.library().is_file():
+    if build.is_built():
         return None
     try:
         build.command()
         _check_failure()
-    except (Unavailable, OSError, RuntimeError) as error:
+    except (OSError, Unavailable) as error:
         return str(error).splitlines()[0]
     return None
 
@@ -166,7 +164,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
     global conv2d
     process.wait()
     failed = compiler.failure(build.library())
-    if build.library().is_file():
+    if build.is_built():
         conv2d = _load_at_once  # not here: this thread may be ended at any point, and with it C++
     elif failed is not None:
         _set_reason("the library did not compile; `fastconv build` tries again")
@@ -198,9 +196,10 @@ def _load_if_possible() -> None:
 def _require(*arguments: Any) -> Any:
     """The same where the library has to be there: it is built at once, or an error is raised."""
     global conv2d
+    wanted()  # raises if the variable has neither of its values
     with _lock:
         if conv2d is _require:
-            if not build.library().is_file():
+            if not build.is_built():
                 if _in_the_way():
                     raise Unavailable(
                         f"{_VARIABLE}=1 asks for the native host path, which is not built while "
@@ -239,5 +238,5 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-if os.environ.get(_VARIABLE) == "1":
+if os.environ.get(_VARIABLE, "") not in ("", "0"):
     conv2d = _require

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,19 @@ class Unavailable(RuntimeError):
 
 
 def library() -> Path:
-    """Where the library for this Python and this PyTorch lies, once it is built."""
-    return cache.folder() / f"host-{_key()}.so"
+    """Where the library for this Python and this PyTorch lies, once it is built.
+
+    Raises:
+        Unavailable: there is no home folder, and no other was chosen.
+    """
+    return _folder() / f"host-{_key()}.so"
+
+
+def is_built() -> bool:
+    """Whether the library is there; one that cannot be looked at is not."""
+    with suppress(OSError, Unavailable):
+        return library().is_file()
+    return False
 
 
 def command() -> list[str]:
@@ -53,10 +65,10 @@ def command() -> list[str]:
     for header in headers:
         if not header.is_file():
             raise Unavailable(f"there is no {header}, which compiling the native host path needs")
-    if (reason := trust.distrusted_folder(cache.folder())) is not None:
+    if (reason := trust.distrusted_folder(_folder())) is not None:
         raise Unavailable(f"the native host path cannot be kept: {reason}")
     return [
-        _compiler(),
+        *_compiler(),
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *(f"-isystem{folder}" for folder in (
@@ -69,15 +81,18 @@ def command() -> list[str]:
     ]  # fmt: skip
 
 
-def build() -> bool:
-    """Makes the library now, unless it is there; says whether it had to.
+def build(again: bool = False) -> bool:
+    """Makes the library now, unless it is there, or in any case ``again``; says whether it had to.
 
     Raises:
         Unavailable: something is missing, the folder cannot be written, or the compiler failed.
     """
     try:
-        trust.make_folder(cache.folder())
-        return compiler.compile_library(command(), library())
+        arguments = command()
+        trust.make_folder(_folder())
+        if again:
+            library().unlink(missing_ok=True)
+        return compiler.compile_library(arguments, library())
     except compiler.CompilerError as error:
         raise Unavailable(f"the native host path did not compile: {error}") from error
     except OSError as error:
@@ -93,7 +108,7 @@ def start() -> subprocess.Popen[bytes]:
     arguments = [str(library()), *command()]
     if not sys.executable:
         raise Unavailable("the native host path needs a Python program to be built in background")
-    trust.make_folder(cache.folder())
+    trust.make_folder(_folder())
     return subprocess.Popen(
         [sys.executable, "-I", "-S", compiler.__file__, *arguments],
         stdin=subprocess.DEVNULL,
@@ -110,10 +125,9 @@ def load() -> Any:
         Unavailable: it is not there, not to be trusted, or does not load.
     """
     path = library()
-    if not path.is_file():
+    if not is_built():
         raise Unavailable(f"there is no {path}: `fastconv build` makes it")
     if (reason := trust.distrusted(path)) is not None:
-        trust.warn(reason)
         raise Unavailable(f"{path} may not be used: {reason}")
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_loader(_NAME, loader)
@@ -138,12 +152,21 @@ def _key() -> str:
     return digest.hexdigest()[:32]
 
 
-def _compiler() -> str:
-    names = (chosen,) if (chosen := os.environ.get("CXX")) else _COMPILERS
-    for name in names:
+def _folder() -> Path:
+    try:
+        return cache.folder()
+    except RuntimeError as error:  # there is no home folder
+        raise Unavailable(f"the native host path cannot be kept: {error}") from error
+
+
+def _compiler() -> list[str]:
+    """The compiler's path, and arguments where ``CXX`` has some."""
+    chosen = os.environ.get("CXX", "")
+    commands = [[chosen], chosen.split()] if chosen.strip() else [[name] for name in _COMPILERS]
+    for name, *arguments in commands:
         if found := shutil.which(name):
-            return found
+            return [found, *arguments]
     raise Unavailable(
-        f"there is no C++ compiler for the native host path: looked for {', '.join(names)}"
-        + ("; CXX names it" if os.environ.get("CXX") else "; CXX may name another")
+        "there is no C++ compiler for the native host path: looked for "
+        + (f"{chosen}, which CXX names" if chosen else f"{', '.join(_COMPILERS)}; CXX may name it")
     )

@@ -59,7 +59,7 @@ def failure(target: Path) -> str | None:
 
 def forget_failure(target: Path) -> None:
     """Has the next attempt compile again."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # most often there is none
         target.with_suffix(FAILED).unlink()
 
 

@@ -15,6 +15,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -151,16 +152,16 @@ uintptr_t address_of(const Tensor& tensor) {
   return tensor.defined() ? uintptr_t(tensor.const_data_ptr()) : 0;
 }
 
-bool aligned(const Call& call) {
-  return (address_of(call.first) | address_of(call.second)) % 16 == 0;
-}
+bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0; }
 
 Key key_of(const Call& call, Precision precision) {
   const Geometry& g = call.geometry;
   Key key;
   key.reserve(48);
-  key.insert(key.end(), {call.pass, precision, aligned(call), call.bias_grad, call.size[0],
-                         call.size[1], call.format ? int64_t(*call.format) : -1, g.groups});
+  // Each tensor's alignment, not that of all: it does not matter of one that will be copied.
+  key.insert(key.end(),
+             {call.pass, precision, aligned(call.first), aligned(call.second), call.bias_grad,
+              call.size[0], call.size[1], call.format ? int64_t(*call.format) : -1, g.groups});
   key.insert(key.end(), g.stride.begin(), g.stride.end());
   key.insert(key.end(), g.padding.begin(), g.padding.end());
   key.insert(key.end(), g.dilation.begin(), g.dilation.end());
@@ -264,6 +265,9 @@ std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
   constexpr size_t kMost = 4096;
   static auto& table = *new Table;
   static auto& mutex = *new std::shared_mutex;  // neither is destroyed: threads may outlive main
+  // A forked process has none of the other threads, one of which might have had the lock.
+  static const int forks [[maybe_unused]] = pthread_atfork(
+      [] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
   Key key = key_of(call, precision);
   {
     const std::shared_lock lock(mutex);
