@@ -241,9 +241,7 @@ class TestBuilding:
         assert stat.S_IMODE(build.library().stat().st_mode) == 0o644
         assert trust.distrusted(build.library()) is None
 
-    def test_compiler_with_arguments(
-        self, fake: Compiler, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_compiler_with_arguments(self, fake: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
         """As build systems write it; the folder of a single name may have spaces."""
         monkeypatch.setenv("CXX", f"{fake.path} -first -second")
         native.make()

@@ -41,6 +41,7 @@ answers NotImplemented, with nothing done, to whatever PyTorch's dispatcher has 
 """
 
 _VARIABLE = "FASTCONV_NATIVE"
+_MOST_WORDS = 4000  # characters of a compiler's, which has more where one thing is missing
 _BEFORE = "it is taken, or begun to be built, at the first call on a GPU"
 _reason = _BEFORE  # why Python serves
 _begun = False
@@ -92,7 +93,10 @@ def begin() -> None:
                 _set_reason("the library is being built")  # before the thread has another
                 _background.start()
                 return
-        except (OSError, RuntimeError) as error:  # Unavailable is of the latter kind, as is no thread
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # Unavailable is of the latter kind, as is no thread
             _set_reason(str(error))
             return
         conv2d = _load_at_once
@@ -170,7 +174,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         _set_reason("the library did not compile; `fastconv build` tries again")
         warnings.warn(
             "fastconv's native host path did not compile; calls work, but cost more of the "
-            f"processor's time. {_VARIABLE}=0 does without it. {failed}",
+            f"processor's time. {_VARIABLE}=0 does without it. {failed[:_MOST_WORDS]}",
             stacklevel=2,
         )
     else:

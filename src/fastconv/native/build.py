@@ -62,6 +62,8 @@ def command() -> list[str]:
     headers = (include / "Python.h", torch_folder / "include/torch/csrc/autograd/custom_function.h")
     if sys.platform != "linux":
         raise Unavailable(f"the native host path is for Linux, and this is {sys.platform}")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise Unavailable("the native host path is for a Python that has a GIL")
     for header in headers:
         if not header.is_file():
             raise Unavailable(f"there is no {header}, which compiling the native host path needs")

@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # What jit/trust.py asks for, whatever the umask: nobody else writes it, others may read it.
 _MODE = 0o644
+
+_REMEMBERED_S = 24 * 3600.0  # by then there may be another compiler
+_PASSING = ("Killed", "No space left", "emporary file")  # that say nothing of the next attempt
 
 FAILED = ".failed"
 """What stands in a library's place, by this suffix, if it could not be compiled: the reason."""
@@ -34,6 +38,8 @@ def compile_library(command: Sequence[str], target: Path) -> bool:
         CompilerError: the compiler failed, now or when another process tried.
         OSError: the folder cannot be written, or the compiler not be started.
     """
+    if target.exists():  # in a folder that cannot be written, perhaps
+        return False
     with _alone(target):
         if target.exists():
             return False
@@ -51,9 +57,11 @@ def compile_library(command: Sequence[str], target: Path) -> bool:
 
 
 def failure(target: Path) -> str | None:
-    """What the compiler said, if it failed to make ``target``."""
+    """What the compiler said, if it failed to make ``target``, no longer than a day ago."""
+    record = target.with_suffix(FAILED)
     with suppress(OSError):
-        return target.with_suffix(FAILED).read_text(encoding="utf-8", errors="replace")
+        if time.time() - record.stat().st_mtime < _REMEMBERED_S:
+            return record.read_text(encoding="utf-8", errors="replace")
     return None
 
 
@@ -76,7 +84,7 @@ def _run(command: Sequence[str], target: Path) -> None:
     if ended.returncode:
         words = ended.stdout.decode(errors="replace").strip()
         text = f"{' '.join(command)}\nended with status {ended.returncode}:\n{words}"
-        if ended.returncode > 0:  # and was not killed, which says nothing of the next attempt
+        if not any(passing in words for passing in _PASSING):
             target.with_suffix(FAILED).write_text(text, encoding="utf-8")
         raise CompilerError(text)
 

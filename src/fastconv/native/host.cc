@@ -19,6 +19,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -91,7 +92,8 @@ bool allows_tf32(bool (at::Context::*asks)(std::optional<Op>) const) {
 }
 
 Precision precision_of(const Call& call) {
-  if (call.first.scalar_type() != at::kFloat) return kIeee;  // the rest has no choice
+  const auto real = c10::toRealValueType(call.first.scalar_type());
+  if (real != at::kFloat) return kIeee;  // the rest has no choice
   if (call.geometry.precision != kPyTorchs) return Precision(call.geometry.precision);
   return allows_tf32(&at::Context::allowTF32CuDNN) ? kTf32 : kIeee;
 }
@@ -401,8 +403,9 @@ struct Store {
   int64_t periods = 0;
 
   void freeze(bool is_so) {
+    decltype(kept) dropped;  // entries may need the interpreter to go: not in the lock
     const std::lock_guard lock(mutex);
-    kept.clear();
+    kept.swap(dropped);
     period = is_so ? ++periods : 0;
   }
 
@@ -417,13 +420,18 @@ struct Store {
 
   // What has been packed, with nothing left to be launched for it.
   void keep(const Place& place, std::shared_ptr<const Packed> packed, int64_t since) {
+    decltype(kept) others, all;
     const std::lock_guard lock(mutex);
     if (period != since) return;
-    std::erase_if(kept, [](const auto& one) { return one.second->storage.expired(); });
-    kept.erase(place);
     int64_t bytes = packed->entry->scratch_bytes;
-    for (const auto& one : kept) bytes += one.second->entry->scratch_bytes;
-    if (bytes <= kMostBytes) kept.emplace(place, std::move(packed));
+    for (const auto& [where, one] : kept) {
+      if (where == place || one->storage.expired()) continue;
+      others.emplace(where, one);
+      bytes += one->entry->scratch_bytes;
+    }
+    if (bytes <= kMostBytes) others.emplace(place, std::move(packed));
+    all.swap(kept);  // to go after the lock
+    kept.swap(others);
   }
 
   static uint32_t version_of(const Tensor& tensor) {
@@ -563,7 +571,7 @@ std::array<int64_t, 2> size_of(const Tensor& tensor) { return {tensor.size(2), t
 
 // The backward pass, in the form in which PyTorch's own C++ functions have it.
 struct Conv2d {
-  static constexpr bool is_traceable = false;
+  static constexpr bool is_traceable = true;  // by compiled autograd
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     variable_list found(3);
@@ -592,9 +600,11 @@ struct Conv2d {
   }
 };
 
-// PyTorch's node for C++ functions, by the name that ours has in Python.
+constexpr auto kNodeName = "FastconvConv2dBackward";  // ops/autograd.py's
+
+// PyTorch's node for C++ functions, under this name.
 struct Conv2dBackward final : torch::autograd::CppNode<Conv2d> {
-  std::string name() const override { return "FastconvConv2dBackward"; }
+  std::string name() const override { return kNodeName; }
 };
 
 using NodePointer = decltype(torch::autograd::Edge::function);
@@ -635,7 +645,7 @@ std::optional<Tensor> conv2d(Call call) {
     const auto device = call.first.device().type();
     const auto type = at::autocast::get_autocast_dtype(device);
     for (Tensor* tensor : {&call.first, &call.second, &call.third}) {
-      *tensor = at::autocast::cached_cast(type, *tensor, device);
+      if (at::autocast::is_eligible(*tensor, device)) *tensor = tensor->to(type);
     }
   }
   const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // not so in inference mode
@@ -746,8 +756,15 @@ PyMethodDef conv2d_method = {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  // The node's class in Python, where PyTorch looks for those of C++ (torch.autograd.graph.Node).
+  static PyTypeObject node_class{};
+  torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr);
+  torch::autograd::registerCppFunction(typeid(Conv2dBackward), &node_class);
+  const auto classes = py::module_::import("torch._C").attr("_functions");
+  classes.attr(kNodeName) = py::handle(reinterpret_cast<PyObject*>(&node_class));
   module.def("set_prepare", [](const py::object& function) { prepare = function.inc_ref().ptr(); });
-  module.def("freeze", [](bool is_so) { store.freeze(is_so); });
+  module.def(
+      "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
   module.attr("conv2d") =
       py::reinterpret_steal<py::object>(PyCFunction_New(&conv2d_method, nullptr));
 }

@@ -322,6 +322,7 @@ def _recorded(*tensors: Any) -> bool:
     """Whether autograd, in either direction, has to know of an operation on these."""
     return forward_ad._current_level >= 0 or (
         torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
         and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
     )
 

@@ -50,6 +50,8 @@ def prepare(operator: str, *args: Any) -> Entry:
 
 def _forward(*args: Any) -> Entry:
     result = describe_forward(devices.forward_check, *args)
+    if any(tensor is not None and tensor.requires_grad for tensor in args[:3]):
+        autograd.wait_at_exit(result.device.index)
     if 0 in result.shape:
         return _nothing(result)
     backend = devices.BACKENDS[result.device.type]
