@@ -4050,10 +4050,10 @@ __device__ __forceinline__ void fence_async_shared() {
 }
 
 // --- Tensor copies: one thread moves a box of a tensor -------------------------------------------
-// Coordinates come innermost first, and may lie outside of the tensor: zeros are loaded, nothing is
-// stored. The innermost one is a multiple of 16 bytes (an H200 takes others for illegal
-// instructions). A box lies in shared memory densely, at a multiple of 128 bytes, or where it is
-// swizzled in spans of n bytes, of 8 n.
+// Coordinates come innermost first, that one a multiple of 16 bytes. They may lie outside of the
+// tensor: zeros are loaded, nothing is stored; but stores have no negative ones, and rows of whole
+// 16 bytes. (An H200 takes other coordinates for illegal instructions.) A box lies in shared memory
+// densely, at a multiple of 128 bytes, or where it is swizzled in spans of n bytes, of 8 n.
 
 // A descriptor that the CUDA driver has made of a map among the launch's arguments: a kernel's
 // parameter, `const __grid_constant__ TensorMap`.

@@ -178,12 +178,16 @@ def _chunk(of: AnyMap) -> int:
     return 16 // MAPPED_SCALARS[of.scalar]
 
 
-def _tiled(draw: Random, rank: int, swizzle: int, most_step: int) -> TensorMap:
+def _tiled(
+    draw: Random, rank: int, swizzle: int, most_step: int, whole_chunks: bool = False
+) -> TensorMap:
     scalar, row = _row(draw, swizzle)
     steps = [draw.choice([1, draw.randint(1, most_step)]) for _ in range(rank - 1)]
     box = [draw.randint(1, {2: 32, 3: 8, 4: 4, 5: 3}[rank]) * step for step in steps]
     box = [max(1, span - draw.randrange(step)) for span, step in zip(box, steps, strict=True)]
     sizes = [draw.randint(1, 2 * span + 2) for span in (row, *box)]
+    if whole_chunks:
+        sizes[0] = round_up(sizes[0], 16 // MAPPED_SCALARS[scalar])
     return TensorMap(
         tensor="tensor",
         scalar=scalar,
@@ -205,11 +209,11 @@ def tiled(draw: Random, rank: int, swizzle: int) -> Case:
 
 
 def disjoint(draw: Random, rank: int, swizzle: int) -> Case:
-    """Boxes side by side, some of them outside of the tensor: to be stored."""
-    of = _tiled(draw, rank, swizzle, most_step=1)
+    """Boxes side by side, some of them beyond the end of the tensor: to be stored."""
+    of = _tiled(draw, rank, swizzle, most_step=1, whole_chunks=True)
     steps = (_chunk(of), *[1] * (rank - 1))
     starts = [
-        range(-draw.randrange(box) // step * step, size + draw.choice([0, 0, box]), box)
+        range(draw.randrange(min(box, size)) // step * step, size + draw.choice([0, 0, box]), box)
         for box, size, step in zip(of.box, of.sizes, steps, strict=True)
     ]
     places = [list(at) for at in itertools.product(*starts)]

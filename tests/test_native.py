@@ -5,16 +5,12 @@ That it computes as Python does is seen in other files, which run with both (``h
 
 from __future__ import annotations
 
-import _ctypes
 import contextlib
-import copy
-import ctypes
 import functools
 import importlib.machinery
 import importlib.util
 import itertools
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -33,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastconv
 import oracle
@@ -606,7 +602,7 @@ class TestTable:
             {"layout": {0: lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)}},
             {"layout": {1: lambda w: w.to(memory_format=torch.channels_last)}},
             {"layout": {2: lambda b: b.repeat_interleave(2)[::2]}},
-            {"layout": {i: torch.Tensor.double for i in range(3)}},
+            {"layout": dict.fromkeys(range(3), torch.Tensor.double)},
             {"layout": {0: misaligned}},
             {"layout": {1: misaligned}},
         ],

@@ -142,6 +142,20 @@ FAULTY = {
         "store_boxes",
         "element strides",
     ),
+    "store_before_the_first": (
+        [0, -1],
+        TILED,
+        SAME,
+        "store_boxes",
+        "coordinate 1 is -1: illegal instruction",
+    ),
+    "store_to_rows_that_end_within_16_bytes": (
+        [0],
+        replace(TILED, sizes=(39, 30)),
+        SAME,
+        "store_boxes",
+        "to rows of 156 bytes",
+    ),
     "store_not_awaited": (
         [0],
         TILED,

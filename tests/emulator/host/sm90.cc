@@ -411,8 +411,14 @@ void bulk_store(Site site, void* global, const void* shared, int bytes) {
 }
 
 void tensor_store(Site site, const Box& box, const void* shared) {
-  for (int i = 0; i < box.map->rank; ++i) {
-    if (box.map->steps[i] != 1) fail("tensor_store by a map with element strides");
+  const TensorMap& map = *box.map;
+  for (int i = 0; i < map.rank; ++i) {
+    if (map.steps[i] != 1) fail("tensor_store by a map with element strides");
+    if (box.at[i] < 0) fail("tensor_store: coordinate %d is %d: illegal instruction", i, box.at[i]);
+  }
+  if (map.sizes[0] * map.element_bytes % 16) {
+    fail("tensor_store to rows of %lld bytes: what an end within 16 bytes gets is not known",
+         map.sizes[0] * map.element_bytes);
   }
   const int bytes = box_bytes(box);
   std::vector<Piece> pieces = checked_pieces(box, shared, bytes);
