@@ -80,7 +80,10 @@ def begin() -> None:
                 _set_reason("the library is being built")  # before the thread has another
                 _background.start()
                 return
-        except (OSError, RuntimeError) as error:  # Unavailable is of the latter kind, as is no thread
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # Unavailable is of the latter kind, as is no thread
             _set_reason(str(error))
             return
         conv2d = _load_at_once

@@ -33,10 +33,16 @@ from fastconv.problem import check_words
 # torch.autograd.grad(is_grads_batched=True) has a vmap of its own, unknown to functorch.
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 
+
+class _Function(_SingleLevelFunction):
+    # What compiled autograd asks for: the class that users are meant to derive from has it.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
 # The names of these classes are those of the nodes in a user's graph, with "Backward" added.
 
 
-class FastconvConv2d(_SingleLevelFunction):
+class FastconvConv2d(_Function):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(forward, devices.forward_kernels, args, args[2])
@@ -78,7 +84,7 @@ class FastconvConv2d(_SingleLevelFunction):
         return tangent
 
 
-class FastconvInputGrad(_SingleLevelFunction):
+class FastconvInputGrad(_Function):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(input_grad, devices.input_grad_kernels, args)
@@ -114,7 +120,7 @@ class FastconvInputGrad(_SingleLevelFunction):
         return tangent
 
 
-class FastconvWeightGrad(_SingleLevelFunction):
+class FastconvWeightGrad(_Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return _below_autograd(weight_grad, devices.weight_grad_kernels, args)
