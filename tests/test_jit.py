@@ -853,7 +853,7 @@ class TestLaunch:
     def test_context_that_cannot_be_entered(self, driver: Driver) -> None:
         prepared = jit.prepare([LAUNCH], CUDA)
         driver.statuses["cuCtxSetCurrent"] = [700]
-        with pytest.raises(jit.LaunchError, match="entering the CUDA context.*ILLEGAL_ADDRESS"):
+        with pytest.raises(jit.LaunchError, match=r"entering the CUDA context.*ILLEGAL_ADDRESS"):
             prepared.trouble(0, -1, 0, 201, False)
 
     def test_description(self, driver: Driver) -> None:
@@ -992,7 +992,7 @@ class TestMaps:
         assert str(ours.value) == str(theirs.value)
         prepared.trouble(0, 0, 0x1008, 201, False)
         assert len(driver.called("cuCtxSetCurrent")) == 1
-        with pytest.raises(jit.LaunchError, match="mapping x at address 0x1008.*INVALID_CONTEXT"):
+        with pytest.raises(jit.LaunchError, match=r"mapping x at address 0x1008.*INVALID_CONTEXT"):
             prepared.trouble(0, 0, 0x1008, 201, True)
 
     def test_thread_without_a_context_gets_one(self, driver: Driver) -> None:

@@ -90,7 +90,8 @@ class Compiler:
     def set(self, seconds: float = 0, status: int = 0, words: str = "some words") -> None:
         self.path.write_text(
             f'#!/bin/sh\necho "$*" >> {self._log}\nsleep {seconds}\necho {shlex.quote(words)}\n'
-            f'for last; do :; done\ntest {status} = 0 || exit {status}\ncp {self._built} "$last"\n'
+            f"for last; do :; done\ntest {status} = 0 || exit {status}\n"
+            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # as linkers do, but for the umask
         )
         self.path.chmod(0o755)
 

@@ -129,7 +129,7 @@ class TestTable:
             {"layout": {0: misaligned}},
             {"layout": {1: misaligned}},
         ],
-        ids=str,
+        ids=",".join,
     )
     def test_another_form_is_another_entry(self, host: Host, form: dict[str, Any]) -> None:
         def call(form: dict[str, Any]) -> None:
