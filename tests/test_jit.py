@@ -831,6 +831,31 @@ class TestLaunch:
         kernels = [scale(1), scale(2)]
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
 
+    def test_trouble_of_another_launcher(self, driver: Driver) -> None:
+        """It is mended once, where it can be, and told in the words that ours has."""
+        second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
+        prepared = jit.prepare([LAUNCH, second], CUDA)
+        prepared.trouble(1, -1, 0, 201, False)
+        assert driver.called("cuCtxSetCurrent") == [("cuDevicePrimaryCtxRetain",)]
+        for status, again in ((201, True), (700, False), (700, True)):
+            with pytest.raises(jit.LaunchError) as caught:
+                prepared.trouble(1, -1, 0, status, again)
+            for part in ("scale of scale.cuh", "grid (1, 1, 1)", "64 bytes", Status(status).name):
+                assert part in str(caught.value)
+        assert len(driver.called("cuCtxSetCurrent")) == 1
+        driver.statuses["cuLaunchKernel"] = [700]
+        with pytest.raises(jit.LaunchError) as ours:
+            prepared.run(1, 2, 3)
+        with pytest.raises(jit.LaunchError) as theirs:
+            prepared.trouble(0, -1, 0, 700, False)
+        assert str(ours.value) == str(theirs.value)
+
+    def test_context_that_cannot_be_entered(self, driver: Driver) -> None:
+        prepared = jit.prepare([LAUNCH], CUDA)
+        driver.statuses["cuCtxSetCurrent"] = [700]
+        with pytest.raises(jit.LaunchError, match=r"entering the CUDA context.*ILLEGAL_ADDRESS"):
+            prepared.trouble(0, -1, 0, 201, False)
+
     def test_description(self, driver: Driver) -> None:
         second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
         prepared = jit.prepare([LAUNCH, second], CUDA)
@@ -955,6 +980,20 @@ class TestMaps:
             assert part in str(caught.value)
         prepared.run(0x1010)
         assert driver.launched[0][-2][0] == 0x1010
+
+    def test_trouble_of_another_launcher(self, driver: Driver) -> None:
+        driver.signature = "m"
+        driver.statuses["cuTensorMapReplaceAddress"] = [1]
+        prepared = jit.prepare([mapped_launch(TILED)], CUDA)
+        with pytest.raises(jit.LaunchError) as ours:
+            prepared.run(0x1008)
+        with pytest.raises(jit.LaunchError) as theirs:
+            prepared.trouble(0, 0, 0x1008, 1, False)
+        assert str(ours.value) == str(theirs.value)
+        prepared.trouble(0, 0, 0x1008, 201, False)
+        assert len(driver.called("cuCtxSetCurrent")) == 1
+        with pytest.raises(jit.LaunchError, match=r"mapping x at address 0x1008.*INVALID_CONTEXT"):
+            prepared.trouble(0, 0, 0x1008, 201, True)
 
     def test_thread_without_a_context_gets_one(self, driver: Driver) -> None:
         driver.signature = "m"

@@ -41,10 +41,16 @@ _will_execute: Any = getattr(torch._C, "_will_engine_execute_node", None)
 WORTH_ASKING_FLOPS = (10**7, 10**10)
 """Of a gradient, on a CPU and on a GPU, that take longer than asking who wants it: 0.1 ms."""
 
+
+class _Function(_SingleLevelFunction):
+    # What compiled autograd asks for: the class that users are meant to derive from has it.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
 # The names of these classes are those of the nodes in a user's graph, with "Backward" added.
 
 
-class FastconvConv2d(_SingleLevelFunction):
+class FastconvConv2d(_Function):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(forward, devices.forward_kernels, args, args[2])
@@ -86,7 +92,7 @@ class FastconvConv2d(_SingleLevelFunction):
         return tangent
 
 
-class FastconvInputGrad(_SingleLevelFunction):
+class FastconvInputGrad(_Function):
     @staticmethod
     def forward(*args: Any) -> Tensor:
         return _below_autograd(input_grad, devices.input_grad_kernels, args)
@@ -122,7 +128,7 @@ class FastconvInputGrad(_SingleLevelFunction):
         return tangent
 
 
-class FastconvWeightGrad(_SingleLevelFunction):
+class FastconvWeightGrad(_Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return _below_autograd(weight_grad, devices.weight_grad_kernels, args)

@@ -1,0 +1,716 @@
+"""Calls by the native host path: its table, its launches, and how PyTorch sees them.
+
+They go by a copy of the library: with a table of its own, and a `prepare` of the test's. That it
+computes as Python does is seen in other files, which run with both (``host_path``).
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import copy
+import ctypes
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastconv
+import oracle
+from fastconv import _precision, native
+from fastconv.native import build
+from fastconv.ops import entries
+from fastconv.ops.entries import Entry
+from test_native import (
+    BIAS,
+    INPUT,
+    WEIGHT,
+    check_works,
+    close,
+    in_child,
+    noted_warnings,
+    tensors,
+)
+from test_precision import SETTINGS, _pytorch_setting, cudnn  # noqa: F401
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host path is Linux's")
+
+NAMES = ("input", "weight", "bias")
+
+
+class Host:
+    """A copy of the library, which notes what it asks of Python."""
+
+    def __init__(self, path: Path) -> None:
+        # Of two modules by the same name, pybind11 makes but one.
+        name = f"of_{path.parent.name}.{build._NAME}"
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
+        self.module = importlib.util.module_from_spec(spec)
+        loader.exec_module(self.module)
+        self.conv2d = self.module.conv2d
+        self.asked: list[tuple[Any, ...]] = []  # the operator, and its arguments
+        self.filled: list[str] = []
+        self.module.set_prepare(self._prepare)
+        self.answer: Callable[..., Entry] = self._real
+
+    def _prepare(self, operator: str, *arguments: Any) -> Entry:
+        self.asked.append((operator, *arguments))
+        return self.answer(operator, *arguments)
+
+    def _real(self, operator: str, *arguments: Any) -> Entry:
+        entry = entries.prepare(operator, *arguments)
+        assert entry.fill is not None
+        fill = entry.fill
+
+        def noted(*arguments: Any) -> None:
+            self.filled.append(operator)
+            fill(*arguments)
+
+        return entry._replace(fill=noted)
+
+    @property
+    def operators(self) -> list[str]:
+        return [operator for operator, *_ in self.asked]
+
+
+@pytest.fixture
+def host(_native_library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    path = tmp_path / "host.so"
+    shutil.copy(build.library(), path)
+    host = Host(path)
+    monkeypatch.setattr(native, "conv2d", host.conv2d)
+    return host
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same values at an address that is no multiple of 16."""
+    moved = torch.empty(tensor.numel() + 1)[1:].view_as(tensor)
+    return moved.copy_(tensor)
+
+
+class TestTable:
+    def test_the_same_form_is_prepared_once(self, host: Host) -> None:
+        for _ in range(3):
+            check_works()
+        assert host.operators == ["forward"]
+        assert host.filled == ["forward"] * 3
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"input": (3, 4, 6, 5)},
+            {"input": (2, 4, 5, 6)},
+            {"weight": (6, 4, 2, 3)},
+            {"bias": None},
+            {"stride": 2},
+            {"stride": (1, 2)},
+            {"padding": (1, 0)},
+            {"padding": ((0, 1), (1, 1))},
+            {"dilation": 2},
+            {"weight": (6, 2, 3, 3), "groups": 2},
+            {"layout": {0: lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)}},
+            {"layout": {1: lambda w: w.to(memory_format=torch.channels_last)}},
+            {"layout": {2: lambda b: b.repeat_interleave(2)[::2]}},
+            {"layout": dict.fromkeys(range(3), torch.Tensor.double)},
+            {"layout": {0: misaligned}},
+            {"layout": {1: misaligned}},
+        ],
+        ids=",".join,
+    )
+    def test_another_form_is_another_entry(self, host: Host, form: dict[str, Any]) -> None:
+        def call(form: dict[str, Any]) -> None:
+            shapes = {"input": INPUT, "weight": WEIGHT, "bias": BIAS, **form}
+            layout = shapes.pop("layout", {})
+            some = [shape and torch.randn(shape) for shape in map(shapes.pop, NAMES)]
+            some = [layout.get(i, lambda x: x)(tensor) for i, tensor in enumerate(some)]
+            geometry = {"padding": 1, **shapes}
+            output = fastconv.conv2d(*some, **geometry)
+            torch.testing.assert_close(output, oracle.conv2d(*some, **geometry))
+
+        for _ in range(2):
+            call({})
+            call(form)
+        assert len(host.asked) == 2
+
+    def test_the_alignment_of_each_tensor_counts(self, host: Host) -> None:
+        """One of those that are copied does not: the other's may not be taken for it."""
+        input, weight = tensors(INPUT, WEIGHT)
+        fastconv.conv2d(misaligned(input), weight)
+        fastconv.conv2d(input, misaligned(weight))
+        assert len(host.asked) == 2
+
+    @pytest.mark.parametrize(
+        ("forms", "sides"),
+        [
+            ((1, (1, 1), ((1, 1), (1, 1)), "same", [1, 1], (1,)), (1, 1, 1, 1)),
+            ((0, (0, 0), ((0, 0), (0, 0)), "valid", [[0, 0], [0, 0]]), (0, 0, 0, 0)),
+            (((1, 2), ((1, 1), (2, 2))), (1, 1, 2, 2)),
+        ],
+    )
+    def test_forms_of_padding(self, host: Host, forms: tuple[Any, ...], sides: Any) -> None:
+        input, weight = tensors(INPUT, WEIGHT)
+        for padding in forms:  # those that only Python knows do not get here
+            fastconv.conv2d(input, weight, padding=padding)
+        ((*_, padding, _, _, _),) = host.asked
+        assert tuple(padding) == sides
+
+    @pytest.mark.parametrize("kernel", [(1, 1), (2, 3), (4, 4)])
+    def test_same_padding_is_that_of_the_kernel(self, host: Host, kernel: Any) -> None:
+        input, weight = tensors(INPUT, (6, 4, *kernel))
+        for dilation in (1, 2):
+            output = fastconv.conv2d(input, weight, padding="same", dilation=dilation)
+            expected = F.conv2d(input, weight, padding="same", dilation=dilation)
+            torch.testing.assert_close(output, expected)
+
+    @pytest.mark.usefixtures("_pytorch_setting")
+    def test_precision(self, host: Host) -> None:
+        """PyTorch's setting at the time of the call, unless ours says otherwise."""
+        some = tensors(INPUT, WEIGHT)
+
+        def asked(**options: Any) -> list[str]:
+            host.asked.clear()
+            fastconv.conv2d(*some, **options)
+            return [precision for *_, precision in host.asked]
+
+        cudnn.allow_tf32 = False
+        assert asked() == ["ieee"]
+        cudnn.allow_tf32 = True
+        assert asked() == ["tf32"]
+        assert asked() == asked(precision="ieee") == []
+        cudnn.allow_tf32 = False
+        with fastconv.precision("tf32"):
+            assert asked() == []
+        some = [tensor.double() for tensor in some]
+        assert asked() == ["ieee"]
+        cudnn.allow_tf32 = True
+        assert asked() == [], "of other types there is but one"
+
+    @pytest.mark.usefixtures("_pytorch_setting")
+    def test_precision_is_read_as_in_python(self, host: Host) -> None:
+        """Whichever of PyTorch's settings was written last, and whichever inherits it."""
+
+        def check(width: int) -> None:
+            fastconv.conv2d(*tensors((1, 1, 1, width), (1, 1, 1, 1)))
+            *_, precision = host.asked[-1]
+            assert precision == _precision.pytorch_setting()
+
+        width = itertools.count(1)
+        for apply, _ in [*SETTINGS.values()] * 2:
+            apply()
+            check(next(width))
+        if hasattr(cudnn, "conv"):
+            owners = (torch.backends, cudnn, cudnn.conv)
+            for values in itertools.product(("none", "ieee", "tf32"), repeat=3):
+                for owner, value in zip(owners, values, strict=True):
+                    owner.fp32_precision = value
+                check(next(width))
+        assert len(host.asked) == next(width) - 1
+
+    def test_more_forms_than_are_kept(self, host: Host) -> None:
+        host.answer = lambda operator, input, *_: Entry((1, 1, 1, input.shape[3]), False, 0)
+        weight, forms = torch.ones(1, 1, 1, 1), 4096
+        inputs = [torch.empty(1, 1, 1, 1).expand(1, 1, 1, size + 1) for size in range(forms)]
+        for _ in range(2):
+            for input in inputs:
+                assert fastconv.conv2d(input, weight).shape == input.shape
+        assert len(host.asked) == forms
+        fastconv.conv2d(torch.empty(2, 1, 1, 1), weight)  # one too many: all are dropped
+        assert fastconv.conv2d(inputs[7], weight).shape == inputs[7].shape
+        assert len(host.asked) == forms + 2
+
+    def test_threads(self, host: Host) -> None:
+        """Sixteen, each with all forms in an order of its own."""
+        weight = torch.randn(2, 3, 3, 3)
+        inputs = [torch.randn(1, 3, h, w) for h in range(3, 9) for w in range(3, 9)]
+        expected = [F.conv2d(input, weight, padding=1) for input in inputs]
+        together, wrong = threading.Barrier(16), []
+
+        def work(number: int) -> None:
+            together.wait()
+            for i in range(4 * len(inputs)):
+                i = (i * 5 + number * 7) % len(inputs)
+                output = fastconv.conv2d(inputs[i], weight, padding=1)
+                if not torch.allclose(output, expected[i], atol=1e-5):
+                    wrong.append(i)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert len(host.filled) == 16 * 4 * len(inputs)
+        before = len(host.asked)
+        for input in inputs:
+            fastconv.conv2d(input, weight, padding=1)
+        assert len(host.asked) == before
+
+    def test_an_error_is_not_kept(self, host: Host) -> None:
+        class Special(Exception):
+            pass
+
+        def answer(*_: Any) -> Entry:
+            raise Special("words")
+
+        host.answer = answer
+        some = tensors(INPUT, WEIGHT)
+        for count in (1, 2, 3):
+            with pytest.raises(Special, match=r"^words$"):
+                fastconv.conv2d(*some)
+            assert len(host.asked) == count
+        host.answer = host._real
+        torch.testing.assert_close(fastconv.conv2d(*some), F.conv2d(*some))
+
+    def test_the_operator_s_own_error(self, host: Host) -> None:
+        input, weight = tensors(INPUT, (6, 5, 3, 3))
+        with pytest.raises(RuntimeError, match="channels") as ours:
+            fastconv.conv2d(input, weight)
+        native.conv2d = None  # the fixture's patch is undone all the same
+        with pytest.raises(RuntimeError) as pythons:
+            fastconv.conv2d(input, weight)
+        assert str(ours.value) == str(pythons.value)
+
+
+SUBSETS = [which for n in (1, 2, 3) for which in itertools.combinations(range(3), n)]
+
+
+class TestGradients:
+    """Only those asked for are computed: not those that could be, as in Python."""
+
+    def _expected(self, wanted: tuple[int, ...]) -> list[str]:
+        both = {0: "input_grad", 1: "weight_grad"}  # the bias's comes with the weight's, or a sum
+        return [name for index, name in both.items() if index in wanted]
+
+    @pytest.mark.parametrize("how", ["grad", "inputs", "only leaves", "not leaves"])
+    @pytest.mark.parametrize("wanted", SUBSETS, ids=str)
+    def test_passes(self, host: Host, wanted: tuple[int, ...], how: str) -> None:
+        def gradients(function: Callable[..., Tensor]) -> list[Tensor | None]:
+            torch.manual_seed(0)
+            some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+            if how == "only leaves":
+                some = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(some)]
+            elif how == "not leaves":
+                some = [t * 1 for t in some]
+            chosen, loss = [some[i] for i in wanted], function(*some).square().sum()
+            if how in ("grad", "not leaves"):
+                return [*torch.autograd.grad(loss, chosen)]
+            loss.backward(inputs=chosen if how == "inputs" else None)
+            return [t.grad for t in some]
+
+        close(gradients(fastconv.conv2d), gradients(F.conv2d))
+        assert host.operators == host.filled == ["forward", *self._expected(wanted)]
+
+    @pytest.mark.parametrize("wanted", SUBSETS, ids=str)
+    def test_recorded(self, host: Host, wanted: tuple[int, ...]) -> None:
+        """Gradients of gradients are those of the operators, which the dispatcher has to see."""
+
+        def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+            torch.manual_seed(0)
+            some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+            loss = function(*some).square().sum()
+            found = torch.autograd.grad(loss, [some[i] for i in wanted], create_graph=True)
+            if function is fastconv.conv2d:
+                assert host.filled == ["forward"]
+            return [*found, *torch.autograd.grad(sum(t.square().sum() for t in found), some)]
+
+        close(gradients(fastconv.conv2d), gradients(F.conv2d))
+
+    def test_retained_graph(self, host: Host) -> None:
+        """What is asked for may change from one pass to the next."""
+        some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+        output = fastconv.conv2d(*some).sum()
+        for wanted in SUBSETS:
+            host.filled.clear()
+            torch.autograd.grad(output, [some[i] for i in wanted], retain_graph=True)
+            assert host.filled == self._expected(wanted), wanted
+
+
+# A driver that has Python do it.
+DRIVER = """
+int (*on_launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
+                 void**, void**);
+int (*on_replace)(void*, void*);
+int cuLaunchKernel(void* f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
+                   unsigned bytes, void* stream, void** arguments, void** extra) {
+  return on_launch(f, x, y, z, a, b, c, bytes, stream, arguments, extra);
+}
+int cuTensorMapReplaceAddress(void* map, void* address) { return on_replace(map, address); }
+"""
+ON_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+ON_REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+LIBCUDA = "libcuda.so.1"
+
+
+def loaded_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(LIBCUDA, os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+
+
+class Driver:
+    """Notes launches, and has what tests tell it to for a status."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.signatures: dict[int, str] = {}  # of functions, by handle
+        self.launched: list[tuple[Any, ...]] = []
+        self.replaced: list[int] = []
+        self.launch_statuses: list[int] = []
+        self.replace_statuses: list[int] = []
+        self._callbacks = (ON_LAUNCH(self._launch), ON_REPLACE(self._replace))  # kept alive
+        for name, function in zip(("on_launch", "on_replace"), self._callbacks, strict=True):
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            ctypes.c_void_p.in_dll(library, name).value = address
+
+    def _launch(self, function: int, *rest: Any) -> int:
+        *configuration, arguments, extra = rest
+        assert extra is None
+        values = [
+            self._read(kind, arguments[i]) for i, kind in enumerate(self.signatures[function])
+        ]
+        self.launched.append((function, *configuration, values))
+        return self.launch_statuses.pop(0) if self.launch_statuses else 0
+
+    def _read(self, kind: str, address: int) -> Any:
+        if kind == "m":
+            return address % 64, ctypes.string_at(address, 128)
+        return {"p": ctypes.c_uint64, "i": ctypes.c_int32}[kind].from_address(address).value
+
+    def _replace(self, map: int, address: int | None) -> int:
+        status = self.replace_statuses.pop(0) if self.replace_statuses else 0
+        self.replaced.append(address or 0)
+        if not status:
+            ctypes.c_uint64.from_address(map).value = address or 0
+        return status
+
+
+@pytest.fixture(scope="module")
+def _driver_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    if loaded_driver() is not None:
+        pytest.skip("the real driver is loaded")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    soname = f"-Wl,-soname,{LIBCUDA}"
+    command = ["cc", "-shared", "-fPIC", soname, "driver.c", "-o", LIBCUDA]
+    subprocess.check_call(command, cwd=folder)
+    yield ctypes.CDLL(str(folder / LIBCUDA))
+    # Each copy of the library has opened it, too: nobody else shall find it.
+    while (still := loaded_driver()) is not None:
+        for _ in range(2):
+            _ctypes.dlclose(still._handle)
+
+
+@pytest.fixture
+def driver(_driver_library: ctypes.CDLL) -> Driver:
+    return Driver(_driver_library)
+
+
+class Trouble(Exception):
+    pass
+
+
+class TestLaunching:
+    """By Entries of the tests' own; tensors of a CPU have the null stream."""
+
+    TENSORS = tuple(("tensor", i) for i in range(5))
+
+    def _answer(self, host: Host, driver: Driver, *arguments: Any, **fields: Any) -> list[Any]:
+        """Has calls launch functions 0xF0, 0xF1, ... with these arguments; notes the trouble."""
+        troubles: list[Any] = []
+        launches = []
+        for number, some in enumerate(arguments):
+            launches.append((0xF0 + number, (5, 6, 7 + number), 128, 1024 * number, some))
+            kinds = {"tensor": "p", "int": "i", "map": "m"}
+            driver.signatures[0xF0 + number] = "".join(kinds[kind] for kind, *_ in some)
+
+        def trouble(*what: Any) -> None:
+            troubles.append(what)
+            status, again = what[-2:]
+            if status != 201 or again:
+                raise Trouble(f"status {status}")
+
+        def answer(operator: str, first: Tensor, second: Tensor, *rest: Any) -> Entry:
+            shape = entries.prepare(operator, first, second, *rest).shape
+            elements = first.shape[1] if operator == "weight_grad" and rest[-2] else 0
+            return Entry(shape, False, elements, launches=launches, trouble=trouble, **fields)
+
+        host.answer = answer
+        return troubles
+
+    def test_every_field(self, host: Host, driver: Driver) -> None:
+        integers = tuple(("int", value) for value in (-1, 0, 2**31 - 1, -(2**31)))
+        self._answer(
+            host, driver, self.TENSORS + integers, (*integers, *self.TENSORS[::-1]),
+            scratch_bytes=100,
+        )  # fmt: skip
+        some = tensors(INPUT, WEIGHT, BIAS)
+        output = fastconv.conv2d(*some)
+        first, second = driver.launched
+        *addresses, scratch = first[-1][:5]
+        assert first[:-1] == (0xF0, 5, 6, 7, 128, 1, 1, 0, None)
+        assert second[:-1] == (0xF1, 5, 6, 8, 128, 1, 1, 1024, None)
+        assert addresses == [t.data_ptr() for t in (*some, output)]
+        assert scratch not in (0, *addresses)
+        values = [-1, 0, 2**31 - 1, -(2**31)]
+        assert first[-1][5:] == values
+        assert second[-1] == [*values, scratch, *addresses[::-1]]
+
+    def test_absent_tensors(self, host: Host, driver: Driver) -> None:
+        self._answer(host, driver, self.TENSORS)
+        input, weight = tensors(INPUT, WEIGHT)
+        output = fastconv.conv2d(input, weight)
+        addresses = [t.data_ptr() for t in (input, weight, output)]
+        assert driver.launched[0][-1] == [*addresses[:2], 0, addresses[2], 0]
+
+    @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+    def test_backward(self, host: Host, driver: Driver, bias: bool) -> None:
+        self._answer(host, driver, self.TENSORS, scratch_bytes=64)
+        some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)[: 2 + bias]
+        output = fastconv.conv2d(*some)
+        grad_output = torch.randn_like(output)
+        input, weight = (t.data_ptr() for t in some[:2])
+        gradients = torch.autograd.grad(output, some, grad_output)
+        found = [gradient.data_ptr() for gradient in gradients] + [0] * (not bias)
+        above = grad_output.data_ptr()
+        of_input, of_weight = (values for *_, values in driver.launched[1:])
+        assert of_input[:4] == [above, weight, 0, found[0]]
+        assert of_weight[:4] == [above, input, found[1], found[2]]
+        assert [gradient.shape for gradient in gradients] == [t.shape for t in some]
+        assert 0 not in (of_input[4], of_weight[4])
+
+    @pytest.mark.parametrize(
+        "copied", [(False, False), (False, True), (True, False), (True, True)], ids=str
+    )
+    def test_copies(self, host: Host, driver: Driver, copied: tuple[bool, bool]) -> None:
+        self._answer(host, driver, self.TENSORS[:3], copied=copied)
+        input, weight, bias = tensors((2, 4, 6, 10), WEIGHT, (12,))
+        some = (input[..., ::2], weight.transpose(2, 3), bias[::2])
+        tensor = iter(some)
+
+        def read(kind: str, address: int) -> Any:
+            """The values that a kernel would find if it took the tensor for contiguous."""
+            values = ctypes.POINTER(ctypes.c_float).from_address(address)
+            return values[: next(tensor).numel()]
+
+        driver._read = read  # type: ignore[method-assign]
+        fastconv.conv2d(*some)
+        contiguous = [tensor.flatten().tolist() for tensor in some]
+        (*_, values) = driver.launched[0]
+        assert [a == b for a, b in zip(values, contiguous, strict=True)] == [*copied, True]
+
+    def test_maps(self, host: Host, driver: Driver) -> None:
+        """Several among other arguments, in several launches."""
+        one, two = bytes(range(128)), bytes(reversed(range(128)))
+        arguments = (("map", one, 0), ("int", 7), ("map", two, 1), ("tensor", 2), ("map", one, 3))
+        self._answer(host, driver, arguments, (("map", two, 0),))
+        for _ in range(2):
+            driver.launched.clear()
+            input, weight, bias = some = tensors(INPUT, WEIGHT, BIAS)
+            output = fastconv.conv2d(*some)
+
+            def map_of(template: bytes, tensor: Tensor) -> tuple[int, bytes]:
+                return 0, tensor.data_ptr().to_bytes(8, sys.byteorder) + template[8:]
+
+            assert [values for *_, values in driver.launched] == [
+                [map_of(one, input), 7, map_of(two, weight), bias.data_ptr(), map_of(one, output)],
+                [map_of(two, input)],
+            ]
+
+    def test_a_thread_without_a_context(self, host: Host, driver: Driver) -> None:
+        """Trouble sees to it, and what failed is done again, no more and no less."""
+        troubles = self._answer(host, driver, (("int", 1),), (("int", 2), ("map", bytes(128), 0)))
+        some = tensors(INPUT, WEIGHT)
+        driver.launch_statuses = [0, 201]
+        fastconv.conv2d(*some)
+        assert troubles == [(1, -1, 0, 201, False)]
+        assert [values[0] for *_, values in driver.launched] == [1, 2, 2]
+        driver.launched.clear()
+        troubles.clear()
+        driver.replace_statuses = [201]
+        fastconv.conv2d(*some)
+        assert troubles == [(1, 1, some[0].data_ptr(), 201, False)]
+        assert [values[0] for *_, values in driver.launched] == [1, 2]
+
+    @pytest.mark.parametrize("statuses", [[1], [201, 201], [201, 700]], ids=str)
+    @pytest.mark.parametrize("which", ["launch", "replace"])
+    @pytest.mark.parametrize("direction", ["forward", "backward", "grad"])
+    def test_errors(
+        self, host: Host, driver: Driver, statuses: list[int], which: str, direction: str
+    ) -> None:
+        troubles = self._answer(host, driver, (("tensor", 0), ("map", bytes(128), 1)))
+        input, weight = some = tensors(INPUT, WEIGHT, requires_grad=True)
+        output = fastconv.conv2d(*some).sum()
+        getattr(driver, f"{which}_statuses")[:] = statuses
+        call = {
+            "forward": lambda: fastconv.conv2d(*some),
+            "backward": lambda: output.backward(retain_graph=True),
+            "grad": lambda: torch.autograd.grad(output, input, retain_graph=True),
+        }[direction]
+        with pytest.raises(Trouble, match=f"^status {statuses[-1]}$"):
+            call()
+        mapped = (1, weight.data_ptr()) if which == "replace" else (-1, 0)
+        expected = [(0, *mapped, status, i > 0) for i, status in enumerate(statuses)]
+        assert troubles == expected
+        call()  # nothing is left of it
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(fastconv.Conv2d(4, 6, 3), nn.ReLU(), fastconv.Conv2d(6, 2, 1, bias=False))
+
+
+def trained(net: nn.Module, step: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+    step(net, torch.ones(INPUT)).square().sum().backward()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+class TestPyTorch:
+    """What stands around a call sees it as it sees one of PyTorch's."""
+
+    def test_autocast_casts_a_weight_once(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = [fastconv.conv2d(*some) for _ in range(2)]
+        assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
+        assert host.filled == ["forward"] * 2
+        # The nodes of the casts: PyTorch keeps those of leaves within a region.
+        casts = [[node for node, _ in output.grad_fn.next_functions] for output in outputs]
+        assert casts[0] == casts[1]
+        outputs[0].sum().backward()
+        assert all(tensor.grad.dtype == torch.float32 for tensor in some)
+
+    def test_profiler(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, requires_grad=True)
+        with torch.profiler.profile() as profile:
+            fastconv.conv2d(*some).sum().backward()
+        names = {event.key for event in profile.key_averages()}
+        assert {"fastconv::forward", "fastconv::input_grad", "fastconv::weight_grad"} <= names
+        assert host.asked == []
+
+    def test_compile(self, host: Host) -> None:
+        seen: list[str] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            return graph
+
+        compiled = torch.compile(net(), fullgraph=True, backend=backend)
+        input = torch.ones(INPUT)
+        close(compiled(input), net()(input))
+        assert any("fastconv.forward" in name for name in seen)
+        eager = trained(net(), lambda net, x: net(x))
+        step = torch.compile(fullgraph=True, backend="aot_eager")
+        close(trained(net(), lambda net, x: step(net)(x)), eager)
+
+    def test_compiled_autograd(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch._dynamo import compiled_autograd
+
+        def gradients() -> list[Tensor]:
+            torch.compiler.reset()
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                return trained(net(), lambda net, x: net(x))
+
+        expected = trained(net(), lambda net, x: net(x))
+        close(gradients(), expected)
+        assert "input_grad" in host.operators
+        monkeypatch.setattr(native, "conv2d", None)
+        close(gradients(), expected)
+
+    def test_hooks(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+        output = fastconv.conv2d(*some)
+        output.retain_grad()
+        seen: list[str] = []
+        output.register_hook(lambda grad: seen.append("tensor") or grad * 2)
+        node = output.grad_fn
+        node.register_prehook(lambda grads: seen.append("before"))
+        node.register_hook(lambda *_: seen.append("after"))
+        some[1].register_post_accumulate_grad_hook(lambda _: seen.append("leaf"))
+        output.sum().backward()
+        assert seen == ["tensor", "before", "after", "leaf"]
+        assert output.grad.eq(2).all()
+        assert some[2].grad.eq(2 * output.numel() / 6).all()
+
+    def test_anomaly_mode(self, host: Host) -> None:
+        input, weight = tensors(INPUT, WEIGHT, requires_grad=True)
+        with pytest.warns(UserWarning, match="Anomaly Detection"):
+            anomaly = torch.autograd.detect_anomaly()
+        with anomaly, noted_warnings() as words:
+            output = fastconv.conv2d(input, weight)
+            with pytest.raises(RuntimeError, match="'FastconvConv2dBackward' returned nan"):
+                output.backward(torch.full_like(output, torch.nan))
+        (warning,) = words
+        assert "in test_anomaly_mode" in warning, "where forward was called"
+
+    def test_saved_tensors_hooks(self, host: Host) -> None:
+        """They may put tensors elsewhere."""
+        some = tensors(INPUT, WEIGHT, requires_grad=True)
+        packed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            packed.append(tensor.detach().clone())
+            return len(packed) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: packed[i]):
+            output = fastconv.conv2d(*some)
+        packed[1].zero_()
+        input_grad, weight_grad = torch.autograd.grad(output.sum(), some)
+        assert input_grad.eq(0).all()
+        assert weight_grad.ne(0).any()
+        assert host.filled == ["forward", "input_grad", "weight_grad"]
+
+    def test_weight_changed_in_place(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, requires_grad=True)
+        output = fastconv.conv2d(*some).sum()
+        with torch.no_grad():
+            some[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward()
+
+    def test_inference_tensors_are_not_saved(self, host: Host) -> None:
+        input, weight = tensors(INPUT, WEIGHT)
+        with torch.inference_mode():
+            made = input + 0
+            assert fastconv.conv2d(made, weight).is_inference()
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            fastconv.conv2d(made, weight.requires_grad_())
+        assert not fastconv.conv2d(made, weight.detach()).requires_grad
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_copies_of_modules(self, host: Host, duplicate: Callable[[Any], Any]) -> None:
+        original, input = net(), torch.ones(INPUT)
+        output = original(input)
+        assert duplicate(original)(input).equal(output)
+
+    def test_forked_process(self, host: Host) -> None:
+        """As a loader of data is."""
+        known, new = tensors(INPUT, WEIGHT), tensors((1, 4, 9, 9), WEIGHT)
+        expected = [F.conv2d(*known), F.conv2d(*new)]  # PyTorch's hangs in the child
+        fastconv.conv2d(*known)
+
+        def work() -> None:
+            close([fastconv.conv2d(*known), fastconv.conv2d(*new)], expected)
+            assert len(host.asked) == 2
+
+        in_child(work)
