@@ -349,6 +349,11 @@ int cuLaunchKernel(void* f, unsigned x, unsigned y, unsigned z, unsigned a, unsi
   return on_launch(f, x, y, z, a, b, c, bytes, stream, arguments, extra);
 }
 int cuTensorMapReplaceAddress(void* map, void* address) { return on_replace(map, address); }
+int captured;
+int cuStreamIsCapturing(void* stream, int* status) {
+  *status = captured;
+  return 0;
+}
 """
 ON_LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -378,6 +383,8 @@ class Driver:
         self.replaced: list[int] = []
         self.launch_statuses: list[int] = []
         self.replace_statuses: list[int] = []
+        self.captured = ctypes.c_int.in_dll(library, "captured")
+        self.captured.value = 0
         self._callbacks = (ON_LAUNCH(self._launch), ON_REPLACE(self._replace))  # kept alive
         for name, function in zip(("on_launch", "on_replace"), self._callbacks, strict=True):
             address = ctypes.cast(function, ctypes.c_void_p).value
@@ -430,7 +437,7 @@ class Trouble(Exception):
     pass
 
 
-class TestLaunching:
+class Launching:
     """By Entries of the tests' own; tensors of a CPU have the null stream."""
 
     TENSORS = tuple(("tensor", i) for i in range(5))
@@ -458,6 +465,8 @@ class TestLaunching:
         host.answer = answer
         return troubles
 
+
+class TestLaunching(Launching):
     def test_every_field(self, host: Host, driver: Driver) -> None:
         integers = tuple(("int", value) for value in (-1, 0, 2**31 - 1, -(2**31)))
         self._answer(
@@ -585,20 +594,106 @@ def trained(net: nn.Module, step: Callable[[nn.Module, Tensor], Tensor]) -> list
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
 
+class TestFrozenWeights(Launching):
+    """The first launch packs the weight into the workspace, the second reads it there."""
+
+    @pytest.fixture(autouse=True)
+    def _packing(self, host: Host, driver: Driver) -> Iterator[None]:
+        weight, scratch = self.TENSORS[1], self.TENSORS[4]
+        self._answer(host, driver, (weight, scratch), (scratch,), packs=1, scratch_bytes=256)
+        self.driver = driver
+        self.where: dict[int, int] = {}
+        yield
+        host.module.freeze(False)
+
+    def _packs(self, *some: Tensor) -> bool:
+        """Whether a call does, having checked that what is read is what was packed last."""
+        self.driver.launched.clear()
+        fastconv.conv2d(*some)
+        *packed, (*_, (read,)) = self.driver.launched
+        if packed:
+            address, self.where[some[1].data_ptr()] = packed[0][-1]
+            assert address == some[1].data_ptr()
+        assert read == self.where[some[1].data_ptr()]
+        return bool(packed)
+
+    def test_within_and_without(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT)
+        assert [self._packs(*some) for _ in range(2)] == [True, True]
+        for _ in range(2):
+            host.module.freeze(True)
+            assert [self._packs(*some) for _ in range(3)] == [True, False, False]
+            host.module.freeze(False)
+            assert self._packs(*some)
+
+    def test_changes_of_the_weight(self, host: Host) -> None:
+        input, weight = tensors(INPUT, WEIGHT)
+        host.module.freeze(True)
+        for change in (lambda: None, weight.neg_, lambda: weight[0].zero_()):
+            change()
+            assert [self._packs(input, weight) for _ in range(2)] == [True, False]
+        assert not self._packs(input + 1, weight)
+        assert self._packs(input, weight.clone())
+        assert not self._packs(input, weight)
+
+    def test_version_counters_are_silent_about_data(self, host: Host) -> None:
+        """Why this is not done without being asked for."""
+        input, weight = tensors(INPUT, WEIGHT)
+        host.module.freeze(True)
+        assert self._packs(input, weight)
+        weight.data.neg_()
+        assert not self._packs(input, weight)
+
+    def test_another_weight_at_the_same_address(self, host: Host) -> None:
+        host.module.freeze(True)
+        input, weight = tensors(INPUT, WEIGHT)
+        memory = weight.clone().numpy()  # what PyTorch does not know that tensors share
+        for _ in range(3):
+            assert self._packs(input, torch.from_numpy(memory))
+
+    def test_not_what_is_recorded_captured_or_copied(self, host: Host) -> None:
+        input, weight = tensors(INPUT, WEIGHT)
+        host.module.freeze(True)
+        assert [self._packs(input, weight) for _ in range(2)] == [True, False]
+        recorded = weight.detach().requires_grad_()
+        assert [self._packs(input, recorded) for _ in range(2)] == [True, True]
+        self.driver.captured.value = 1
+        assert [self._packs(input, weight) for _ in range(2)] == [True, True]
+        self.driver.captured.value = 0
+
+    def test_a_failed_launch_leaves_nothing(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT)
+        host.module.freeze(True)
+        self.driver.launch_statuses = [0, 1]
+        with pytest.raises(Trouble):
+            fastconv.conv2d(*some)
+        assert [self._packs(*some) for _ in range(2)] == [True, False]
+
+    def test_contexts(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_module", host.module)
+        some = tensors(INPUT, WEIGHT)
+        with fastconv.frozen_weights():
+            assert self._packs(*some)
+            with fastconv.frozen_weights():
+                assert not self._packs(*some)
+            assert not self._packs(*some)
+        assert self._packs(*some)
+
+
 class TestPyTorch:
     """What stands around a call sees it as it sees one of PyTorch's."""
 
-    def test_autocast_casts_a_weight_once(self, host: Host) -> None:
-        some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = [fastconv.conv2d(*some) for _ in range(2)]
-        assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
+    def test_autocast_sees_a_change_within_a_region(self, host: Host) -> None:
+        """PyTorch's own operators keep a leaf's cast until its end; ours do not, by either path."""
+        input, weight, bias = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            before = fastconv.conv2d(input, weight, bias)
+            weight.neg_()
+            bias.neg_()
+            after = fastconv.conv2d(input, weight, bias)
+        assert before.dtype == torch.bfloat16
+        assert torch.equal(after, -before)
         assert host.filled == ["forward"] * 2
-        # The nodes of the casts: PyTorch keeps those of leaves within a region.
-        casts = [[node for node, _ in output.grad_fn.next_functions] for output in outputs]
-        assert casts[0] == casts[1]
-        outputs[0].sum().backward()
-        assert all(tensor.grad.dtype == torch.float32 for tensor in some)
 
     def test_profiler(self, host: Host) -> None:
         some = tensors(INPUT, WEIGHT, requires_grad=True)

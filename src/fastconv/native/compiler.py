@@ -84,7 +84,8 @@ def _run(command: Sequence[str], target: Path) -> None:
     if ended.returncode:
         words = ended.stdout.decode(errors="replace").strip()
         text = f"{' '.join(command)}\nended with status {ended.returncode}:\n{words}"
-        if not any(passing in words for passing in _PASSING):
+        killed = ended.returncode < 0
+        if not killed and not any(passing in words for passing in _PASSING):
             target.with_suffix(FAILED).write_text(text, encoding="utf-8")
         raise CompilerError(text)
 
