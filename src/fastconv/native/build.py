@@ -144,8 +144,10 @@ def load() -> Any:
 
 @functools.cache
 def _key() -> str:
-    """Names the source and all that the library has to fit."""
+    """Names the sources and all that the library has to fit."""
     digest = hashlib.sha256(SOURCE.read_bytes())
+    for header in sorted(SOURCE.parent.glob("*.h")):
+        digest.update(header.read_bytes())
     for part in (
         torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI, sys.implementation.cache_tag,
         sysconfig.get_config_var("SOABI"), platform.machine(), *_FLAGS,

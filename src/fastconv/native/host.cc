@@ -1,9 +1,9 @@
 // The host path in C++: what an eager call does between the user and the GPU.
 //
 // A call's form (shapes, strides, types, devices, alignment, geometry, precision) is looked up in a
-// table. What is found there says all that is left to do: allocate, and launch. What is not found
-// is asked of Python (`prepare` of ops/entries.py), once: checks, planning and compiling are there,
-// and so are the words of every error.
+// table (entry.h). What is found there says all that is left to do: allocate, and launch
+// (launch.h). What is not found is asked of Python (`prepare` of ops/entries.py), once: checks,
+// planning and compiling are there, and so are the words of every error.
 //
 // Whatever is not plain goes to PyTorch's dispatcher, which knows the operators: `is_plain` is the
 // one place that says what that is.
@@ -14,351 +14,22 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
-#include <dlfcn.h>
-#include <pthread.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
-#include <array>
-#include <atomic>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <shared_mutex>
-#include <string>
-#include <unordered_map>
-#include <vector>
+#include "call.h"
+#include "entry.h"
+#include "launch.h"
+#include "packed.h"
 
-namespace {
+namespace fastconv::host {
 
-namespace py = pybind11;
-using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// --- What is asked for ---------------------------------------------------------------------------
-
-enum Pass : int64_t { kForward, kInputGrad, kWeightGrad };
-constexpr std::array kOperators = {"forward", "input_grad", "weight_grad"};
-
-enum Precision : int64_t { kIeee, kTf32, kPyTorchs };  // the last: whatever PyTorch is set to
-constexpr std::array kPrecisions = {"ieee", "tf32"};
-
-struct Geometry {
-  std::array<int64_t, 2> stride;
-  std::array<int64_t, 4> padding;  // top, bottom, left, right
-  std::array<int64_t, 2> dilation;
-  int64_t groups;
-  int64_t precision;
-
-  static constexpr size_t kNumbers = 10;
-
-  std::vector<int64_t> numbers() const {
-    return {stride[0],  stride[1],   padding[0],  padding[1], padding[2],
-            padding[3], dilation[0], dilation[1], groups,     precision};
-  }
-
-  static Geometry of(const std::vector<int64_t>& n) {
-    TORCH_INTERNAL_ASSERT(n.size() == kNumbers);
-    return {{n[0], n[1]}, {n[2], n[3], n[4], n[5]}, {n[6], n[7]}, n[8], n[9]};
-  }
-};
-
-// One call of an operator. `third` is the forward pass's bias. `size` is the input's, or the
-// kernel's, where the operator is told; so are `format` (of a gradient) and `bias_grad`.
-struct Call {
-  Pass pass;
-  Tensor first{}, second{}, third{};
-  Geometry geometry{};
-  std::array<int64_t, 2> size{};
-  std::optional<at::MemoryFormat> format{};
-  bool bias_grad = false;
-  int64_t frozen = 0;  // the store's period, in which the packed weight may be kept
-};
-
-// How PyTorch declares what its own convolution asks has changed twice.
-bool allows_tf32(bool (at::Context::*asks)() const) { return (at::globalContext().*asks)(); }
-bool allows_tf32(bool (at::Context::*asks)(const std::string&) const) {
-  return (at::globalContext().*asks)("conv");
-}
-template <class Op>
-bool allows_tf32(bool (at::Context::*asks)(std::optional<Op>) const) {
-  return (at::globalContext().*asks)(Op::CONV);
-}
-
-Precision precision_of(const Call& call) {
-  const auto real = c10::toRealValueType(call.first.scalar_type());
-  if (real != at::kFloat) return kIeee;  // the rest has no choice
-  if (call.geometry.precision != kPyTorchs) return Precision(call.geometry.precision);
-  return allows_tf32(&at::Context::allowTF32CuDNN) ? kTf32 : kIeee;
-}
-
-// --- What is kept of it --------------------------------------------------------------------------
-
-constexpr size_t kMapBytes = 128;  // of a CUtensorMap
-
-struct Argument {
-  enum { kTensor, kInteger, kMap } kind;
-  int64_t value;  // the integer itself, or which tensor
-  std::array<char, kMapBytes> map;
-};
-
-struct Launch {
-  void* function;
-  std::array<unsigned, 3> grid;
-  unsigned block, shared_bytes;
-  std::vector<Argument> arguments{};
-  size_t maps = 0;  // among them
-};
-
-struct Entry {
-  std::vector<int64_t> shape;
-  at::MemoryFormat format;
-  int64_t bias_elements;       // of the bias's gradient
-  std::array<bool, 2> copied;  // which of the two tensors have to be made contiguous first
-  int64_t scratch_bytes;
-  std::vector<Launch> launches;
-  size_t packs;     // how many of them only pack the weight, into a workspace the others only read
-  py::object fill;  // where there is more to do than to launch: does all of it
-  py::object trouble;  // raises an error for the launch that failed, or mends the cause
-};
-
-using Key = std::vector<int64_t>;
-
-struct Hash {
-  size_t operator()(const Key& key) const {
-    size_t hash = 14695981039346656037ull;
-    for (const int64_t number : key) hash = (hash ^ size_t(number)) * 1099511628211ull;
-    return hash ^ (hash >> 32);
-  }
-};
-
-void append(Key& key, const Tensor& tensor) {
-  if (!tensor.defined()) {
-    key.push_back(-1);
-    return;
-  }
-  key.push_back(tensor.dim());
-  key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
-  key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
-  key.push_back(int64_t(tensor.scalar_type()));
-  key.push_back(int64_t(tensor.device().type()) << 32 | uint8_t(tensor.device().index()));
-}
-
-uintptr_t address_of(const Tensor& tensor) {
-  return tensor.defined() ? uintptr_t(tensor.const_data_ptr()) : 0;
-}
-
-bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0; }
-
-Key key_of(const Call& call, Precision precision) {
-  const Geometry& g = call.geometry;
-  Key key;
-  key.reserve(48);
-  // Each tensor's alignment, not that of all: it does not matter of one that will be copied.
-  key.insert(key.end(),
-             {call.pass, precision, aligned(call.first), aligned(call.second), call.bias_grad,
-              call.size[0], call.size[1], call.format ? int64_t(*call.format) : -1, g.groups});
-  key.insert(key.end(), g.stride.begin(), g.stride.end());
-  key.insert(key.end(), g.padding.begin(), g.padding.end());
-  key.insert(key.end(), g.dilation.begin(), g.dilation.end());
-  append(key, call.first);
-  append(key, call.second);
-  append(key, call.third);
-  return key;
-}
-
-// --- Python: what is not known yet ---------------------------------------------------------------
-
-PyObject* prepare = nullptr;  // ops/entries.py's, for as long as the process lives
-
-// Calls Python from wherever; an error of its own goes on as such, through threads of autograd too.
-template <class Function>
-auto in_python(const Function& function) {
-  py::gil_scoped_acquire gil;
-  try {
-    return function();
-  } catch (py::error_already_set& error) {
-    error.restore();
-    python_error persistent;
-    persistent.persist();
-    throw persistent;
-  }
-}
-
-py::object wrapped(const Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
-Argument argument_of(const py::tuple& description) {
-  Argument argument{Argument::kTensor, 0, {}};
-  const auto kind = description[0].cast<std::string>();
-  if (kind == "map") {
-    argument.kind = Argument::kMap;
-    const auto bytes = description[1].cast<std::string>();
-    TORCH_INTERNAL_ASSERT(bytes.size() == kMapBytes);
-    std::copy(bytes.begin(), bytes.end(), argument.map.begin());
-    argument.value = description[2].cast<int64_t>();
-    return argument;
-  }
-  if (kind == "int") argument.kind = Argument::kInteger;
-  argument.value = description[1].cast<int64_t>();
-  return argument;
-}
-
-Launch launch_of(const py::tuple& description) {
-  Launch launch{reinterpret_cast<void*>(description[0].cast<uintptr_t>()),
-                description[1].cast<std::array<unsigned, 3>>(), description[2].cast<unsigned>(),
-                description[3].cast<unsigned>()};
-  for (const auto& argument : description[4]) {
-    launch.arguments.push_back(argument_of(py::reinterpret_borrow<py::tuple>(argument)));
-    launch.maps += launch.arguments.back().kind == Argument::kMap;
-  }
-  return launch;
-}
-
-std::shared_ptr<const Entry> entry_of(const py::object& prepared) {
-  const auto entry = std::shared_ptr<Entry>(new Entry, [](Entry* entry) {
-    py::gil_scoped_acquire gil;  // it holds Python's objects
-    delete entry;
-  });
-  entry->shape = prepared.attr("shape").cast<std::vector<int64_t>>();
-  entry->format = prepared.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
-                                                              : at::MemoryFormat::Contiguous;
-  entry->bias_elements = prepared.attr("bias_elements").cast<int64_t>();
-  entry->copied = prepared.attr("copied").cast<std::array<bool, 2>>();
-  entry->scratch_bytes = prepared.attr("scratch_bytes").cast<int64_t>();
-  for (const auto& launch : prepared.attr("launches")) {
-    entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
-  }
-  entry->packs = prepared.attr("packs").cast<size_t>();
-  entry->fill = prepared.attr("fill");
-  entry->trouble = prepared.attr("trouble");
-  return entry;
-}
-
-// The operator's arguments, as its schema has them.
-py::tuple arguments_of(const Call& call, const py::object& precision) {
-  const Geometry& g = call.geometry;
-  const auto geometry = py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision);
-  const auto both = py::make_tuple(wrapped(call.first), wrapped(call.second));
-  const auto format = call.format ? py::cast(*call.format) : py::none();
-  if (call.pass == kForward) return both + py::make_tuple(wrapped(call.third)) + geometry;
-  const auto told = both + py::make_tuple(call.size) + geometry;
-  if (call.pass == kInputGrad) return told + py::make_tuple(format);
-  return told + py::make_tuple(call.bias_grad, format);
-}
-
-std::shared_ptr<const Entry> prepared(const Call& call, Precision precision) {
-  return in_python([&] {
-    const py::object answer = py::handle(prepare)(
-        kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
-    return entry_of(answer);
-  });
-}
-
-std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
-  using Table = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
-  constexpr size_t kMost = 4096;
-  static auto& table = *new Table;
-  static auto& mutex = *new std::shared_mutex;  // neither is destroyed: threads may outlive main
-  // A forked process has none of the other threads, one of which might have had the lock.
-  static const int forks [[maybe_unused]] = pthread_atfork(
-      [] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
-  Key key = key_of(call, precision);
-  {
-    const std::shared_lock lock(mutex);
-    if (const auto found = table.find(key); found != table.end()) return found->second;
-  }
-  auto entry = prepared(call, precision);
-  Table dropped;  // whose entries need the interpreter to go, which is not waited for in a lock
-  const std::unique_lock lock(mutex);
-  if (table.size() >= kMost) table.swap(dropped);
-  table.emplace(std::move(key), entry);
-  return entry;
-}
-
-// --- The driver ----------------------------------------------------------------------------------
-
-// From libraries that PyTorch has loaded: nothing of CUDA is needed to build this.
-void* loaded(const char* library, const char* name) {
-  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-  void* found = handle ? dlsym(handle, name) : nullptr;
-  TORCH_CHECK(found, "fastconv cannot find ", name, " in ", library, ", which should be loaded");
-  return found;
-}
-
-template <class Function>
-Function* driver(const char* name) {
-  return reinterpret_cast<Function*>(loaded("libcuda.so.1", name));
-}
-
-// PyTorch's current stream. A CUDAStream is nothing but a Stream, and PyTorch's header for it needs
-// the toolkit's.
-void* stream_of(const at::Device& device) {
-  if (!device.is_cuda()) return nullptr;
-  static const auto handle = reinterpret_cast<void* (*)(const c10::Stream*)>(
-      loaded("libc10_cuda.so", "_ZNK3c104cuda10CUDAStream6streamEv"));
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return handle(&stream);
-}
-
-constexpr size_t kTensors = 5;
-using Addresses = std::array<uintptr_t, kTensors>;
-
-// As aligned as the driver demands of a CUtensorMap, and more.
-struct alignas(128) Map {
-  std::array<char, kMapBytes> bytes;
-};
-
-struct Status {
-  int code;
-  int64_t mapped = -1;  // the argument whose map could not be made
-  uintptr_t address = 0;
-};
-
-Status start(const Launch& launch, const Addresses& addresses, void* stream) {
-  using LaunchKernel = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                           unsigned, void*, void**, void**);
-  using ReplaceAddress = int(void*, void*);
-  static const auto launch_kernel = driver<LaunchKernel>("cuLaunchKernel");
-  std::vector<Map> maps;
-  maps.reserve(launch.maps);  // so that none moves
-  c10::SmallVector<void*, 16> arguments;
-  for (const Argument& argument : launch.arguments) {
-    const void* at = &argument.value;
-    if (argument.kind == Argument::kTensor) at = &addresses[argument.value];
-    if (argument.kind == Argument::kMap) {
-      static const auto replace = driver<ReplaceAddress>("cuTensorMapReplaceAddress");
-      at = &maps.emplace_back(Map{argument.map});
-      const uintptr_t address = addresses[argument.value];
-      if (const int code = replace(&maps.back(), reinterpret_cast<void*>(address))) {
-        return {code, &argument - launch.arguments.data(), address};
-      }
-    }
-    arguments.push_back(const_cast<void*>(at));
-  }
-  const auto [x, y, z] = launch.grid;
-  return {launch_kernel(launch.function, x, y, z, launch.block, 1, 1, launch.shared_bytes, stream,
-                        arguments.data(), nullptr)};
-}
-
-void start_all(const Entry& entry, size_t first, const Addresses& addresses, void* stream) {
-  for (size_t i = first; i < entry.launches.size(); ++i) {
-    for (bool again = false;; again = true) {
-      const Status status = start(entry.launches[i], addresses, stream);
-      if (status.code == 0) break;
-      in_python([&] { entry.trouble(i, status.mapped, status.address, status.code, again); });
-    }
-  }
-}
-
-// --- A call below autograd -----------------------------------------------------------------------
+// --- A call below autograd
+// -------------------------------------------------------------------------
 
 struct Results {
   Tensor first, bias_grad;
@@ -377,79 +48,6 @@ Tensor empty(at::IntArrayRef shape, const Tensor& like,
 at::DataPtr workspace(int64_t bytes, const Tensor& beside) {
   return bytes ? beside.storage().allocator()->allocate(bytes) : at::DataPtr();
 }
-
-// --- Packed weights that are kept
-// ------------------------------------------------------------------
-
-// fastconv.frozen_weights: whoever uses it vouches that weights stay what they are, but for changes
-// that their version counters tell. These alone would not do: what is written by way of `.data`, by
-// a CUDA graph, by all-gathers of FSDP or by others' kernels changes no counter.
-
-struct Packed {
-  std::shared_ptr<const Entry> entry;  // so that no other has its address
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  uint32_t version;
-  at::DataPtr memory;
-};
-
-// By entry, address and stream: on another stream, nothing says that it has been packed by now.
-using Place = std::tuple<const Entry*, uintptr_t, void*>;
-
-struct Store {
-  static constexpr int64_t kMostBytes = int64_t(2) << 30;
-  std::map<Place, std::shared_ptr<const Packed>> kept;
-  std::mutex mutex;
-  std::atomic<int64_t> period = 0;  // the number of a time in which weights are frozen, or 0
-  int64_t periods = 0;
-
-  void freeze(bool is_so) {
-    decltype(kept) dropped;  // entries may need the interpreter to go: not in the lock
-    const std::lock_guard lock(mutex);
-    kept.swap(dropped);
-    period = is_so ? ++periods : 0;
-  }
-
-  std::shared_ptr<const Packed> find(const Place& place, const Tensor& weight) {
-    const std::lock_guard lock(mutex);
-    const auto found = kept.find(place);
-    if (found == kept.end()) return nullptr;
-    const Packed& packed = *found->second;
-    const bool same = packed.storage.lock().get() == weight.storage().unsafeGetStorageImpl();
-    return same && packed.version == version_of(weight) ? found->second : nullptr;
-  }
-
-  // What has been packed, with nothing left to be launched for it.
-  void keep(const Place& place, std::shared_ptr<const Packed> packed, int64_t since) {
-    decltype(kept) others, all;
-    const std::lock_guard lock(mutex);
-    if (period != since) return;
-    int64_t bytes = packed->entry->scratch_bytes;
-    for (const auto& [where, one] : kept) {
-      if (where == place || one->storage.expired()) continue;
-      others.emplace(where, one);
-      bytes += one->entry->scratch_bytes;
-    }
-    if (bytes <= kMostBytes) others.emplace(place, std::move(packed));
-    all.swap(kept);  // to go after the lock
-    kept.swap(others);
-  }
-
-  static uint32_t version_of(const Tensor& tensor) {
-    return tensor.is_inference() ? 0 : uint32_t(tensor._version());
-  }
-};
-
-auto& store = *new Store;  // never destroyed: the driver may be gone by then
-
-bool is_captured(void* stream) {
-  using IsCapturing = int(void*, int*);
-  static const auto is_capturing = driver<IsCapturing>("cuStreamIsCapturing");
-  int status = 0;
-  return is_capturing(stream, &status) != 0 || status != 0;
-}
-
-// --- A call below autograd
-// ------------------------------------------------------------------------
 
 Results run(const Call& call) {
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -753,9 +351,10 @@ PyMethodDef conv2d_method = {
     "conv2d", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(conv2d_in_python)),
     METH_FASTCALL, nullptr};
 
-}  // namespace
+}  // namespace fastconv::host
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace fastconv::host;
   // The node's class in Python, where PyTorch looks for those of C++ (torch.autograd.graph.Node).
   static PyTypeObject node_class{};
   torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr);

@@ -1,0 +1,200 @@
+// What is known of calls of one form, and how it comes to be known: Python is asked, once.
+#pragma once
+
+#include <pthread.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "call.h"
+
+namespace fastconv::host {
+
+namespace py = pybind11;
+
+constexpr size_t kMapBytes = 128;  // of a CUtensorMap
+
+struct Argument {
+  enum { kTensor, kInteger, kMap } kind;
+  int64_t value;  // the integer itself, or which tensor
+  std::array<char, kMapBytes> map;
+};
+
+struct Launch {
+  void* function;
+  std::array<unsigned, 3> grid;
+  unsigned block, shared_bytes;
+  std::vector<Argument> arguments{};
+  size_t maps = 0;  // among them
+};
+
+struct Entry {
+  std::vector<int64_t> shape;
+  at::MemoryFormat format;
+  int64_t bias_elements;       // of the bias's gradient
+  std::array<bool, 2> copied;  // which of the two tensors have to be made contiguous first
+  int64_t scratch_bytes;
+  std::vector<Launch> launches;
+  size_t packs;     // how many of them only pack the weight, into a workspace the others only read
+  py::object fill;  // where there is more to do than to launch: does all of it
+  py::object trouble;  // raises an error for the launch that failed, or mends the cause
+};
+
+using Key = std::vector<int64_t>;
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    size_t hash = 14695981039346656037ull;
+    for (const int64_t number : key) hash = (hash ^ size_t(number)) * 1099511628211ull;
+    return hash ^ (hash >> 32);
+  }
+};
+
+inline void append(Key& key, const Tensor& tensor) {
+  if (!tensor.defined()) {
+    key.push_back(-1);
+    return;
+  }
+  key.push_back(tensor.dim());
+  key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+  key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
+  key.push_back(int64_t(tensor.scalar_type()));
+  key.push_back(int64_t(tensor.device().type()) << 32 | uint8_t(tensor.device().index()));
+}
+
+inline uintptr_t address_of(const Tensor& tensor) {
+  return tensor.defined() ? uintptr_t(tensor.const_data_ptr()) : 0;
+}
+
+inline bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0; }
+
+inline Key key_of(const Call& call, Precision precision) {
+  const Geometry& g = call.geometry;
+  Key key;
+  key.reserve(48);
+  // Each tensor's alignment, not that of all: it does not matter of one that will be copied.
+  key.insert(key.end(),
+             {call.pass, precision, aligned(call.first), aligned(call.second), call.bias_grad,
+              call.size[0], call.size[1], call.format ? int64_t(*call.format) : -1, g.groups});
+  key.insert(key.end(), g.stride.begin(), g.stride.end());
+  key.insert(key.end(), g.padding.begin(), g.padding.end());
+  key.insert(key.end(), g.dilation.begin(), g.dilation.end());
+  append(key, call.first);
+  append(key, call.second);
+  append(key, call.third);
+  return key;
+}
+
+inline PyObject* prepare = nullptr;  // ops/entries.py's, for as long as the process lives
+
+// Calls Python from wherever; an error of its own goes on as such, through threads of autograd too.
+template <class Function>
+auto in_python(const Function& function) {
+  py::gil_scoped_acquire gil;
+  try {
+    return function();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error persistent;
+    persistent.persist();
+    throw persistent;
+  }
+}
+
+inline py::object wrapped(const Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+inline Argument argument_of(const py::tuple& description) {
+  Argument argument{Argument::kTensor, 0, {}};
+  const auto kind = description[0].cast<std::string>();
+  if (kind == "map") {
+    argument.kind = Argument::kMap;
+    const auto bytes = description[1].cast<std::string>();
+    TORCH_INTERNAL_ASSERT(bytes.size() == kMapBytes);
+    std::copy(bytes.begin(), bytes.end(), argument.map.begin());
+    argument.value = description[2].cast<int64_t>();
+    return argument;
+  }
+  if (kind == "int") argument.kind = Argument::kInteger;
+  argument.value = description[1].cast<int64_t>();
+  return argument;
+}
+
+inline Launch launch_of(const py::tuple& description) {
+  Launch launch{reinterpret_cast<void*>(description[0].cast<uintptr_t>()),
+                description[1].cast<std::array<unsigned, 3>>(), description[2].cast<unsigned>(),
+                description[3].cast<unsigned>()};
+  for (const auto& argument : description[4]) {
+    launch.arguments.push_back(argument_of(py::reinterpret_borrow<py::tuple>(argument)));
+    launch.maps += launch.arguments.back().kind == Argument::kMap;
+  }
+  return launch;
+}
+
+inline std::shared_ptr<const Entry> entry_of(const py::object& prepared) {
+  const auto entry = std::shared_ptr<Entry>(new Entry, [](Entry* entry) {
+    py::gil_scoped_acquire gil;  // it holds Python's objects
+    delete entry;
+  });
+  entry->shape = prepared.attr("shape").cast<std::vector<int64_t>>();
+  entry->format = prepared.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
+                                                              : at::MemoryFormat::Contiguous;
+  entry->bias_elements = prepared.attr("bias_elements").cast<int64_t>();
+  entry->copied = prepared.attr("copied").cast<std::array<bool, 2>>();
+  entry->scratch_bytes = prepared.attr("scratch_bytes").cast<int64_t>();
+  for (const auto& launch : prepared.attr("launches")) {
+    entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
+  }
+  entry->packs = prepared.attr("packs").cast<size_t>();
+  entry->fill = prepared.attr("fill");
+  entry->trouble = prepared.attr("trouble");
+  return entry;
+}
+
+// The operator's arguments, as its schema has them.
+inline py::tuple arguments_of(const Call& call, const py::object& precision) {
+  const Geometry& g = call.geometry;
+  const auto geometry = py::make_tuple(g.stride, g.padding, g.dilation, g.groups, precision);
+  const auto both = py::make_tuple(wrapped(call.first), wrapped(call.second));
+  const auto format = call.format ? py::cast(*call.format) : py::none();
+  if (call.pass == kForward) return both + py::make_tuple(wrapped(call.third)) + geometry;
+  const auto told = both + py::make_tuple(call.size) + geometry;
+  if (call.pass == kInputGrad) return told + py::make_tuple(format);
+  return told + py::make_tuple(call.bias_grad, format);
+}
+
+inline std::shared_ptr<const Entry> prepared(const Call& call, Precision precision) {
+  return in_python([&] {
+    const py::object answer = py::handle(prepare)(
+        kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
+    return entry_of(answer);
+  });
+}
+
+inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) {
+  using Table = std::unordered_map<Key, std::shared_ptr<const Entry>, Hash>;
+  constexpr size_t kMost = 4096;
+  static auto& table = *new Table;
+  static auto& mutex = *new std::shared_mutex;  // neither is destroyed: threads may outlive main
+  // A forked process has none of the other threads, one of which might have had the lock.
+  static const int forks [[maybe_unused]] = pthread_atfork(
+      [] { mutex.lock(); }, [] { mutex.unlock(); }, [] { new (&mutex) std::shared_mutex; });
+  Key key = key_of(call, precision);
+  {
+    const std::shared_lock lock(mutex);
+    if (const auto found = table.find(key); found != table.end()) return found->second;
+  }
+  auto entry = prepared(call, precision);
+  Table dropped;  // whose entries need the interpreter to go, which is not waited for in a lock
+  const std::unique_lock lock(mutex);
+  if (table.size() >= kMost) table.swap(dropped);
+  table.emplace(std::move(key), entry);
+  return entry;
+}
+
+}  // namespace fastconv::host

@@ -1,0 +1,84 @@
+// Launches by the CUDA driver, on PyTorch's current stream.
+#pragma once
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include "entry.h"
+
+namespace fastconv::host {
+
+// From libraries that PyTorch has loaded: nothing of CUDA is needed to build this.
+inline void* loaded(const char* library, const char* name) {
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  void* found = handle ? dlsym(handle, name) : nullptr;
+  TORCH_CHECK(found, "fastconv cannot find ", name, " in ", library, ", which should be loaded");
+  return found;
+}
+
+template <class Function>
+Function* driver(const char* name) {
+  return reinterpret_cast<Function*>(loaded("libcuda.so.1", name));
+}
+
+// PyTorch's current stream. A CUDAStream is nothing but a Stream, and PyTorch's header for it needs
+// the toolkit's.
+inline void* stream_of(const at::Device& device) {
+  if (!device.is_cuda()) return nullptr;
+  static const auto handle = reinterpret_cast<void* (*)(const c10::Stream*)>(
+      loaded("libc10_cuda.so", "_ZNK3c104cuda10CUDAStream6streamEv"));
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return handle(&stream);
+}
+
+constexpr size_t kTensors = 5;
+using Addresses = std::array<uintptr_t, kTensors>;
+
+// As aligned as the driver demands of a CUtensorMap, and more.
+struct alignas(128) Map {
+  std::array<char, kMapBytes> bytes;
+};
+
+struct Status {
+  int code;
+  int64_t mapped = -1;  // the argument whose map could not be made
+  uintptr_t address = 0;
+};
+
+inline Status start(const Launch& launch, const Addresses& addresses, void* stream) {
+  using LaunchKernel = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                           unsigned, void*, void**, void**);
+  using ReplaceAddress = int(void*, void*);
+  static const auto launch_kernel = driver<LaunchKernel>("cuLaunchKernel");
+  std::vector<Map> maps;
+  maps.reserve(launch.maps);  // so that none moves
+  c10::SmallVector<void*, 16> arguments;
+  for (const Argument& argument : launch.arguments) {
+    const void* at = &argument.value;
+    if (argument.kind == Argument::kTensor) at = &addresses[argument.value];
+    if (argument.kind == Argument::kMap) {
+      static const auto replace = driver<ReplaceAddress>("cuTensorMapReplaceAddress");
+      at = &maps.emplace_back(Map{argument.map});
+      const uintptr_t address = addresses[argument.value];
+      if (const int code = replace(&maps.back(), reinterpret_cast<void*>(address))) {
+        return {code, &argument - launch.arguments.data(), address};
+      }
+    }
+    arguments.push_back(const_cast<void*>(at));
+  }
+  const auto [x, y, z] = launch.grid;
+  return {launch_kernel(launch.function, x, y, z, launch.block, 1, 1, launch.shared_bytes, stream,
+                        arguments.data(), nullptr)};
+}
+
+inline void start_all(const Entry& entry, size_t first, const Addresses& addresses, void* stream) {
+  for (size_t i = first; i < entry.launches.size(); ++i) {
+    for (bool again = false;; again = true) {
+      const Status status = start(entry.launches[i], addresses, stream);
+      if (status.code == 0) break;
+      in_python([&] { entry.trouble(i, status.mapped, status.address, status.code, again); });
+    }
+  }
+}
+
+}  // namespace fastconv::host
