@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastconv.jit import GpuUnavailable, nvrtc_version
@@ -44,6 +45,13 @@ class Nvrtc:
         self, text: str, headers: Mapping[str, str], options: Sequence[str]
     ) -> tuple[bytes, str]:
         """The cubin and the log; RuntimeError with the log if it fails."""
+        # NVRTC 11 leaves a locale behind in which files are ASCII, for the thread that called it.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._compile, text, headers, options).result()
+
+    def _compile(
+        self, text: str, headers: Mapping[str, str], options: Sequence[str]
+    ) -> tuple[bytes, str]:
         program = ctypes.c_void_p()
         status = self._library.nvrtcCreateProgram(
             ctypes.byref(program),
