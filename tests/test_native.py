@@ -295,7 +295,7 @@ class TestBackground:
         program = """
 start = time.monotonic()
 native.begin()
-assert time.monotonic() - start < 0.5
+assert time.monotonic() - start < 1
 call()
 assert native.conv2d is None and "being built" in native.describe()
 native.finish()
@@ -306,9 +306,9 @@ assert native.conv2d is native.load()
         assert len(fake.calls) == 1
 
     def test_the_build_outlives_its_process(self, fake: Compiler) -> None:
-        fake.set(seconds=1.5)
+        fake.set(seconds=3)
         start = time.monotonic()
-        assert run("call(); native.begin(); start = time.monotonic()") == ["Python"]
+        assert run("call(); native.begin()") == ["Python"]
         assert not build.is_built(), "the process has not waited"
         while not build.is_built():
             assert time.monotonic() < start + 60
