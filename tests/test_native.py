@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastconv
-from fastconv import native
+from fastconv import cli, native
 from fastconv.backends import cuda
 from fastconv.jit import trust
 from fastconv.kernels import planner
@@ -141,7 +142,7 @@ def run(program: str, **environment: str) -> list[str]:
 PREAMBLE = """
 import sys, time, torch, fastconv
 import torch.nn.functional as F
-from fastconv import native
+from fastconv import cli, native
 
 def call():
     x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
@@ -516,3 +517,33 @@ class TestTrust:
         (warning,) = words
         assert "does not load" in warning
         assert mark.exists()
+
+
+class TestCommand:
+    def test_build(self, folder: Path, fake: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
+        path = build.library()
+        for arguments, words in (
+            ([], f"built {path} in "),
+            ([], f"{path} is there already"),
+            (["--again"], f"built {path} in "),
+        ):
+            assert cli.main(["build", *arguments]) == 0
+            assert words in capsys.readouterr().out
+        assert len(fake.calls) == 2
+        assert cli.main(["build", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["library"], answer["built"]) == (str(path), False)
+
+    def test_what_is_missing_is_told(
+        self, folder: Path, fake: Compiler, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        fake.set(status=1, words="some words\nin lines")
+        assert cli.main(["build"]) == 2
+        assert "some words\nin lines" in capsys.readouterr().err
+
+    def test_info_says_which_path_and_why(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("FASTCONV_NATIVE", "0")
+        assert cli.main(["info", "--device", "cpu"]) == 0
+        assert "Python (FASTCONV_NATIVE=0)" in capsys.readouterr().out
