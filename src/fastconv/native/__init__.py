@@ -63,7 +63,7 @@ def wanted() -> bool | None:
 def describe() -> str:
     """Which host path is in use, and why."""
     if conv2d is not None and conv2d not in (_load_at_once, _require):
-        return f"native ({build.library()})"
+        return f"native ({build.library().name})"
     if wanted() is False:
         return f"Python ({_VARIABLE}=0)"
     if _reason is _BEFORE and (missing := _missing()):

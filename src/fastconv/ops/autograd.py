@@ -180,23 +180,25 @@ def _wanted(ctx: Any, grad_output: Tensor, weight: Tensor) -> Any:
     so it is where asking takes as long as computing, for tensors of these sizes.
     """
     recorded = ctx.needs_input_grad
-    if _has_to_compute_all(ctx, grad_output, weight):
+    if not _is_worth_asking(grad_output, weight) or _has_to_compute_all(ctx):
         return recorded
     edges = ctx.next_functions  # one for each tensor, and tensors come first
     asked = [need and _is_used_by(node) for need, (node, _) in zip(recorded, edges, strict=False)]
     return (*asked, *recorded[len(edges) :])
 
 
-def _has_to_compute_all(ctx: Any, grad_output: Tensor, weight: Tensor) -> bool:
-    """Whether all of a node's gradients are wanted, or there is no telling, or none that pays."""
+def _is_worth_asking(grad_output: Tensor, weight: Tensor) -> bool:
+    least = WORTH_ASKING_FLOPS[grad_output.is_cuda]
+    return 2 * grad_output.numel() * weight.numel() >= least * weight.size(0)
+
+
+def _has_to_compute_all(ctx: Any) -> bool:
+    """Whether all of a node's gradients are wanted, or there is no telling."""
     if torch.compiler.is_compiling() or None in (
         _everything_is_wanted,
         _current_node,
         _will_execute,
     ):
-        return True
-    flops = 2 * grad_output.numel() * weight.shape[1:].numel()
-    if flops < WORTH_ASKING_FLOPS[grad_output.device.type == "cuda"]:
         return True
     # The engine answers for the pass that it is in. A hook may call a node of any other graph.
     return _everything_is_wanted() or _current_node() is not ctx
