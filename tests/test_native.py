@@ -57,7 +57,7 @@ def forget() -> None:
     if native._background is not None:
         native._background.join()
     native.conv2d, native._begun, native._background = None, False, None
-    native._forked, native._reason = False, native._BEFORE
+    native._forked, native._reason = False, native._NOT_YET
 
 
 @pytest.fixture(scope="session")
@@ -160,7 +160,7 @@ class TestBuilding:
         assert str(build.SOURCE) in call
         assert native.make(again=True) == (path, True)
         assert len(fake.calls) == 2
-        assert native.describe() == f"Python (built, {native._BEFORE})"
+        assert native.describe() == f"native from the first call on a GPU on ({path.name})"
 
     @pytest.mark.parametrize("part", ["PyTorch", "ABI", "Python", "SOABI", "text"])
     def test_name(self, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ answers NotImplemented, with nothing done, to whatever PyTorch's dispatcher has 
 
 _VARIABLE = "FASTCONV_NATIVE"
 _MOST_WORDS = 4000  # characters of a compiler's, which has more where one thing is missing
-_BEFORE = "it is taken, or begun to be built, at the first call on a GPU"
-_reason = _BEFORE  # why Python serves
+_NOT_YET = "the library is built from the first call on a GPU on, or by `fastconv build`"
+_reason = _NOT_YET  # why Python serves
 _begun = False
 _forked = False
 _frozen = False
@@ -66,10 +66,11 @@ def describe() -> str:
         return f"native ({build.library().name})"
     if wanted() is False:
         return f"Python ({_VARIABLE}=0)"
-    if _reason is _BEFORE and (missing := _missing()):
-        return f"Python ({missing})"
-    built = "built, " if build.is_built() else ""
-    return f"Python ({built}{_reason})"
+    if _reason is not _NOT_YET:
+        return f"Python ({_reason})"
+    if build.is_built():
+        return f"native from the first call on a GPU on ({build.library().name})"
+    return f"Python ({_missing() or _NOT_YET})"
 
 
 def begin() -> None:
@@ -147,9 +148,7 @@ def freeze(weights: bool) -> None:
 
 
 def _missing() -> str | None:
-    """Why the library cannot be had here, if it cannot."""
-    if build.is_built():
-        return None
+    """Why the library cannot be built here, if it cannot."""
     try:
         build.command()
         _check_failure()
