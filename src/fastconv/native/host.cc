@@ -28,8 +28,7 @@ namespace fastconv::host {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// --- A call below autograd
-// -------------------------------------------------------------------------
+// --- A call below autograd -----------------------------------------------------------------------
 
 struct Results {
   Tensor first, bias_grad;
@@ -71,7 +70,8 @@ Results run(const Call& call) {
   void* stream = stream_of(first.device());
   const Place place{entry.get(), address_of(second), stream};
   const bool keeps = call.frozen && entry->packs && !entry->copied[1] && !is_captured(stream);
-  const auto kept = keeps ? store.find(place, second) : nullptr;
+  const uint32_t version = keeps ? Store::version_of(second) : 0;  // before it is packed
+  const auto kept = keeps ? store.find(place, second, version) : nullptr;
   at::DataPtr scratch = kept ? at::DataPtr() : workspace(entry->scratch_bytes, results.first);
   const uintptr_t from = address_of(first), by = address_of(second), to = address_of(results.first),
                   working = uintptr_t(kept ? kept->memory.get() : scratch.get());
@@ -80,8 +80,7 @@ Results run(const Call& call) {
                                   : Addresses{from, by, address_of(third), to, working};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
-    Packed packed{entry, second.storage().getWeakStorageImpl(), Store::version_of(second),
-                  std::move(scratch)};
+    Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};
     store.keep(place, std::make_shared<const Packed>(std::move(packed)), call.frozen);
   }
   return results;

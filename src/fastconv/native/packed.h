@@ -10,9 +10,9 @@
 
 namespace fastconv::host {
 
-// fastconv.frozen_weights: whoever uses it vouches that weights stay what they are, but for changes
-// that their version counters tell. These alone would not do: what is written by way of `.data`, by
-// a CUDA graph, by all-gathers of FSDP or by others' kernels changes no counter.
+// Whoever uses it vouches that weights stay what they are, but for changes that their version
+// counters tell. These alone would not do: what is written by way of `.data`, by a CUDA graph, by
+// all-gathers of FSDP or by others' kernels changes no counter.
 
 struct Packed {
   std::shared_ptr<const Entry> entry;  // so that no other has its address
@@ -38,13 +38,13 @@ struct Store {
     period = is_so ? ++periods : 0;
   }
 
-  std::shared_ptr<const Packed> find(const Place& place, const Tensor& weight) {
+  std::shared_ptr<const Packed> find(const Place& place, const Tensor& weight, uint32_t version) {
     const std::lock_guard lock(mutex);
     const auto found = kept.find(place);
     if (found == kept.end()) return nullptr;
     const Packed& packed = *found->second;
     const bool same = packed.storage.lock().get() == weight.storage().unsafeGetStorageImpl();
-    return same && packed.version == version_of(weight) ? found->second : nullptr;
+    return same && packed.version == version ? found->second : nullptr;
   }
 
   // What has been packed, with nothing left to be launched for it.
