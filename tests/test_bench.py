@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastconv
-from fastconv import cli, jit
+from fastconv import cli, jit, native
 from fastconv.bench import (
     configurations,
     contestants,
@@ -518,7 +518,7 @@ def test_host_times_of_every_row(
     assert cli.main([*HOST, "--output", str(path)]) == 0
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["format"] == results.HOST_FORMAT
-    assert found["environment"]["host_path"] == environment.host_path()
+    assert found["environment"]["host_path"] == native.describe()
     assert [row["name"] for row in found["rows"]] == HOST_ROWS
     for row in found["rows"]:
         assert row["ratio"] == row["ours"]["us"] / row["peer"]["us"]

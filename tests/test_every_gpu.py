@@ -5,6 +5,7 @@ No GPU is needed. ``make test-net`` plans many more problems.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -97,9 +98,11 @@ def _most_workspace(work: Work) -> float:
     return max(2 * tensors, WORKSPACE, packed)
 
 
-def test_all_problems_are_planned() -> None:
+def test_all_problems_are_planned(request: pytest.FixtureRequest) -> None:
     """For all GPUs alike, and none of them takes long."""
     slow = {}
+    gc.disable()  # what other tests have left behind takes long to look through
+    request.addfinalizer(gc.enable)
     for drawn in _drawn():
         for gpu in GPUS.values():
             processors = min(gpu.processors, drawn.gpu.processors)

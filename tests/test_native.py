@@ -147,7 +147,7 @@ from fastconv import cli, native
 def call():
     x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
     torch.testing.assert_close(fastconv.conv2d(x, w), F.conv2d(x, w))
-    print(native.describe().partition(" ")[0])
+    print("Python" if native.conv2d is None else "native")
 """
 
 

@@ -61,7 +61,7 @@ class Host:
         assert spec is not None
         self.module = importlib.util.module_from_spec(spec)
         loader.exec_module(self.module)
-        self.conv2d = self.module.conv2d
+        self.conv2d = self.module.call
         self.asked: list[tuple[Any, ...]] = []  # the operator, and its arguments
         self.filled: list[str] = []
         self.module.set_prepare(self._prepare)

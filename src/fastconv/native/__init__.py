@@ -135,8 +135,8 @@ def load() -> Callable[..., Any]:
     _module = build.load()
     _module.set_prepare(prepare)
     _module.freeze(_frozen)
-    entry: Callable[..., Any] = _module.conv2d
-    return entry
+    call: Callable[..., Any] = _module.call
+    return call
 
 
 def freeze(weights: bool) -> None:

@@ -330,11 +330,11 @@ bool parse_call(PyObject* const* arguments, Call& call) {
          parse_precision(arguments[7], g.precision);
 }
 
-// conv2d(input, weight, bias, stride, padding, dilation, groups, precision), all by position; or
+// call(input, weight, bias, stride, padding, dilation, groups, precision), all by position; or
 // NotImplemented, with nothing done.
 PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8, "conv2d takes 8 arguments, not ", count);
+  TORCH_CHECK_TYPE(count == 8, "call takes 8 arguments, not ", count);
   Call call{kForward};
   std::optional<Tensor> output;
   if (!at::impl::torch_function_mode_enabled() && parse_call(arguments, call)) {
@@ -346,9 +346,9 @@ PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef conv2d_method = {
-    "conv2d", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(conv2d_in_python)),
-    METH_FASTCALL, nullptr};
+PyMethodDef call_method = {"call",
+                           reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(conv2d_in_python)),
+                           METH_FASTCALL, nullptr};
 
 }  // namespace fastconv::host
 
@@ -363,6 +363,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_prepare", [](const py::object& function) { prepare = function.inc_ref().ptr(); });
   module.def(
       "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
-  module.attr("conv2d") =
-      py::reinterpret_steal<py::object>(PyCFunction_New(&conv2d_method, nullptr));
+  module.attr("call") = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
 }
