@@ -628,6 +628,17 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["cache"]["entries"] >= 0
 
 
+def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--shape", "8x64x56x56 64x64x3x3 padding=1", "--pass", "forward"]
+    for gpu, texts in {
+        "sm_90a": ("planned for sm_90a, 132 processors", "forward: hopper"),
+        "sm_86": ("planned for sm_86, 82 processors", "forward: direct", "not take tensor-core"),
+    }.items():
+        assert cli.main(["info", "--device", "cpu", "--gpu", gpu, *shape]) == 0
+        shown = capsys.readouterr().out
+        assert all(text in shown for text in texts)
+
+
 # --- Bad input ------------------------------------------------------------------------------------
 
 

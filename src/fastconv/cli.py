@@ -23,6 +23,7 @@ from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
+from fastconv.kernels.gpus import GPUS
 
 # What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
 _EXPECTED = (
@@ -258,6 +259,10 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="what each choice of a kernel was made from"
     )
+    parser.add_argument(
+        "--gpu", choices=GPUS, metavar="GPU",
+        help=f"plan for another GPU, which need not be there: {', '.join(GPUS)}",
+    )  # fmt: skip
     parser.set_defaults(run=commands.info, suite=None, divisor=None)
 
 

@@ -15,10 +15,13 @@ from fastconv.kernels.family import Gpu
 from fastconv.kernels.gpus import H200
 
 
-def gather(device: torch.device, cases: Sequence[Case], explain: bool = False) -> dict[str, Any]:
-    """Everything, as values for JSON."""
+def gather(
+    device: torch.device, cases: Sequence[Case], explain: bool = False, other: Gpu | None = None
+) -> dict[str, Any]:
+    """Everything, as values for JSON; plans are for the ``other`` GPU, if there is one."""
     size = cache.size()
-    gpu = configurations.device_gpu(device)
+    here = configurations.device_gpu(device)
+    gpu = other or here or H200
     return {
         "environment": environment.describe(device),
         "nvrtc": _nvrtc(),
@@ -29,8 +32,8 @@ def gather(device: torch.device, cases: Sequence[Case], explain: bool = False) -
             "bytes": size.bytes,
             "distrusted": trust.distrusted_folder(cache.folder()),
         },
-        "planned_for": "this GPU" if gpu else "an H200, for want of a GPU",
-        "cases": [_case(case, gpu or H200, explain) for case in cases],
+        "planned_for": _planned_for(here, other),
+        "cases": [_case(case, gpu, explain) for case in cases],
     }
 
 
@@ -52,6 +55,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     for case in found["cases"]:
         text += [case["label"], *(f"  {line}" for line in case["lines"])]
     return text
+
+
+def _planned_for(here: Gpu | None, other: Gpu | None) -> str:
+    if other is not None:
+        return f"{other.architecture}, {other.processors} processors"
+    return "this GPU" if here else "an H200, for want of a GPU"
 
 
 def _case(case: Case, gpu: Gpu, explain: bool) -> dict[str, Any]:
