@@ -4374,11 +4374,6 @@ __device__ __forceinline__ Matrix matrix(const void* start, int leading, int str
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
-// What wgmma multiplies: float with TF32's precision, or one of the 16-bit types.
-struct Tf32 {};
-struct Float16 {};
-struct Bfloat16 {};
-
 }  // namespace fastconv
 """
 
@@ -4437,6 +4432,11 @@ SOURCES["include/ptx.cuh"] = r"""
 // that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
 
 namespace fastconv {
+
+// What tensor cores multiply: float with TF32's precision, or one of the 16-bit types.
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* shared_memory() {

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import nvrtc as other_nvrtc
+import small_products
 import tensor_maps
 from fastconv import jit
 from fastconv.bench.workloads import FOUNDING, SUITES
@@ -341,3 +342,15 @@ def test_tensor_copies(arch: str) -> None:
     assert len(units) == 5
     for kernel in units.values():
         assert jit.compile_kernel(kernel, arch).cubin.startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "arch",
+    ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103", "sm_120a", "sm_121"],
+)
+def test_small_products(arch: str) -> None:
+    """The same of warps' products, which all GPUs since Ampere have."""
+    for case in small_products.CASES:
+        compiled = jit.compile_kernel(case.launch.kernel, arch)
+        assert compiled.spill_bytes == 0

@@ -151,7 +151,8 @@ def _program(kernel: Kernel) -> Path:
 def _runtime() -> list[Path]:
     """What all programs share."""
     fast = ["-O3", "-fno-sanitize=all"]
-    options = {"runtime.cc": [], "sm90.cc": [], "tensor_map.cc": [], "product.cc": fast}
+    checked = ("runtime.cc", "sm90.cc", "tensor_map.cc", "mma.cc")
+    options = {**{file: [] for file in checked}, "product.cc": fast}
     return [
         _compile("the emulator", f'#include "{file}"\n', ["-c", *more])
         for file, more in options.items()

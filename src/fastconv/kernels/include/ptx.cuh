@@ -4,6 +4,11 @@
 
 namespace fastconv {
 
+// What tensor cores multiply: float with TF32's precision, or one of the 16-bit types.
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
+
 // The block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char memory[];

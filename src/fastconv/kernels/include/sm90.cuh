@@ -456,9 +456,4 @@ __device__ __forceinline__ Matrix matrix(const void* start, int leading, int str
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
-// What wgmma multiplies: float with TF32's precision, or one of the 16-bit types.
-struct Tf32 {};
-struct Float16 {};
-struct Bfloat16 {};
-
 }  // namespace fastconv

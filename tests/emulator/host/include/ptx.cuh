@@ -3,6 +3,10 @@
 
 namespace fastconv {
 
+struct Tf32 {};
+struct Float16 {};
+struct Bfloat16 {};
+
 inline unsigned char* shared_memory() { return emulator::shared.begin; }
 
 inline unsigned shared_address(const void* pointer) {

@@ -236,8 +236,4 @@ inline Matrix matrix(const void* start, int leading, int stride) {
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
-struct Tf32 {};
-struct Float16 {};
-struct Bfloat16 {};
-
 }  // namespace fastconv

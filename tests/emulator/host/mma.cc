@@ -1,0 +1,86 @@
+#include "mma.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace emulator {
+
+namespace {
+
+constexpr int kLanes = 32, kMatrixRows = 8, kMatrixRowBytes = 16;
+
+// What each lane of a warp has brought.
+struct Lane {
+  const unsigned char* row;
+  unsigned left[4], right[2];
+};
+Lane lanes_of_warps[1024 / kLanes][kLanes];
+
+// All lanes put something in, then all read what they need of it, then all go on.
+template <class Put, class Read>
+void together(Site site, const Put& put, const Read& read) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  Lane* const lanes = lanes_of_warps[threadIdx.x / kLanes];
+  put(lanes[lane]);
+  exchange(site, ~0u, 0, lane);
+  read(lanes, lane);
+  exchange(site, ~0u, 0, lane);
+}
+
+void check_row(Site site, const unsigned char* row) {
+  const auto offset = row - shared.begin;
+  if (offset < 0 || offset + kMatrixRowBytes > shared.bytes) {
+    fail("%s: a row of 16 bytes at byte %lld of shared memory, which has %u", site.function,
+         static_cast<long long>(offset), shared.bytes);
+  }
+  if (offset % kMatrixRowBytes) {
+    fail("%s: a row at byte %lld, not a multiple of 16", site.function,
+         static_cast<long long>(offset));
+  }
+}
+
+}  // namespace
+
+void load_matrices(Site site, unsigned* fragments, const void* row, int count, bool transposed) {
+  const auto read = [&](const Lane* lanes, int lane) {
+    const int group = lane / 4, place = lane % 4;
+    for (int i = 0; i < count; ++i) {
+      const Lane* const rows = lanes + i * kMatrixRows;
+      unsigned char* const target = reinterpret_cast<unsigned char*>(fragments + i);
+      if (!transposed) {
+        memcpy(target, rows[group].row + 4 * place, 4);
+        continue;
+      }
+      for (int half = 0; half < 2; ++half) {
+        memcpy(target + 2 * half, rows[2 * place + half].row + 2 * group, 2);
+      }
+    }
+  };
+  const auto* const address = static_cast<const unsigned char*>(row);
+  if (static_cast<int>(threadIdx.x) % kLanes < count * kMatrixRows) check_row(site, address);
+  together(site, [&](Lane& mine) { mine.row = address; }, read);
+}
+
+void mma(Site site, Scalar scalar, float* sums, const unsigned* left, const unsigned* right) {
+  Fragment fragment;
+  const auto put = [&](Lane& mine) {
+    memcpy(mine.left, left, sizeof mine.left);
+    memcpy(mine.right, right, sizeof mine.right);
+  };
+  const auto read = [&](const Lane* lanes, int lane) {
+    const int group = lane / 4, place = lane % 4;
+    for (int word = 0; word < kRowBytes / 4; ++word) {
+      const int half = word / 4;  // of a row
+      for (int below = 0; below < 2; ++below) {
+        const Lane& from = lanes[4 * group + word % 4];
+        memcpy(fragment.left[below] + 4 * word, &from.left[2 * half + below], 4);
+        const Lane& column = lanes[4 * (2 * place + below) + word % 4];
+        memcpy(fragment.right[below] + 4 * word, &column.right[half], 4);
+      }
+    }
+  };
+  together(site, put, read);
+  multiply(scalar, fragment, 8, sums);
+}
+
+}  // namespace emulator

@@ -1,0 +1,65 @@
+"""Warps' products of small matrices, and what comes of them: for the emulator and for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastconv.kernels.family import Kernel, Launch
+
+SOURCE = Path(__file__).with_suffix(".cuh")
+KINDS = {
+    "Tf32": torch.float32,
+    "Float16": torch.float16,
+    "Bfloat16": torch.bfloat16,
+}
+GAPS = (0, 16)  # bytes between rows in shared memory
+
+
+@dataclass(frozen=True)
+class Case:
+    """Products of each of several warps: 16 by 8 rows of 32 bytes, small whole numbers."""
+
+    kind: str
+    gap: int
+    transposed: bool
+    warps: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.gap}" + ("-transposed" if self.transposed else "")
+
+    @property
+    def launch(self) -> Launch:
+        constants = (("Kind", f"fastconv::{self.kind}"), ("gap", self.gap))
+        kernel = Kernel(
+            str(SOURCE), "small_products", (*constants, ("transposed", self.transposed))
+        )
+        shared_bytes = self.warps * 40 * (32 + self.gap)
+        return Launch(kernel, (1, 1, 1), 32 * self.warps, shared_bytes, ("left", "right", "sums"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        dtype, generator = KINDS[self.kind], torch.Generator().manual_seed(self.warps)
+        length = 32 // dtype.itemsize
+        left, right = (
+            torch.randint(-9, 10, (self.warps, rows, length), generator=generator).to(dtype)
+            for rows in (16, 8)
+        )
+        if self.transposed:
+            right = right.transpose(1, 2).contiguous()
+        return {"left": left, "right": right, "sums": torch.full((self.warps, 16, 8), torch.nan)}
+
+    def expected(self, tensors: dict[str, Tensor]) -> Tensor:
+        right = tensors["right"] if self.transposed else tensors["right"].transpose(1, 2)
+        return tensors["left"].float() @ right.float()
+
+
+CASES = [
+    Case(kind, gap, transposed)
+    for kind in KINDS
+    for gap in GAPS
+    for transposed in (False, True)
+    if not (transposed and kind == "Tf32")  # elements of 16 bits are transposed
+]
