@@ -13,7 +13,7 @@ import sys
 import threading
 import timeit
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -581,6 +581,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Does the work in threads at once, numbered from 1, which switch as often as can be."""
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, count + 1)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 CUDA = torch.device("cuda", 0)
 LAUNCH = Launch(scale(), (5, 6, 7), 128, 0, ("x", "y", -1))
 
@@ -757,16 +771,7 @@ class TestLaunch:
             for i in range(300):
                 prepared.run(1000 * number + i, 1000 * number + i)
 
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            sys.setswitchinterval(interval)
+        in_threads(work, 8)
         pairs = [call[-4:-2] for call in driver.launched]
         assert all(x == y for x, y in pairs)
         assert {x for x, _ in pairs} == {1000 * n + i for n in range(1, 9) for i in range(300)}
@@ -938,16 +943,7 @@ class TestMaps:
             for i in range(200):
                 prepared.run(1000 * number + i)
 
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            sys.setswitchinterval(interval)
+        in_threads(work, 4)
         pairs = [(map[0], address) for *_, map, address, _ in driver.launched]
         assert all(x == y for x, y in pairs)
         assert {x for x, _ in pairs} == {1000 * n + i for n in range(1, 5) for i in range(200)}

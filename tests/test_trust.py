@@ -21,7 +21,7 @@ from fastconv import cli, jit
 from fastconv.bench import commands
 from fastconv.jit import cache, compile, trust
 from fastconv.kernels.hopper import tuned
-from test_jit import scale
+from test_jit import in_threads, scale
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners and modes")
 
@@ -202,23 +202,15 @@ class TestEntries:
     def test_threads_warn_once(self, folder: Path) -> None:
         plant(folder)
         folder.chmod(0o777)
-        together, interval = threading.Barrier(8), sys.getswitchinterval()
+        together = threading.Barrier(8)
 
-        def work() -> None:
+        def work(_: int) -> None:
             together.wait()
             cache.load("k")
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        sys.setswitchinterval(1e-6)
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-        finally:
-            sys.setswitchinterval(interval)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            in_threads(work, 8)
         assert len(caught) == 1
 
 

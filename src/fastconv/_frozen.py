@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 from fastconv import native
 
@@ -33,12 +32,7 @@ class frozen_weights:
     def __enter__(self) -> None:
         self._change(1)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._change(-1)
 
     @staticmethod

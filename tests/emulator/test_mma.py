@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-import small_products
-from fastconv.kernels.family import Kernel
 from small_products import CASES, Case
 
 from . import EmulatorError, precompile, run, run_both_orders
+from .faults import Changed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,21 +23,6 @@ def test_products(case: Case) -> None:
     tensors = case.tensors()
     run_both_orders([case.launch], tensors)
     assert torch.equal(tensors["sums"], case.expected(tensors))
-
-
-@dataclass(frozen=True)
-class Changed(Kernel):
-    """The kernel with something changed in its text."""
-
-    old: str
-    new: str
-
-    @property
-    def text(self) -> str:
-        include = f'#include "{self.source}"'
-        text = super().text.replace(include, small_products.SOURCE.read_text())
-        assert self.old in text
-        return text.replace(self.old, self.new)
 
 
 FAULTY = {

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import tensor_maps
-from fastconv.kernels.family import Im2colMap, Kernel, Launch, TensorMap
+from fastconv.kernels.family import Im2colMap, Launch, TensorMap
 from tensor_maps import Case
 
 from . import EmulatorError, precompile, run, run_both_orders
+from .faults import Changed
 
 SEEDS = range(4)
 CASES = {seed: tensor_maps.cases(seed) for seed in SEEDS}
@@ -54,21 +55,6 @@ def test_store(name: str) -> None:
         written = tensors["tensor"].view(torch.int16)
         assert not torch.equal(written, case.memory.view(torch.int16))
         assert torch.equal(written, case.stored(boxes).view(torch.int16)), case.map
-
-
-@dataclass(frozen=True)
-class Changed(Kernel):
-    """A kernel in whose text something is changed."""
-
-    old: str
-    new: str
-
-    @property
-    def text(self) -> str:
-        include = f'#include "{self.source}"'
-        text = super().text.replace(include, tensor_maps.SOURCE.read_text())
-        assert self.old in text
-        return text.replace(self.old, self.new)
 
 
 TILED = TensorMap("tensor", "float", (40, 30), (160,), (32, 4), swizzle=128)

@@ -77,8 +77,11 @@ def begin() -> None:
     """Takes the library if there is one, or begins to build it; called when a GPU plans.
 
     Does nothing where that would be in the way: as a CUDA graph is captured or PyTorch traces, or
-    in a forked process. Never raises: what is in the way is kept for :func:`describe`, and a
-    compiler's failure is told in a warning.
+    in a forked process. What is missing is kept for :func:`describe`, and a compiler's failure is
+    told in a warning.
+
+    Raises:
+        ValueError: ``FASTCONV_NATIVE`` has neither of its values.
     """
     global _begun, _background, conv2d
     if _begun or conv2d is not None or wanted() is False or _in_the_way():
@@ -94,10 +97,7 @@ def begin() -> None:
                 _set_reason("the library is being built")  # before the thread has another
                 _background.start()
                 return
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # Unavailable is of the latter kind, as is no thread
+        except (OSError, RuntimeError) as error:  # Unavailable too, and no thread to be had
             _set_reason(str(error))
             return
         conv2d = _load_at_once

@@ -43,8 +43,8 @@ def compile_library(command: Sequence[str], target: Path) -> bool:
     with _alone(target):
         if target.exists():
             return False
-        if failure(target) is not None:
-            raise CompilerError(failure(target))
+        if (words := failure(target)) is not None:
+            raise CompilerError(words)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         try:
             _run([*command, str(temporary)], target)

@@ -41,10 +41,10 @@ void check_row(Site site, const unsigned char* row) {
 
 }  // namespace
 
-void load_matrices(Site site, unsigned* fragments, const void* row, int count, bool transposed) {
+void load_matrices(Site site, unsigned (&fragments)[4], const void* row, bool transposed) {
   const auto read = [&](const Lane* lanes, int lane) {
     const int group = lane / 4, place = lane % 4;
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < 4; ++i) {
       const Lane* const rows = lanes + i * kMatrixRows;
       unsigned char* const target = reinterpret_cast<unsigned char*>(fragments + i);
       if (!transposed) {
@@ -57,7 +57,7 @@ void load_matrices(Site site, unsigned* fragments, const void* row, int count, b
     }
   };
   const auto* const address = static_cast<const unsigned char*>(row);
-  if (static_cast<int>(threadIdx.x) % kLanes < count * kMatrixRows) check_row(site, address);
+  check_row(site, address);
   together(site, [&](Lane& mine) { mine.row = address; }, read);
 }
 

@@ -7,12 +7,12 @@ namespace fastconv {
 
 inline void load_matrices(unsigned (&fragments)[4], const void* row,
                           emulator::Site site = emulator::here("load_matrices")) {
-  emulator::load_matrices(site, fragments, row, 4, false);
+  emulator::load_matrices(site, fragments, row, false);
 }
 
 inline void load_transposed(unsigned (&fragments)[4], const void* row,
                             emulator::Site site = emulator::here("load_transposed")) {
-  emulator::load_matrices(site, fragments, row, 4, true);
+  emulator::load_matrices(site, fragments, row, true);
 }
 
 inline void mma(Tf32, float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2],
