@@ -42,9 +42,13 @@ def random(shape: Sequence[int], dtype: torch.dtype, device: Any = "cpu") -> Ten
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The same values on the CPU, in the widest dtype of their kind."""
+    """The same values on the CPU, in the widest dtype of their kind, contiguous.
+
+    PyTorch 2.13 gets the weight gradient of complex128 wrong where an unbatched input in groups
+    is not contiguous.
+    """
     wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return tensor.detach().to("cpu", wide)
+    return tensor.detach().to("cpu", wide).contiguous()
 
 
 def with_gradients(
