@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
 from hypothesis import settings
 
 from fastconv import native
