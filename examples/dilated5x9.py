@@ -97,7 +97,7 @@ SOURCES["hopper/correlate.cuh"] = r"""
 // row of all channels: then a block walks down the image, and each row is loaded once.
 //
 // Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has
-// not are computed once more by a kernel without (`repairs`): see correlate_scale.cuh.
+// not are computed once more by a kernel without (`repairs`): see tensor/scale.cuh.
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
@@ -106,26 +106,10 @@ SOURCES["hopper/correlate.cuh"] = r"""
 #include "hopper/correlate_multiply.cuh"
 #include "hopper/correlate_stage.cuh"
 #include "hopper/correlate_store.cuh"
-#include "hopper/correlate_weights.cuh"
+#include "tensor/weights.cuh"
 
 namespace fastconv {
 namespace hopper {
-
-// How sums of a product's row become outputs.
-__device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
-                                            const Item& item, const Target& target, int row) {
-  Finish finish;
-  const int channel = target.channel(row);
-  if (bias && channel < C::group_out) {
-    finish.bias = widen(bias[item.group * C::group_out + channel]);
-  }
-  if constexpr (C::halves) {
-    constexpr int kOfGroup = C::table_channels / C::groups;
-    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
-                    items.tables.images()[item.image];
-  }
-  return finish;
-}
 
 __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items) {
   Consumer consumer;
@@ -144,7 +128,8 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       } else {
         consumer.compute(sums, tile == 0, tile == item.tiles - 1);
       }
-      const Target target(output, item, tile, consumer);
+      const Target target(output, item, tile, consumer.channel_group,
+                          consumer.pixel_group * kGroupRows);
       Finish finish[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -158,6 +143,36 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
     }
   }
   if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
+}
+
+// One thread: sends every tile's weights through the ring, or all weights once if they fit.
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
+  constexpr int kPerTile = kChunks * kWeightStages;
+  const auto send = [](int stage, const unsigned char* source) {
+    Barrier* const full = &barriers().weights_full[stage];
+    barrier_arrive_expect(full, kWeightBytes);
+    bulk_load(shared_memory() + kWeightRing + stage * kWeightBytes, source, kWeightBytes, full);
+  };
+  if constexpr (C::resident) {
+    static_assert(!C::resident || C::weight_stages == kPerTile, "all of them fit");
+    for (int i = 0; i < kPerTile; ++i) send(i, packed + i * kWeightBytes);
+    return;
+  }
+  Ring<C::weight_stages> at(1);
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
+    const Item item(index);
+    const int part =
+        item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
+    const unsigned char* const source =
+        packed + static_cast<long long>(part) * kPerTile * kWeightBytes;
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      for (int i = 0; i < kPerTile; ++i) {
+        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+        send(at.stage, source + static_cast<long long>(i) * kWeightBytes);
+        at.advance();
+      }
+    }
+  }
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
@@ -211,7 +226,7 @@ __global__ void __launch_bounds__(1024)
 __global__ void __launch_bounds__(256)
     pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
          int batch) {
-  fastconv::hopper::pack(weight, input, scratch, batch);
+  fastconv::tensor::pack(weight, input, scratch, batch);
 }
 
 __global__ void __launch_bounds__(384, 1)
@@ -1516,7 +1531,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
       arrived.advance();
     }
     piece -= kPieces;
-    items.judge(range, stage.item.image, at.stage);
+    judge(items, range, stage.item.image, at.stage);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
@@ -1531,132 +1546,14 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
 SOURCES["hopper/correlate_store.cuh"] = r"""
 // Outputs: from a consumer's registers through shared memory to global memory.
 #include "hopper/correlate_multiply.cuh"
+#include "tensor/target.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
-constexpr int kOutChannels = C::groups * C::group_out;
-constexpr int kOutPlane = C::image_height * C::image_width;
-constexpr int kOutImage = kOutChannels * kOutPlane;
-constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
-
-// What is stored of a row: a column for each pixel, or `interleave` columns.
-constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
-constexpr int kStoredColumns = C::interleave * C::tile_columns;
-constexpr int kStoredPitch = C::interleave * C::pitch;
 constexpr int kStoredPass = C::interleave * C::pass_pixels;
-static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
-static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
 static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
-
-// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
-// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
-// is cleared by the one beside it.
-constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
-constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
-constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
-constexpr int kStoredAt = C::interleave == 1 ? C::column_at : 0;
-constexpr bool kRowsInside =
-    (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
-constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
-
-// Products have rows, columns and channels that do not exist; what is stored of them would lie so
-// far.
-constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
-constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
-constexpr int kFarOutChannel =
-    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
-using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
-                          elements_of(kFarOutColumn, kOutColumn) +
-                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
-static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
-
-// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
-// image does: a step of rows or columns may be larger than it.
-constexpr int kMostUnrolled = 64;
-constexpr int kPixelRows = C::row_end - C::row_begin;
-constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
-constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
-constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
-constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
-constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
-constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
-
-// Where a warpgroup's sums go.
-struct Target {
-  Scalar* image;
-  int outputs;  // first channel, in the group
-  int group;
-  int row;     // output row of the first pixel, for stacked row 0
-  int column;  // stored column of pixel `lead`
-
-  __device__ Target(Scalar* output, const Item& item, int tile, const Consumer& consumer) {
-    image = output + static_cast<long long>(item.image) * kOutImage;
-    outputs = item.outputs + consumer.channel_group * kStackChannels;
-    group = item.group;
-    row = item.row_phase +
-          kRowStep * ((item.tile + tile) * kTileRows + consumer.pixel_group * kGroupRows);
-    column = C::interleave * item.column;
-  }
-
-  // The channel of a row of the product, in its group.
-  __device__ int channel(int product_row) const {
-    return outputs + row_of_column(product_row) % kStackChannels;
-  }
-  // The output row of the same, for the tile's line-th row of pixels.
-  __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
-  }
-  __device__ bool exists(int product_row, int line) const {
-    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
-  }
-  // The image's row for an output row; i is row_at, or that of a row to clear.
-  __device__ int image_row(int product_row, int line, int i) const {
-    return C::out_step_height * output_row(product_row, line) + i;
-  }
-  // The element in the image's column 0.
-  __device__ Scalar* row_start(int product_row, int y) const {
-    const int c = group * C::group_out + channel(product_row);
-    if constexpr (C::out_channels_last) {
-      return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
-    } else {
-      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
-    }
-  }
-
-  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
-  template <class Stored>
-  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
-                                        const Stored& value, bool valid) const {
-#pragma unroll kStoredRowsAtOnce
-    for (int i = C::row_begin; i < C::row_end; ++i) {
-      const int y = image_row(product_row, line, i);
-      if (!kFewStores && y >= C::image_height) break;
-      Scalar* const row = row_start(product_row, y);
-#pragma unroll kStoredAtOnce
-      for (int j = kStoredBegin; j < kStoredEnd; ++j) {
-        const int x = kStoredStep * stored_column + j;
-        if (!kFewStores && x >= C::image_width) break;
-        store_if(
-            reinterpret_cast<Stored*>(row + static_cast<OutOffset>(x) * kOutColumn),
-            i == C::row_at && j == kStoredAt ? value : Stored{},
-            valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
-      }
-    }
-  }
-};
-
-// Two sums to neighbours of the output's type, which the first argument stands for.
-__device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
-  return {{first, second}};
-}
-__device__ __forceinline__ unsigned narrow_pair(float16, float first, float second) {
-  return floats_to_halves(first, second);
-}
-__device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float second) {
-  return floats_to_bfloats(first, second);
-}
 
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
@@ -1686,16 +1583,6 @@ __device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float fi
     }
   }
 }
-
-// What becomes of a sum before it is stored.
-struct Finish {
-  float bias = 0.0f;
-  float factor = 1.0f;  // of halves
-
-  __device__ __forceinline__ float operator()(float sum) const {
-    return C::halves ? fmaf(sum, factor, bias) : sum + bias;
-  }
-};
 
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
@@ -1957,14 +1844,13 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate_weights.cuh"] = r"""
-// Weights: packed as the tensor cores want them, and streamed to shared memory. Before they are
-// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
-// of output channels and of images.
-#include "hopper/correlate_load.cuh"
+SOURCES["tensor/weights.cuh"] = r"""
+// Weights, packed as the tensor cores want them. Before they are packed as float16, a kernel finds
+// the input channels' scales; the one that packs them finds those of output channels and of images.
+#include "tensor/input.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
@@ -2265,34 +2151,225 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
   }
 }
 
-// One thread: sends every tile's weights through the ring, or all weights once if they fit.
-__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
-  constexpr int kPerTile = kChunks * kWeightStages;
-  const auto send = [](int stage, const unsigned char* source) {
-    Barrier* const full = &barriers().weights_full[stage];
-    barrier_arrive_expect(full, kWeightBytes);
-    bulk_load(shared_memory() + kWeightRing + stage * kWeightBytes, source, kWeightBytes, full);
-  };
-  if constexpr (C::resident) {
-    static_assert(!C::resident || C::weight_stages == kPerTile, "all of them fit");
-    for (int i = 0; i < kPerTile; ++i) send(i, packed + i * kWeightBytes);
-    return;
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["hopper/correlate_load.cuh"] = r"""
+// Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
+#include "hopper/correlate_tile.cuh"
+#include "tensor/input.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kLoaders = 32 * kLoaderWarps;  // threads
+static_assert(kLoaders == C::loaders, "");
+
+// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
+struct ChunkPowers {
+  const float* powers;
+  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
+  bool strict = false;  // whether one is negative
+
+  __device__ explicit ChunkPowers(int warp)
+      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
+
+  __device__ __forceinline__ void load(const Items& items, int image, int column) {
+    const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
+    if (!C::halves || at == begin) return;
+    at = begin;
+    const float* const source = items.tables.powers(image) + column;
+    if constexpr (!kPowersCopied) powers = source;
+    strict = false;
+    __syncwarp();  // the last ones have been read
+#pragma unroll
+    for (int first = 0; first < kChunkChannels; first += 32) {
+      const int i = first + static_cast<int>(threadIdx.x) % 32;
+      const float power = i < kChunkChannels ? source[i] : 0.0f;
+      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
+      strict = strict || power < 0.0f;
+    }
+    strict = __any_sync(~0u, strict);
+    __syncwarp();  // all have been written
   }
-  Ring<C::weight_stages> at(1);
-  for (int index = items.first(); index < items.count(); index = items.after(index)) {
-    const Item item(index);
-    const int part =
-        item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
-    const unsigned char* const source =
-        packed + static_cast<long long>(part) * kPerTile * kWeightBytes;
-    for (int tile = 0; tile < item.tiles; ++tile) {
-      for (int i = 0; i < kPerTile; ++i) {
-        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
-        send(at.stage, source + static_cast<long long>(i) * kWeightBytes);
+  // Of the vector that begins with a channel of the chunk.
+  __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
+};
+
+// Marks what a warp has seen since the last call: the image if float16 has not all of its numbers,
+// or the stage if they are not all finite.
+__device__ __forceinline__ void judge(const Items& items, HalfRange& range, int image, int) {
+  items.judge(range, image);
+}
+__device__ __forceinline__ void judge(const Items&, LowRange& range, int, int stage) {
+  const bool watched = !__all_sync(~0u, range.finite());
+  const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
+  if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
+  range = LowRange();
+}
+__device__ __forceinline__ void judge(const Items&, NoRange&, int, int) {}
+
+// The same, and through the batches of each stage.
+struct LoadCursor : StageCursor {
+  int batch = 0;
+
+  __device__ explicit LoadCursor(const Items& items) : StageCursor(items) {}
+  __device__ void advance() {
+    if (++batch < kBatches) return;
+    batch = 0;
+    StageCursor::advance();
+  }
+};
+
+// A thread's units of a batch, the image they are of, and the first channel's column.
+struct Batch {
+  Unit units[C::batch];
+  int image;
+  int column;
+
+  // Starts loading them.
+  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
+    const Source source(input, at);
+    image = at.item.image;
+    column = source.column_of(at.item.group);
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (at.batch * C::batch + k);
+      units[k].load(source.find(index), source.channel_of(index));
+    }
+  }
+
+  // Writes them to a stage.
+  __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
+                                        const ChunkPowers& powers, Range& range) const {
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (batch * C::batch + k);
+      if (!unit_exists(index)) continue;
+      const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+      const int channel = Unit::plane(index) * kVectorChannels;
+#pragma unroll
+      for (int i = 0; i < Unit::kVectors; ++i) {
+        const Scale scale = powers.of(channel + i * kVectorChannels);
+        store_input(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i),
+                    scale, range);
+        if (powers.strict) range.see_strictly(units[k].vector(i), scale);
+      }
+    }
+  }
+};
+
+// Three warps: load all input stages, a few batches ahead of what they write.
+__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  const int lane = thread % 32;
+  Batch batches[C::batches_ahead];
+  Range range;
+  ChunkPowers powers(thread / 32);
+  LoadCursor next(items);
+  Ring<C::input_stages> at(1);
+  int under_way = 0;
+  int batch = 0;
+#pragma unroll
+  for (int i = 0; i < C::batches_ahead - 1; ++i) {
+    if (next.more()) {
+      batches[i].load(input, next, thread);
+      next.advance();
+      ++under_way;
+    }
+  }
+  while (under_way > 0 || next.more()) {
+#pragma unroll
+    for (int i = 0; i < C::batches_ahead; ++i) {
+      if (next.more()) {
+        batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
+        next.advance();
+        ++under_way;
+      }
+      if (under_way == 0) break;
+      --under_way;
+      if (batch == 0) {
+        powers.load(items, batches[i].image, batches[i].column);
+        barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      }
+      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, powers,
+                       range);
+      if (++batch == kBatches) {
+        batch = 0;
+        judge(items, range, batches[i].image, at.stage);
+        fence_async_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
         at.advance();
       }
     }
   }
+}
+
+// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
+// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
+struct LineCopy {
+  static constexpr int kLineStep = kLoaders / kChunkPlanes;
+  static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
+  static_assert(!C::vector_loads || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
+  int plane, pixel;
+
+  __device__ explicit LineCopy(int thread)
+      : plane(thread % kChunkPlanes), pixel(thread / kChunkPlanes) {}
+
+  __device__ __forceinline__ void start(const Source& source, int line,
+                                        unsigned char* stage) const {
+    const Place place = source.find_in_line(line, pixel);
+    const int channel = source.channel + plane * kVectorChannels;
+    const bool exists = VectorUnit::row_exists(place, channel);
+    const Scalar* const from = place.address(channel);
+    unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int on = i * kLineStep;
+      if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
+        const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
+                            static_cast<unsigned>(C::in_width);
+        copy_async<16>(to + on * 16, from + on * (C::stride_width * kInColumn), exists && inside);
+      }
+    }
+  }
+};
+
+// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
+// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
+  static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  const LineCopy copy(thread);
+  Ring<C::input_stages> at(1);
+  Ring<C::input_stages> landed(0);
+  const auto arrive = [&] {
+    fence_async_shared();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
+    landed.advance();
+  };
+  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;                          // stages
+  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
+  int under_way = 0;
+  for (StageCursor next(items); next.more(); next.advance()) {
+    const Source source(input, next);
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
+#pragma unroll kLinesAtOnce
+    for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
+    copy_async_commit();
+    at.advance();
+    if (++under_way > kAhead) {
+      copy_async_wait<kAhead>();
+      arrive();
+      --under_way;
+    }
+  }
+  copy_async_wait<0>();
+  if (under_way > 0) arrive();
 }
 
 }  // namespace hopper
@@ -2572,865 +2649,186 @@ struct Consumer {
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate_load.cuh"] = r"""
-// Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
-#include "hopper/correlate_scale.cuh"
+SOURCES["tensor/target.cuh"] = r"""
+// Outputs: where sums go, and what becomes of them before.
+#include "tensor/scale.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
-constexpr int kLoaders = 32 * kLoaderWarps;  // threads
+constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kOutPlane = C::image_height * C::image_width;
+constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 
-// Distances in the input, in elements.
-constexpr bool kFolded = C::fold_height * C::fold_width > 1;
-constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
-constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
-constexpr int kInRow = C::in_width * kInColumn;
-constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
-constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+// What is stored of a row: a column for each pixel, or `interleave` columns.
+constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
+constexpr int kStoredColumns = C::interleave * C::tile_columns;
+constexpr int kStoredPitch = C::interleave * C::pitch;
+static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
+static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
 
-// Rows, columns and channels that tiles reach, before or behind the input's first; and what counts
-// the elements to there.
-constexpr long long kFarInRow = max_of<long long>(
-    C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
-                        elements_of(C::fold_height, C::dilation_height, kRowPhases,
-                                    kRowTiles* kTileRows + kHaloRows + C::kernel_height));
-constexpr long long kFarInColumn = max_of<long long>(
-    C::padding_left + elements_of(C::lead, C::stride_width),
-    elements_of(C::fold_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
-using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
-                         elements_of(kChunks* kChunkChannels, kInChannel)>;
-static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
+// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
+// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
+// is cleared by the one beside it.
+constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
+constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
+constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
+constexpr int kStoredAt = C::interleave == 1 ? C::column_at : 0;
+constexpr bool kRowsInside =
+    (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
+constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
 
-// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
-__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
-  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
-}
+// Products have rows, columns and channels that do not exist; what is stored of them would lie so
+// far.
+constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
+constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
+constexpr int kFarOutChannel =
+    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
+using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                          elements_of(kFarOutColumn, kOutColumn) +
+                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
 
-// A pixel of a group's first channel.
-struct Place {
-  const Scalar* group;
-  int y, x;  // maybe outside of the image
-  bool exists;
+// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
+// image does: a step of rows or columns may be larger than it.
+constexpr int kMostUnrolled = 64;
+constexpr int kPixelRows = C::row_end - C::row_begin;
+constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
+constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
+constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
+constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
+constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
+constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
-  __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
-    return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
-           static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
+// Where sums go.
+struct Target {
+  Scalar* image;
+  int outputs;  // first channel, in the group
+  int group;
+  int row;     // output row of the first pixel, for stacked row 0
+  int column;  // stored column of pixel `lead`
+
+  // Those of a tile of an item: of one of its channel groups, and of rows from first_row on.
+  __device__ Target(Scalar* output, const Item& item, int tile, int channel_group, int first_row) {
+    image = output + static_cast<long long>(item.image) * kOutImage;
+    outputs = item.outputs + channel_group * kStackChannels;
+    group = item.group;
+    row = item.row_phase + kRowStep * ((item.tile + tile) * kTileRows + first_row);
+    column = C::interleave * item.column;
   }
-  __device__ __forceinline__ const Scalar* address(int channel) const {
-    return group +
-           (InOffset{channel} * kInChannel + InOffset{y} * kInRow + InOffset{x} * kInColumn);
+
+  // The channel of a row of the product, in its group.
+  __device__ int channel(int product_row) const {
+    return outputs + row_of_column(product_row) % kStackChannels;
   }
-};
-
-__device__ __forceinline__ float load_element(const float* source) { return load(source); }
-__device__ __forceinline__ float load_element(const float* source, bool valid) {
-  return load_or_zero(source, valid);
-}
-template <class Half>
-__device__ __forceinline__ Half load_element(const Half* source) {
-  return {load(&source->bits)};
-}
-template <class Half>
-__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
-  return {load_or_zero(&source->bits, valid)};
-}
-
-constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
-
-// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
-// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
-
-// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
-struct VectorUnit {
-  static constexpr int kVectors = 1;
-  static constexpr int kCount = kPartPixels;
-  Words loaded;
-
-  __device__ static int plane(int index) { return index % kChunkPlanes; }
-  __device__ static int pixel(int index) { return index / kChunkPlanes; }
-  __device__ static bool row_exists(const Place& place, int channel) {
-    return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
-           (kWholeChunks || channel < C::group_in);
+  // The output row of the same, for the tile's line-th row of pixels.
+  __device__ int output_row(int product_row, int line) const {
+    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
   }
-  __device__ void load(const Place& place, int channel) {
-    const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
-    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
-    loaded = Words::of(load_or_zero(source, valid));
+  __device__ bool exists(int product_row, int line) const {
+    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
   }
-  __device__ Words vector(int) const { return loaded; }
-  __device__ static int offset(int) { return 0; }
-};
-
-// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
-// pixels.
-struct PixelUnit {
-  static constexpr int kVectors = 2;
-  static constexpr int kCount = kPartPixels / 2;
-  Scalar loaded[2 * kVectorChannels];
-
-  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
-  __device__ static int pixel(int index) { return index % kPlanePixels; }
-  __device__ void load(const Place& place, int channel) {
-    if constexpr (kFolded) {
-      load_folded(place, channel);
-      return;
-    }
-    const bool inside = place.inside();
-    const Scalar* const source = place.address(channel);
-    if (!__any_sync(~0u, inside)) {
-#pragma unroll
-      for (Scalar& element : loaded) element = Scalar{};
-    } else if (kWholeChunks && __all_sync(~0u, inside)) {
-#pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j)
-        loaded[j] = load_element(source + j * kInChannel);
+  // The image's row for an output row; i is row_at, or that of a row to clear.
+  __device__ int image_row(int product_row, int line, int i) const {
+    return C::out_step_height * output_row(product_row, line) + i;
+  }
+  // The element in the image's column 0.
+  __device__ Scalar* row_start(int product_row, int y) const {
+    const int c = group * C::group_out + channel(product_row);
+    if constexpr (C::out_channels_last) {
+      return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
-#pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j) {
-        const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
-        loaded[j] = load_element(source + j * kInChannel, valid);
-      }
-    }
-  }
-  __device__ void load_folded(const Place& place, int channel) {
-#pragma unroll
-    for (int j = 0; j < 2 * kVectorChannels; ++j) {
-      const FoldedChannel folded(channel + j);
-      const bool valid =
-          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
-      loaded[j] = load_element(
-          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
-    }
-  }
-  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
-  __device__ static int offset(int i) { return i * kPlanePixels; }
-};
-
-using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
-constexpr int kBatches = ceil_div(Unit::kCount, kLoaders* C::batch);  // of a stage
-
-__device__ __forceinline__ bool unit_exists(int index) {
-  return Unit::kCount % (kLoaders * C::batch) == 0 || index < Unit::kCount;
-}
-
-// Goes through all input stages of a block: of each chunk, of each item.
-struct StageCursor {
-  const Items& items;
-  int index;
-  Item item;
-  int chunk = 0;
-  int stage = 0;
-
-  __device__ explicit StageCursor(const Items& items)
-      : items(items), index(items.first()), item(index) {}
-  __device__ bool more() const { return index < items.count(); }
-  __device__ void advance() {
-    if (++stage < item.stages()) return;
-    stage = 0;
-    if (++chunk < kChunks) return;
-    chunk = 0;
-    index = items.after(index);
-    if (more()) item = Item(index);
-  }
-};
-
-// The same, and through the batches of each stage.
-struct LoadCursor : StageCursor {
-  int batch = 0;
-
-  __device__ explicit LoadCursor(const Items& items) : StageCursor(items) {}
-  __device__ void advance() {
-    if (++batch < kBatches) return;
-    batch = 0;
-    StageCursor::advance();
-  }
-};
-
-// A chunk of a tile, or a row of it, as it lies in the input.
-struct Source {
-  const Scalar* group;  // the first channel at row 0, column 0
-  int row;              // of the tile's first pixel; folded, and before padding
-  int column;
-  int channel;  // the first, in its group
-
-  __device__ Source(const Scalar* input, const StageCursor& at) {
-    const Item& item = at.item;
-    channel = at.chunk * kChunkChannels;
-    group =
-        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
-    row = item.row_phase * C::stride_height +
-          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
-    column = (item.column - C::lead) * C::stride_width;
-  }
-
-  // Where the first pixel of a unit lies.
-  __device__ __forceinline__ Place find(int index) const {
-    const int pixel = Unit::pixel(index);
-    Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
-    if (C::wraps && place.x + C::padding_left >= kPaddedWidth) {
-      place.x -= kPaddedWidth;
-      ++place.y;
-    }
-    place.exists = unit_exists(index);
-    return place;
-  }
-  // Where a pixel of one of a plane's lines lies, if it does not go on with the next row.
-  __device__ __forceinline__ Place find_in_line(int index, int position) const {
-    const int slot = index / kStageRows;
-    const int line = index % kStageRows;
-    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
-    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
-    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
-    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
-  }
-  __device__ __forceinline__ int channel_of(int index) const {
-    return channel + Unit::plane(index) * kVectorChannels;
-  }
-  // Where its first channel is in the tables.
-  __device__ __forceinline__ int column_of(int its_group) const {
-    return its_group * kGroupColumns + channel;
-  }
-};
-
-// A thread's units of a batch, the image they are of, and the first channel's column.
-struct Batch {
-  Unit units[C::batch];
-  int image;
-  int column;
-
-  // Starts loading them.
-  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
-    const Source source(input, at);
-    image = at.item.image;
-    column = source.column_of(at.item.group);
-#pragma unroll
-    for (int k = 0; k < C::batch; ++k) {
-      const int index = thread + kLoaders * (at.batch * C::batch + k);
-      units[k].load(source.find(index), source.channel_of(index));
+      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
     }
   }
 
-  // Writes them to a stage.
-  __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
-                                        const ChunkPowers& powers, Range& range) const {
-#pragma unroll
-    for (int k = 0; k < C::batch; ++k) {
-      const int index = thread + kLoaders * (batch * C::batch + k);
-      if (!unit_exists(index)) continue;
-      const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
-      const int channel = Unit::plane(index) * kVectorChannels;
-#pragma unroll
-      for (int i = 0; i < Unit::kVectors; ++i) {
-        const Scale scale = powers.of(channel + i * kVectorChannels);
-        store_input(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i),
-                    scale, range);
-        if (powers.strict) range.see_strictly(units[k].vector(i), scale);
+  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
+  template <class Stored>
+  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
+                                        const Stored& value, bool valid) const {
+#pragma unroll kStoredRowsAtOnce
+    for (int i = C::row_begin; i < C::row_end; ++i) {
+      const int y = image_row(product_row, line, i);
+      if (!kFewStores && y >= C::image_height) break;
+      Scalar* const row = row_start(product_row, y);
+#pragma unroll kStoredAtOnce
+      for (int j = kStoredBegin; j < kStoredEnd; ++j) {
+        const int x = kStoredStep * stored_column + j;
+        if (!kFewStores && x >= C::image_width) break;
+        store_if(
+            reinterpret_cast<Stored*>(row + static_cast<OutOffset>(x) * kOutColumn),
+            i == C::row_at && j == kStoredAt ? value : Stored{},
+            valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
       }
     }
   }
 };
 
-// Three warps: load all input stages, a few batches ahead of what they write.
-__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
-  const int thread = static_cast<int>(threadIdx.x) - 32;
-  const int lane = thread % 32;
-  Batch batches[C::batches_ahead];
-  Range range;
-  ChunkPowers powers(thread / 32);
-  LoadCursor next(items);
-  Ring<C::input_stages> at(1);
-  int under_way = 0;
-  int batch = 0;
-#pragma unroll
-  for (int i = 0; i < C::batches_ahead - 1; ++i) {
-    if (next.more()) {
-      batches[i].load(input, next, thread);
-      next.advance();
-      ++under_way;
-    }
-  }
-  while (under_way > 0 || next.more()) {
-#pragma unroll
-    for (int i = 0; i < C::batches_ahead; ++i) {
-      if (next.more()) {
-        batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
-        next.advance();
-        ++under_way;
-      }
-      if (under_way == 0) break;
-      --under_way;
-      if (batch == 0) {
-        powers.load(items, batches[i].image, batches[i].column);
-        barrier_wait(&barriers().input_empty[at.stage], at.parity);
-      }
-      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, powers,
-                       range);
-      if (++batch == kBatches) {
-        batch = 0;
-        items.judge(range, batches[i].image, at.stage);
-        fence_async_shared();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
-        at.advance();
-      }
-    }
-  }
+// Two sums to neighbours of the output's type, which the first argument stands for.
+__device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
+  return {{first, second}};
+}
+__device__ __forceinline__ unsigned narrow_pair(float16, float first, float second) {
+  return floats_to_halves(first, second);
+}
+__device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float second) {
+  return floats_to_bfloats(first, second);
 }
 
-// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
-// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
-struct LineCopy {
-  static constexpr int kLineStep = kLoaders / kChunkPlanes;
-  static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
-  static_assert(!C::vector_loads || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
-  int plane, pixel;
+// What becomes of a sum before it is stored.
+struct Finish {
+  float bias = 0.0f;
+  float factor = 1.0f;  // of halves
 
-  __device__ explicit LineCopy(int thread)
-      : plane(thread % kChunkPlanes), pixel(thread / kChunkPlanes) {}
-
-  __device__ __forceinline__ void start(const Source& source, int line,
-                                        unsigned char* stage) const {
-    const Place place = source.find_in_line(line, pixel);
-    const int channel = source.channel + plane * kVectorChannels;
-    const bool exists = VectorUnit::row_exists(place, channel);
-    const Scalar* const from = place.address(channel);
-    unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int on = i * kLineStep;
-      if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
-        const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
-                            static_cast<unsigned>(C::in_width);
-        copy_async<16>(to + on * 16, from + on * (C::stride_width * kInColumn), exists && inside);
-      }
-    }
+  __device__ __forceinline__ float operator()(float sum) const {
+    return C::halves ? fmaf(sum, factor, bias) : sum + bias;
   }
 };
 
-// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
-// gives a stage back when it has the next: of two stages, none may be under way while this waits.
-__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
-  static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
-  const int thread = static_cast<int>(threadIdx.x) - 32;
-  const LineCopy copy(thread);
-  Ring<C::input_stages> at(1);
-  Ring<C::input_stages> landed(0);
-  const auto arrive = [&] {
-    fence_async_shared();
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
-    landed.advance();
-  };
-  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;                          // stages
-  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
-  int under_way = 0;
-  for (StageCursor next(items); next.more(); next.advance()) {
-    const Source source(input, next);
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
-    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
-#pragma unroll kLinesAtOnce
-    for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
-    copy_async_commit();
-    at.advance();
-    if (++under_way > kAhead) {
-      copy_async_wait<kAhead>();
-      arrive();
-      --under_way;
-    }
+// How sums of a product's row become outputs.
+__device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
+                                            const Item& item, const Target& target, int row) {
+  Finish finish;
+  const int channel = target.channel(row);
+  if (bias && channel < C::group_out) {
+    finish.bias = widen(bias[item.group * C::group_out + channel]);
   }
-  copy_async_wait<0>();
-  if (under_way > 0) arrive();
+  if constexpr (C::halves) {
+    constexpr int kOfGroup = C::table_channels / C::groups;
+    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
+                    items.tables.images()[item.image];
+  }
+  return finish;
 }
 
-}  // namespace hopper
-}  // namespace fastconv
-"""
-
-SOURCES["hopper/correlate_scale.cuh"] = r"""
-// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
-//
-// Numbers are scaled by powers of two: those of an input channel by one that the size of its
-// weights decides, the weights by its inverse, so that it does not matter in which units a channel
-// is given; each image by one that a sample of its numbers decides, and each output channel's
-// weights by one that the largest of them decides. Sums are scaled back as they are stored.
-//
-// Below 2^-14, float16 has fewer bits, and what it loses is absolute. So numbers fit if
-//   - of each vector of 8 channels, the largest number is not below that, and
-//   - what is lost is nothing beside the channel as a whole (of weights: the filter, an output and
-//     an input channel's taps): its mean square is large enough, or none of its numbers is below.
-// An image's channel is proven to be large enough by the sample, for what is in it is a part of
-// the sum of squares; in channels where it is not, loaders look at every number (`strict`).
-//
-// If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
-// TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
-// numbers and the weights decides.
-#include "hopper/correlate_vector.cuh"
-
-namespace fastconv {
-namespace hopper {
-
-constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
-
-// The exponents that numbers are scaled to: that of the largest weight, and of an image's largest
-// number in the sample. Others of it may be 2^4 times as large.
-constexpr int kWeightExponent = 14;
-constexpr int kImageExponent = 11;
-constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
-
-// What a vector's largest number has to reach, once scaled. From 2^-14 on, float16 has all bits;
-// the low parts of weights, and weights 2^-11 times as large, have no scale of their own.
-constexpr float kLeastInput = 1.0f / (1 << 14);
-constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
-
-// The root mean square, of a channel or of a filter, beside which it does not matter what smaller
-// numbers lose: each 2^-24 at most, in two parts 2^-36 of the input and 2^-25 of weights; so all of
-// them 1e-6 of the channel's or the filter's norm, 3e-8 in two parts.
-constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
-constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
-
-// Input channels as the tables have them: those of the products, of one group after the other.
-constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
-
-// Tables in the workspace.
-struct Tables {
-  unsigned char* scratch;
-  int batch;
-
-  // What scales an output channel's sums back; 0 if its weights do not fit.
-  __device__ __forceinline__ float* channels() const {
-    return reinterpret_cast<float*>(scratch + C::tables_at);
-  }
-  // What an input channel's numbers are multiplied by, and its weights divided by.
-  __device__ __forceinline__ float* columns() const { return channels() + C::table_channels; }
-  // The same times the image's scale: all that its numbers are multiplied by. Negative if each of
-  // them has to fit.
-  __device__ __forceinline__ float* powers(int image) const {
-    return columns() + (1ll + image) * C::table_columns;
-  }
-  // An image's scale; 0 if none will do.
-  __device__ __forceinline__ float* images() const { return powers(batch); }
-  // Not 0 for images some of whose numbers do not fit.
-  __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
-};
-
-// What a block takes its items from: the images that this kernel computes.
-struct Items {
-  Tables tables;  // without a workspace if weights do not fit
-
-  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
-    if constexpr (kSelects) {
-      bool fit = true;
-#pragma unroll 4
-      for (int i = threadIdx.x % 32; i < C::table_channels; i += 32) {
-        fit = fit && tables.channels()[i] != 0.0f;
-      }
-      if (!__all_sync(~0u, fit)) tables.scratch = nullptr;
-    }
-  }
-  __device__ __forceinline__ bool has(int image) const {
-    if constexpr (C::halves) return tables.scratch && tables.images()[image] != 0.0f;
-    if constexpr (C::repairs) {
-      return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
-    }
-    return true;
-  }
-  // Whether there is nothing to do.
-  __device__ bool none() const {
-    if constexpr (!kSelects) return false;
-    bool found = false;
-    for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
-    return !__any_sync(~0u, found);
-  }
-  __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
-
-  // A block's items: the first, and the one after another.
-  __device__ __forceinline__ int first() const { return settled(blockIdx.x); }
-  __device__ __forceinline__ int after(int index) const { return settled(index + gridDim.x); }
-  __device__ __forceinline__ int settled(int index) const {
-    if constexpr (kSelects) {
-      while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
-    }
-    return index;
-  }
-
-  // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
-  __device__ __forceinline__ void judge(HalfRange& range, int image, int) const {
-    const bool fits = range.fits(kLeastInput);
-    if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
-    range = HalfRange();
-  }
-  // Marks the stage if they are not all finite.
-  __device__ __forceinline__ void judge(LowRange& range, int, int stage) const {
-    const bool watched = !__all_sync(~0u, range.finite());
-    const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
-    if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
-    range = LowRange();
-  }
-  __device__ __forceinline__ void judge(NoRange&, int, int) const {}
-};
-
-// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
-struct ChunkPowers {
-  const float* powers;
-  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
-  bool strict = false;  // whether one is negative
-
-  __device__ explicit ChunkPowers(int warp)
-      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
-
-  __device__ __forceinline__ void load(const Items& items, int image, int column) {
-    const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
-    if (!C::halves || at == begin) return;
-    at = begin;
-    const float* const source = items.tables.powers(image) + column;
-    if constexpr (!kPowersCopied) powers = source;
-    strict = false;
-    __syncwarp();  // the last ones have been read
-#pragma unroll
-    for (int first = 0; first < kChunkChannels; first += 32) {
-      const int i = first + static_cast<int>(threadIdx.x) % 32;
-      const float power = i < kChunkChannels ? source[i] : 0.0f;
-      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
-      strict = strict || power < 0.0f;
-    }
-    strict = __any_sync(~0u, strict);
-    __syncwarp();  // all have been written
-  }
-  // Of the vector that begins with a channel of the chunk.
-  __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
-};
-
-// All lanes' values, combined in a fixed order.
-template <class Value, class Combine>
-__device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
-#pragma unroll
-  for (int flip = 16; flip > 0; flip /= 2) {
-    value = combine(value, __shfl_xor_sync(~0u, value, flip));
-  }
-  return value;
-}
-
-// All threads' values, in a block of whole warps.
-template <class Value, class Combine>
-__device__ __forceinline__ Value block_combined(Value value, Combine combine) {
-  auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
-  value = warp_combined(value, combine);
-  __syncthreads();  // the last call's have been read
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = of_warps[0];
-  for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) value = combine(value, of_warps[i]);
-  return value;
-}
-__device__ __forceinline__ float block_largest(float number) {
-  return block_combined(number, larger);
-}
-template <class Value>
-__device__ __forceinline__ Value sum_of(Value first, Value second) {
-  return first + second;
-}
-
-constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
-
-// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
-// add up to `exponents`; 1 if there are none.
-__device__ __forceinline__ float mean_power(int exponents, int count) {
-  if (count == 0) return 1.0f;
-  const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
-  return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
-}
-// One divided by a power of two.
-__device__ __forceinline__ float inverse(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
-// The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
-// small or no number.
-__device__ __forceinline__ float scale_to(float number, int exponent) {
-  if (number == 0.0f) return 1.0f;
-  const int its = static_cast<int>(__float_as_uint(number) >> 23 & 255u) - 127;
-  if (its < -kMostExponent || its > kMostExponent) return 0.0f;
-  return __uint_as_float(static_cast<unsigned>(127 + exponent - its) << 23);
-}
-
-}  // namespace hopper
-}  // namespace fastconv
-"""
-
-SOURCES["hopper/correlate_vector.cuh"] = r"""
-// Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
-// them.
-#include "hopper/correlate_tile.cuh"
-
-namespace fastconv {
-namespace hopper {
-
-// 16 bytes in registers.
-struct alignas(16) Words {
-  unsigned word[4];
-
-  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
-};
-
-// Numbers that are to be 16 bytes of float16.
-struct Numbers {
-  float number[8];
-};
-
-using Channels = Either<C::halves, Numbers, Words>::type;
-
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-template <class Half>
-__device__ __forceinline__ unsigned bits_of(Half value) {
-  return value.bits;
-}
-
-// A vector of elements.
-__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const Scalar* const first = elements + k * (kVector / 4);
-    if constexpr (sizeof(Scalar) == 4) {
-      vector.word[k] = __float_as_uint(widen(*first));
-    } else {
-      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
-    }
-  }
-}
-__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
-}
-__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
-  Channels vector;
-  fill(vector, elements);
-  return vector;
-}
-
-// How a vector's numbers become float16's: multiplied by powers of two, which are negative for
-// channels in which every number counts by itself (see correlate_scale.cuh).
-struct Powers {
-  alignas(16) float power[8];
-
-  __device__ explicit Powers(const float* powers) {
-    const auto* const halves = reinterpret_cast<const float4*>(powers);
-    *reinterpret_cast<float4*>(power) = halves[0];
-    *reinterpret_cast<float4*>(power + 4) = halves[1];
-  }
-  __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
-    Numbers scaled;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) scaled.number[i] = vector.number[i] * fabsf(power[i]);
-    return scaled;
-  }
-};
-
-// Which numbers float16 was asked for: keeps what is needed to tell whether it has them.
-struct HalfRange {
-  float largest = 0.0f;
-  unsigned smallest = ~0u;  // bits, less one: then zeros are no number's
-
-  // Of a vector, scaled, the largest number counts.
-  __device__ __forceinline__ void see(const Numbers& vector) {
-    float of_vector = 0.0f;
-#pragma unroll
-    for (float number : vector.number) of_vector = larger(of_vector, fabsf(number));
-    largest = larger(largest, of_vector);
-    smallest = min(smallest, __float_as_uint(of_vector) - 1u);
-  }
-  // Of a number that counts by itself, even if scaling makes it zero.
-  __device__ __forceinline__ void see(float number, float scaled) {
-    const unsigned bits = max(__float_as_uint(fabsf(scaled)), 1u);
-    if (number != 0.0f) smallest = min(smallest, bits - 1u);
-  }
-  __device__ __forceinline__ void see_strictly(const Numbers& vector, const Powers& powers) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float number = powers.power[i] < 0.0f ? vector.number[i] : 0.0f;
-      see(number, number * powers.power[i]);
-    }
-  }
-  // Whether float16 has the largest, and the smallest as well as a number of this size.
-  __device__ bool fits(float least) const {
-    return largest <= 65504.0f && smallest >= __float_as_uint(least) - 1u;
-  }
-};
-
-// What everything else needs of these.
-struct NoPowers {
-  __device__ explicit NoPowers(const float*) {}
-};
-struct NoRange {
-  __device__ void see(const Words&) {}
-  __device__ void see(float, float) {}
-  __device__ void see_strictly(const Words&, const NoPowers&) {}
-  __device__ bool fits(float) const { return true; }
-};
-
-// Whether one of the low parts was infinite or NaN. Products of two: half of the instructions, and
-// those of finite ones overflow only where numbers are beyond 2^70, which does no harm.
-struct LowRange : NoRange {
-  float products = 0.0f;
-
-  using NoRange::see;
-  __device__ __forceinline__ void see(const Words& low) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      products = fmaf(__uint_as_float(low.word[i]), __uint_as_float(low.word[i + 1]), products);
-    }
-  }
-  __device__ bool finite() const { return is_finite(products); }
-};
-
-using Scale = Either<C::halves, Powers, NoPowers>::type;
-using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
-
-// Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
-// numbers; 16-bit types as they are.
-template <bool kWeight, class Seen>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
-                                            Seen& seen) {
-  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
-#pragma unroll
-    for (unsigned& word : vector.word) {
-      const float value = __uint_as_float(word);
-      word = __float_as_uint(C::ties_to_even ? round_to_even_tf32(value)
-                                             : round_operand_to_tf32(value));
-    }
-  } else if constexpr (sizeof(Scalar) == 4) {
-    Words low;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      split(__uint_as_float(vector.word[i]), vector.word[i], low.word[i]);
-    }
-    seen.see(low);
-    *reinterpret_cast<Words*>(target + part_bytes) = low;
-  }
-  *reinterpret_cast<Words*>(target) = vector;
-}
-
-// Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
-// for, so that it fits where the high one does. It is multiplied by weights that are as much
-// smaller: a third part.
-template <bool kWeight, class Seen>
-__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
-                                            const Numbers& scaled, Seen&) {
-  constexpr float kLow = 2048.0f;
-  Words high, low, smaller;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float first = scaled.number[2 * i];
-    const float second = scaled.number[2 * i + 1];
-    const bool to_even = C::parts == 2 || C::ties_to_even;
-    high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
-    if constexpr (C::parts == 2) {
-      const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
-      const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
-      constexpr float kFactor = kWeight ? 1.0f : kLow;
-      low.word[i] =
-          floats_to_halves((first - first_high) * kFactor, (second - second_high) * kFactor);
-      if constexpr (kWeight) {
-        smaller.word[i] = floats_to_halves(first_high / kLow, second_high / kLow);
-      }
-    }
-  }
-  *reinterpret_cast<Words*>(target) = high;
-  if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + part_bytes) = low;
-  if constexpr (C::parts == 2 && kWeight) {
-    *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
-  }
-}
-
-// A vector of the input, as it was loaded.
-template <class Seen>
-__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
-                                            const Words& vector, const NoPowers&, Seen& range) {
-  store_parts<false>(target, part_bytes, vector, range);
-}
-__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
-                                            const Numbers& vector, const Powers& powers,
-                                            HalfRange& range) {
-  const Numbers scaled = powers.scale(vector);
-  range.see(scaled);
-  store_parts<false>(target, part_bytes, scaled, range);
-}
-
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv
 """
 
 SOURCES["hopper/correlate_tile.cuh"] = r"""
-// The tile: what a block of correlate.cuh computes at once, where it lies in shared memory, and how
-// blocks walk over an image.
-#include "hopper/operand.cuh"
-#include "include/tile.cuh"
+// What a block of correlate.cuh has in shared memory beside the tile itself.
+#include "include/wgmma.cuh"
+#include "tensor/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-// What is multiplied: elements as they are, or float32 numbers as float16 (see
-// correlate_scale.cuh).
-using Factor = Either<C::halves, Float16, Operand>::type;
-constexpr int kVectorChannels = C::halves ? 8 : kVector;  // in 16 bytes
-
-constexpr int kChunkPlanes = 2 * C::k_steps;
-constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
-constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
-
-// Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
-constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
-constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
-constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
-
-// Along columns, where output pixels are neighbours.
-constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
-constexpr int kColumnPhases = C::stride_width / kColumnUnit;
-constexpr int kColumnStep = C::dilation_width / kColumnUnit;
-constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
-
-constexpr int kTapRows = C::kernel_height + C::stack - 1;
-constexpr int kTaps = kTapRows * C::kernel_width;
-constexpr int kWeightStages = kTaps / C::stage_taps;  // of a chunk
-static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
+using namespace tensor;
 
 constexpr int kConsumers = 2;
 constexpr int kPixelGroups = kConsumers / C::channel_groups;
 constexpr int kGroupRows = C::tile_rows * C::stack;  // output rows of a consumer
-constexpr int kTileRows = kPixelGroups * kGroupRows;
-constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
+static_assert(kTileRows == kPixelGroups * kGroupRows, "");
 static_assert(C::stack == 1 || (C::tile_rows == 1 && kRowPhases == 1), "rows stacked in M alone");
-static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
-                  C::pitch,
-              "a row holds its halo");
-
-constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
 static_assert(!C::rolling || (kChunks == 1 && kRowPhases == 1 && C::tile_rows == 1), "see above");
-constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
-constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // of a plane
-constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
-constexpr int kPlaneBytes = kPlanePixels * 16;
-constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 // Products come in eights of pixels: the last may reach a little beyond the tile's last row.
 constexpr int kReach = C::pixels + (C::kernel_width - 1) * kColumnStep / kColumnPhases;
 constexpr int kSlack = kReach > C::tile_rows* C::pitch ? kReach - C::tile_rows * C::pitch : 0;
 static_assert(C::lead + C::tile_columns + (C::tile_rows - 1) * C::pitch <= C::pixels, "");
 constexpr int kInputBytes = (C::parts * kPartPixels + kSlack) * 16;
 
-constexpr int kOutputs = 64;  // channels of a product
-constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);
-constexpr int kProductBytes = kOutputs * 32;
-constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
-constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
-constexpr int kWeightBytes = C::stage_taps * kTapBytes;
-
-// A product's row, counted among those of the same column: two sums of a pixel's columns are eight
-// rows apart, in the same thread.
-__device__ __forceinline__ int row_of_column(int product_row) {
-  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
-}
-static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
-static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
+static_assert(kOutputs == 64, "rows of wgmma");
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
@@ -3442,13 +2840,6 @@ constexpr int kStagingBytes =
     kScalarBytes *
     (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
 
-// With a lead, rows begin up to lead - 1 columns before the image.
-constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
-
-// With `wraps`, a row's last strip goes on with the next row: a line of the tile has what it reads
-// behind what this row reads, and so kGap columns between the rows' outputs.
-constexpr int kGap = (C::kernel_width - 1) * C::dilation_width;
-constexpr int kPaddedWidth = C::out_width + kGap;
 static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, stored at once");
 static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
                             C::out_width + kGap + 2 * C::lead - 1 <=
@@ -3471,12 +2862,6 @@ constexpr bool kRawAligned = kStrips == 1 && C::padding_left >= 0 && C::in_width
 constexpr int kRawChannel = round_up(kRawLine + (kRawAligned ? 0 : kVector - 1), kVector);
 constexpr int kRawElements = kPieceChannels * kRawChannel;
 constexpr int kRawBytes = kRawElements * kScalarBytes;
-
-// What is infinite or NaN, if it is in the input, is so in its low part (see `split`). Two kinds of
-// sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
-// each other, and compensated ones. There, loaders mark the stages that have such a number, and
-// consumers are careful: what is not finite, and no result, they replace by zero.
-constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
 
 constexpr int kInputRing = 0;
 constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
@@ -3536,205 +2921,7 @@ struct Ring {
   }
 };
 
-// --- Work items ----------------------------------------------------------------------------------
-
-constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
-constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
-constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
-constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
-
-// What a block does between two looks at its list: segment_tiles tiles, one below the other.
-struct Item {
-  int outputs;  // first channel of the block's products, in the group
-  int column;   // first output column
-  int tile;     // first tile, from the top of the image
-  int tiles;
-  int row_phase;
-  int group;
-  int image;
-
-  __device__ explicit Item(int index) {
-    outputs = index % kOutputGroups * (C::channel_groups * kStackChannels);
-    index /= kOutputGroups;
-    column = index % kStrips * C::tile_columns;
-    index /= kStrips;
-    tile = index % kSegments * C::segment_tiles;
-    tiles = min(C::segment_tiles, kRowTiles - tile);
-    index /= kSegments;
-    row_phase = index % kRowStep;
-    index /= kRowStep;
-    group = index % C::groups;
-    image = index / C::groups;
-  }
-
-  // Input stages of one chunk.
-  __device__ int stages() const {
-    return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
-  }
-};
-
-// --- Channels ------------------------------------------------------------------------------------
-
-// A channel of the group as the products have it: one of the input's, at one of its phases.
-struct FoldedChannel {
-  int channel, row, column;
-
-  __device__ explicit FoldedChannel(int index)
-      : channel(index / (C::fold_height * C::fold_width)),
-        row(index / C::fold_width % C::fold_height),
-        column(index % C::fold_width) {}
-};
-
 }  // namespace hopper
-}  // namespace fastconv
-"""
-
-SOURCES["hopper/operand.cuh"] = r"""
-// What a kernel's tensors have for elements, and which of the tensor core's types that is.
-#include "include/scalar.cuh"
-#include "include/wgmma.cuh"
-
-namespace fastconv {
-namespace hopper {
-
-template <class T>
-struct OperandOf;
-template <>
-struct OperandOf<float> {
-  using type = Tf32;
-};
-template <>
-struct OperandOf<float16> {
-  using type = Float16;
-};
-template <>
-struct OperandOf<bfloat16> {
-  using type = Bfloat16;
-};
-
-template <bool kFirst, class First, class Second>
-struct Either {
-  using type = First;
-};
-template <class First, class Second>
-struct Either<false, First, Second> {
-  using type = Second;
-};
-
-using C = Config;
-using Scalar = C::Scalar;
-using Operand = OperandOf<Scalar>::type;
-
-constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
-constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
-
-// Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
-// an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
-// padding is, need not be: see IndexTo.
-constexpr long long kMostElements = 1LL << 30;
-template <class... Sizes>
-__host__ __device__ constexpr long long elements_of(Sizes... sizes) {
-  return (1LL * ... * sizes);
-}
-
-// A number in two parts, of TF32's precision. Of what is infinite or NaN, the low part is, and the
-// high one is TF32's largest number, with its sign. So of three products,
-//   low_x high_y + high_x low_y + high_x high_y,
-// one of x = infinity is infinite, with the sign of x y, or NaN if y = 0; the others are finite, or
-// overflow as it does, or less far. If both are infinite, all three are x y.
-__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-  constexpr unsigned kLargest = 0x7f7fe000u;
-  const float rounded = round_to_even_tf32(limited(value, __uint_as_float(kLargest)));
-  high = __float_as_uint(rounded);
-  low = __float_as_uint(round_to_even_tf32(value - rounded));
-}
-
-__device__ __forceinline__ bool is_finite(float value) {
-  return fabsf(value) < __uint_as_float(0x7f800000u);
-}
-
-// Makes zeros of what is infinite or NaN.
-template <int kCount>
-__device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
-#pragma unroll
-  for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
-}
-
-// The bits of an element, or zero.
-__device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
-  return __float_as_uint(load_or_zero(element, valid));
-}
-template <class Half>
-__device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
-  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
-}
-
-}  // namespace hopper
-}  // namespace fastconv
-"""
-
-SOURCES["include/tile.cuh"] = r"""
-// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
-#include "include/scalar.cuh"
-
-namespace fastconv {
-
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-// Division that rounds down, also for negative a.
-__host__ __device__ constexpr int floor_div(int a, int b) {
-  return a >= 0 ? a / b : -((b - 1 - a) / b);
-}
-
-template <class T>
-__host__ __device__ constexpr T max_of(T a, T b) {
-  return a > b ? a : b;
-}
-
-// What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
-// times as much.
-template <bool kWide>
-struct IndexOf {
-  using type = int;
-};
-template <>
-struct IndexOf<true> {
-  using type = long long;
-};
-template <long long kEnd>
-using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
-
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T element[kCount];
-};
-// Vectors wider than what one instruction moves are read as several.
-template <>
-struct alignas(16) Vector<double, 4> {
-  double element[4];
-};
-
-// Four neighbours in shared memory, widened to the type they are summed in.
-template <class T>
-__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
-  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
-}
-
-// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
-// (it copies no less than 4 bytes), or writes zeros.
-template <int kCount, class T>
-__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
-  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  if constexpr (kBytes >= 4) {
-    copy_async<kBytes>(shared, global, valid);
-  } else {
-    *shared = valid ? *global : T{};
-  }
-}
-
 }  // namespace fastconv
 """
 
@@ -3917,9 +3104,8 @@ __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const 
 """
 
 SOURCES["include/sm90.cuh"] = r"""
-// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator
-// has a twin of this file too.
-#include "include/ptx.cuh"
+// The instructions of sm_90a, one function each. The emulator has a twin of this file too.
+#include "include/sm80.cuh"
 
 namespace fastconv {
 
@@ -4142,6 +3328,999 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&a
   }
 }
 
+// --- Warpgroups ----------------------------------------------------------------------------------
+
+// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
+// exceed what it was launched with, or it hangs.
+template <int kRegisters>
+__device__ __forceinline__ void give_back_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
+__device__ __forceinline__ void warpgroup_sync(int number) {
+  asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
+}
+
+// The same for two warpgroups, which have a number of their own for it.
+__device__ __forceinline__ void two_warpgroups_sync(int number) {
+  asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
+}
+
+// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
+// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
+// bytes for column i.
+__device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(column)),
+               "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+               : "memory");
+}
+
+// Orders registers and shared memory before the warpgroup's next products.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes a group of the warpgroup's products since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the warpgroup's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from using sums before the wgmma_wait above.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
+// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
+// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
+using Matrix = unsigned long long;
+
+__device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
+  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+         static_cast<Matrix>(stride >> 4) << 32;
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/input.cuh"] = r"""
+// Input: where the pixels of a tile lie in memory, and how a thread loads some of their channels.
+#include "tensor/scale.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+// Distances in the input, in elements.
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
+constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+
+// Rows, columns and channels that tiles reach, before or behind the input's first; and what counts
+// the elements to there.
+constexpr long long kFarInRow = max_of<long long>(
+    C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
+                        elements_of(C::fold_height, C::dilation_height, kRowPhases,
+                                    kRowTiles* kTileRows + kHaloRows + C::kernel_height));
+constexpr long long kFarInColumn = max_of<long long>(
+    C::padding_left + elements_of(C::lead, C::stride_width),
+    elements_of(C::fold_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
+using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
+                         elements_of(kChunks* kChunkChannels, kInChannel)>;
+static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
+
+// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+}
+
+// A pixel of a group's first channel.
+struct Place {
+  const Scalar* group;
+  int y, x;  // maybe outside of the image
+  bool exists;
+
+  __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
+    return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
+           static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
+  }
+  __device__ __forceinline__ const Scalar* address(int channel) const {
+    return group +
+           (InOffset{channel} * kInChannel + InOffset{y} * kInRow + InOffset{x} * kInColumn);
+  }
+};
+
+__device__ __forceinline__ float load_element(const float* source) { return load(source); }
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source) {
+  return {load(&source->bits)};
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
+
+// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
+// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+
+// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+struct VectorUnit {
+  static constexpr int kVectors = 1;
+  static constexpr int kCount = kPartPixels;
+  Words loaded;
+
+  __device__ static int plane(int index) { return index % kChunkPlanes; }
+  __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  __device__ static bool row_exists(const Place& place, int channel) {
+    return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
+           (kWholeChunks || channel < C::group_in);
+  }
+  __device__ void load(const Place& place, int channel) {
+    const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
+    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+    loaded = Words::of(load_or_zero(source, valid));
+  }
+  __device__ Words vector(int) const { return loaded; }
+  __device__ static int offset(int) { return 0; }
+};
+
+// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
+// pixels.
+struct PixelUnit {
+  static constexpr int kVectors = 2;
+  static constexpr int kCount = kPartPixels / 2;
+  Scalar loaded[2 * kVectorChannels];
+
+  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int pixel(int index) { return index % kPlanePixels; }
+  __device__ void load(const Place& place, int channel) {
+    if constexpr (kFolded) {
+      load_folded(place, channel);
+      return;
+    }
+    const bool inside = place.inside();
+    const Scalar* const source = place.address(channel);
+    if (!__any_sync(~0u, inside)) {
+#pragma unroll
+      for (Scalar& element : loaded) element = Scalar{};
+    } else if (kWholeChunks && __all_sync(~0u, inside)) {
+#pragma unroll
+      for (int j = 0; j < 2 * kVectorChannels; ++j)
+        loaded[j] = load_element(source + j * kInChannel);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2 * kVectorChannels; ++j) {
+        const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
+        loaded[j] = load_element(source + j * kInChannel, valid);
+      }
+    }
+  }
+  __device__ void load_folded(const Place& place, int channel) {
+#pragma unroll
+    for (int j = 0; j < 2 * kVectorChannels; ++j) {
+      const FoldedChannel folded(channel + j);
+      const bool valid =
+          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
+      loaded[j] = load_element(
+          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
+    }
+  }
+  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
+  __device__ static int offset(int i) { return i * kPlanePixels; }
+};
+
+using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
+constexpr int kBatches = ceil_div(Unit::kCount, C::loaders* C::batch);  // of a stage
+
+__device__ __forceinline__ bool unit_exists(int index) {
+  return Unit::kCount % (C::loaders * C::batch) == 0 || index < Unit::kCount;
+}
+
+// Goes through all input stages of a block: of each chunk, of each item.
+struct StageCursor {
+  const Items& items;
+  int index;
+  Item item;
+  int chunk = 0;
+  int stage = 0;
+
+  __device__ explicit StageCursor(const Items& items)
+      : items(items), index(items.first()), item(index) {}
+  __device__ bool more() const { return index < items.count(); }
+  __device__ void advance() {
+    if (++stage < item.stages()) return;
+    stage = 0;
+    if (++chunk < kChunks) return;
+    chunk = 0;
+    index = items.after(index);
+    if (more()) item = Item(index);
+  }
+};
+
+// A chunk of a tile, or a row of it, as it lies in the input.
+struct Source {
+  const Scalar* group;  // the first channel at row 0, column 0
+  int row;              // of the tile's first pixel; folded, and before padding
+  int column;
+  int channel;  // the first, in its group
+
+  __device__ Source(const Scalar* input, const StageCursor& at) {
+    const Item& item = at.item;
+    channel = at.chunk * kChunkChannels;
+    group =
+        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
+    row = item.row_phase * C::stride_height +
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+    column = (item.column - C::lead) * C::stride_width;
+  }
+
+  // Where the first pixel of a unit lies.
+  __device__ __forceinline__ Place find(int index) const {
+    const int pixel = Unit::pixel(index);
+    Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
+    if (C::wraps && place.x + C::padding_left >= kPaddedWidth) {
+      place.x -= kPaddedWidth;
+      ++place.y;
+    }
+    place.exists = unit_exists(index);
+    return place;
+  }
+  // Where a pixel of one of a plane's lines lies, if it does not go on with the next row.
+  __device__ __forceinline__ Place find_in_line(int index, int position) const {
+    const int slot = index / kStageRows;
+    const int line = index % kStageRows;
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
+  }
+  __device__ __forceinline__ int channel_of(int index) const {
+    return channel + Unit::plane(index) * kVectorChannels;
+  }
+  // Where its first channel is in the tables.
+  __device__ __forceinline__ int column_of(int its_group) const {
+    return its_group * kGroupColumns + channel;
+  }
+};
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/scale.cuh"] = r"""
+// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
+//
+// Numbers are scaled by powers of two: those of an input channel by one that the size of its
+// weights decides, the weights by its inverse, so that it does not matter in which units a channel
+// is given; each image by one that a sample of its numbers decides, and each output channel's
+// weights by one that the largest of them decides. Sums are scaled back as they are stored.
+//
+// Below 2^-14, float16 has fewer bits, and what it loses is absolute. So numbers fit if
+//   - of each vector of 8 channels, the largest number is not below that, and
+//   - what is lost is nothing beside the channel as a whole (of weights: the filter, an output and
+//     an input channel's taps): its mean square is large enough, or none of its numbers is below.
+// An image's channel is proven to be large enough by the sample, for what is in it is a part of
+// the sum of squares; in channels where it is not, loaders look at every number (`strict`).
+//
+// If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
+// TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
+// numbers and the weights decides.
+#include "tensor/vector.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
+
+// The exponents that numbers are scaled to: that of the largest weight, and of an image's largest
+// number in the sample. Others of it may be 2^4 times as large.
+constexpr int kWeightExponent = 14;
+constexpr int kImageExponent = 11;
+constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
+
+// What a vector's largest number has to reach, once scaled. From 2^-14 on, float16 has all bits;
+// the low parts of weights, and weights 2^-11 times as large, have no scale of their own.
+constexpr float kLeastInput = 1.0f / (1 << 14);
+constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
+
+// The root mean square, of a channel or of a filter, beside which it does not matter what smaller
+// numbers lose: each 2^-24 at most, in two parts 2^-36 of the input and 2^-25 of weights; so all of
+// them 1e-6 of the channel's or the filter's norm, 3e-8 in two parts.
+constexpr float kInputSize = C::parts == 2 ? 1.0f / (1 << 11) : 1.0f / (1 << 4);
+constexpr float kWeightSize = C::parts == 2 ? 1.0f : 1.0f / (1 << 4);
+
+// Input channels as the tables have them: those of the products, of one group after the other.
+constexpr int kGroupColumns = C::halves ? C::table_columns / C::groups : 1;
+
+// Tables in the workspace.
+struct Tables {
+  unsigned char* scratch;
+  int batch;
+
+  // What scales an output channel's sums back; 0 if its weights do not fit.
+  __device__ __forceinline__ float* channels() const {
+    return reinterpret_cast<float*>(scratch + C::tables_at);
+  }
+  // What an input channel's numbers are multiplied by, and its weights divided by.
+  __device__ __forceinline__ float* columns() const { return channels() + C::table_channels; }
+  // The same times the image's scale: all that its numbers are multiplied by. Negative if each of
+  // them has to fit.
+  __device__ __forceinline__ float* powers(int image) const {
+    return columns() + (1ll + image) * C::table_columns;
+  }
+  // An image's scale; 0 if none will do.
+  __device__ __forceinline__ float* images() const { return powers(batch); }
+  // Not 0 for images some of whose numbers do not fit.
+  __device__ __forceinline__ int* marks() const { return reinterpret_cast<int*>(images() + batch); }
+};
+
+// What a block takes its items from: the images that this kernel computes.
+struct Items {
+  Tables tables;  // without a workspace if weights do not fit
+
+  __device__ Items(unsigned char* scratch, int batch) : tables{scratch, batch} {
+    if constexpr (kSelects) {
+      bool fit = true;
+#pragma unroll 4
+      for (int i = threadIdx.x % 32; i < C::table_channels; i += 32) {
+        fit = fit && tables.channels()[i] != 0.0f;
+      }
+      if (!__all_sync(~0u, fit)) tables.scratch = nullptr;
+    }
+  }
+  __device__ __forceinline__ bool has(int image) const {
+    if constexpr (C::halves) return tables.scratch && tables.images()[image] != 0.0f;
+    if constexpr (C::repairs) {
+      return !tables.scratch || tables.images()[image] == 0.0f || tables.marks()[image] != 0;
+    }
+    return true;
+  }
+  // Whether there is nothing to do.
+  __device__ bool none() const {
+    if constexpr (!kSelects) return false;
+    bool found = false;
+    for (int i = threadIdx.x % 32; i < tables.batch; i += 32) found = found || has(i);
+    return !__any_sync(~0u, found);
+  }
+  __device__ __forceinline__ int count() const { return tables.batch * kItemsPerImage; }
+
+  // A block's items: the first, and the one after another.
+  __device__ __forceinline__ int first() const { return settled(blockIdx.x); }
+  __device__ __forceinline__ int after(int index) const { return settled(index + gridDim.x); }
+  __device__ __forceinline__ int settled(int index) const {
+    if constexpr (kSelects) {
+      while (index < count() && !has(index / kItemsPerImage)) index += gridDim.x;
+    }
+    return index;
+  }
+
+  // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
+  __device__ __forceinline__ void judge(HalfRange& range, int image) const {
+    const bool fits = range.fits(kLeastInput);
+    if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
+    range = HalfRange();
+  }
+};
+
+// All lanes' values, combined in a fixed order.
+template <class Value, class Combine>
+__device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
+#pragma unroll
+  for (int flip = 16; flip > 0; flip /= 2) {
+    value = combine(value, __shfl_xor_sync(~0u, value, flip));
+  }
+  return value;
+}
+
+// All threads' values, in a block of whole warps.
+template <class Value, class Combine>
+__device__ __forceinline__ Value block_combined(Value value, Combine combine) {
+  auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
+  value = warp_combined(value, combine);
+  __syncthreads();  // the last call's have been read
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_warps[0];
+  for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) value = combine(value, of_warps[i]);
+  return value;
+}
+__device__ __forceinline__ float block_largest(float number) {
+  return block_combined(number, larger);
+}
+template <class Value>
+__device__ __forceinline__ Value sum_of(Value first, Value second) {
+  return first + second;
+}
+
+constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
+
+// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
+// add up to `exponents`; 1 if there are none.
+__device__ __forceinline__ float mean_power(int exponents, int count) {
+  if (count == 0) return 1.0f;
+  const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
+  return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
+}
+// One divided by a power of two.
+__device__ __forceinline__ float inverse(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+// The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
+// small or no number.
+__device__ __forceinline__ float scale_to(float number, int exponent) {
+  if (number == 0.0f) return 1.0f;
+  const int its = static_cast<int>(__float_as_uint(number) >> 23 & 255u) - 127;
+  if (its < -kMostExponent || its > kMostExponent) return 0.0f;
+  return __uint_as_float(static_cast<unsigned>(127 + exponent - its) << 23);
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/vector.cuh"] = r"""
+// Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
+// them.
+#include "tensor/tile.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+// 16 bytes in registers.
+struct alignas(16) Words {
+  unsigned word[4];
+
+  __device__ static Words of(uint4 bits) { return {{bits.x, bits.y, bits.z, bits.w}}; }
+};
+
+// Numbers that are to be 16 bytes of float16.
+struct Numbers {
+  float number[8];
+};
+
+using Channels = Either<C::halves, Numbers, Words>::type;
+
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+template <class Half>
+__device__ __forceinline__ unsigned bits_of(Half value) {
+  return value.bits;
+}
+
+// A vector of elements.
+__device__ __forceinline__ void fill(Words& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Scalar* const first = elements + k * (kVector / 4);
+    if constexpr (sizeof(Scalar) == 4) {
+      vector.word[k] = __float_as_uint(widen(*first));
+    } else {
+      vector.word[k] = __byte_perm(bits_of(first[0]), bits_of(first[1]), 0x5410);
+    }
+  }
+}
+__device__ __forceinline__ void fill(Numbers& vector, const Scalar* elements) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) vector.number[k] = widen(elements[k]);
+}
+__device__ __forceinline__ Channels channels_of(const Scalar* elements) {
+  Channels vector;
+  fill(vector, elements);
+  return vector;
+}
+
+// How a vector's numbers become float16's: multiplied by powers of two, which are negative for
+// channels in which every number counts by itself (see scale.cuh).
+struct Powers {
+  alignas(16) float power[8];
+
+  __device__ explicit Powers(const float* powers) {
+    const auto* const halves = reinterpret_cast<const float4*>(powers);
+    *reinterpret_cast<float4*>(power) = halves[0];
+    *reinterpret_cast<float4*>(power + 4) = halves[1];
+  }
+  __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
+    Numbers scaled;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scaled.number[i] = vector.number[i] * fabsf(power[i]);
+    return scaled;
+  }
+};
+
+// Which numbers float16 was asked for: keeps what is needed to tell whether it has them.
+struct HalfRange {
+  float largest = 0.0f;
+  unsigned smallest = ~0u;  // bits, less one: then zeros are no number's
+
+  // Of a vector, scaled, the largest number counts.
+  __device__ __forceinline__ void see(const Numbers& vector) {
+    float of_vector = 0.0f;
+#pragma unroll
+    for (float number : vector.number) of_vector = larger(of_vector, fabsf(number));
+    largest = larger(largest, of_vector);
+    smallest = min(smallest, __float_as_uint(of_vector) - 1u);
+  }
+  // Of a number that counts by itself, even if scaling makes it zero.
+  __device__ __forceinline__ void see(float number, float scaled) {
+    const unsigned bits = max(__float_as_uint(fabsf(scaled)), 1u);
+    if (number != 0.0f) smallest = min(smallest, bits - 1u);
+  }
+  __device__ __forceinline__ void see_strictly(const Numbers& vector, const Powers& powers) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float number = powers.power[i] < 0.0f ? vector.number[i] : 0.0f;
+      see(number, number * powers.power[i]);
+    }
+  }
+  // Whether float16 has the largest, and the smallest as well as a number of this size.
+  __device__ bool fits(float least) const {
+    return largest <= 65504.0f && smallest >= __float_as_uint(least) - 1u;
+  }
+};
+
+// What everything else needs of these.
+struct NoPowers {
+  __device__ explicit NoPowers(const float*) {}
+};
+struct NoRange {
+  __device__ void see(const Words&) {}
+  __device__ void see(float, float) {}
+  __device__ void see_strictly(const Words&, const NoPowers&) {}
+  __device__ bool fits(float) const { return true; }
+};
+
+// Whether one of the low parts was infinite or NaN. Products of two: half of the instructions, and
+// those of finite ones overflow only where numbers are beyond 2^70, which does no harm.
+struct LowRange : NoRange {
+  float products = 0.0f;
+
+  using NoRange::see;
+  __device__ __forceinline__ void see(const Words& low) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      products = fmaf(__uint_as_float(low.word[i]), __uint_as_float(low.word[i + 1]), products);
+    }
+  }
+  __device__ bool finite() const { return is_finite(products); }
+};
+
+using Scale = Either<C::halves, Powers, NoPowers>::type;
+using Range = Either<C::halves, HalfRange, Either<kWatches, LowRange, NoRange>::type>::type;
+
+// Writes a vector, in `parts` that are part_bytes apart: floats rounded to TF32, or in two such
+// numbers; 16-bit types as they are.
+template <bool kWeight, class Seen>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes, Words vector,
+                                            Seen& seen) {
+  if constexpr (sizeof(Scalar) == 4 && C::parts == 1) {
+#pragma unroll
+    for (unsigned& word : vector.word) {
+      const float value = __uint_as_float(word);
+      word = __float_as_uint(C::ties_to_even ? round_to_even_tf32(value)
+                                             : round_operand_to_tf32(value));
+    }
+  } else if constexpr (sizeof(Scalar) == 4) {
+    Words low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      split(__uint_as_float(vector.word[i]), vector.word[i], low.word[i]);
+    }
+    seen.see(low);
+    *reinterpret_cast<Words*>(target + part_bytes) = low;
+  }
+  *reinterpret_cast<Words*>(target) = vector;
+}
+
+// Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
+// for, so that it fits where the high one does. It is multiplied by weights that are as much
+// smaller: a third part.
+template <bool kWeight, class Seen>
+__device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
+                                            const Numbers& scaled, Seen&) {
+  constexpr float kLow = 2048.0f;
+  Words high, low, smaller;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = scaled.number[2 * i];
+    const float second = scaled.number[2 * i + 1];
+    const bool to_even = C::parts == 2 || C::ties_to_even;
+    high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
+    if constexpr (C::parts == 2) {
+      const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
+      const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
+      constexpr float kFactor = kWeight ? 1.0f : kLow;
+      low.word[i] =
+          floats_to_halves((first - first_high) * kFactor, (second - second_high) * kFactor);
+      if constexpr (kWeight) {
+        smaller.word[i] = floats_to_halves(first_high / kLow, second_high / kLow);
+      }
+    }
+  }
+  *reinterpret_cast<Words*>(target) = high;
+  if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + part_bytes) = low;
+  if constexpr (C::parts == 2 && kWeight) {
+    *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
+  }
+}
+
+// A vector of the input, as it was loaded.
+template <class Seen>
+__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
+                                            const Words& vector, const NoPowers&, Seen& range) {
+  store_parts<false>(target, part_bytes, vector, range);
+}
+__device__ __forceinline__ void store_input(unsigned char* target, int part_bytes,
+                                            const Numbers& vector, const Powers& powers,
+                                            HalfRange& range) {
+  const Numbers scaled = powers.scale(vector);
+  range.see(scaled);
+  store_parts<false>(target, part_bytes, scaled, range);
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/tile.cuh"] = r"""
+// The tile that correlations on tensor cores share: its halo in shared memory, and how blocks walk
+// over an image. A family's own header has what else it keeps there.
+//
+// Both operands lie in pieces of 16 bytes, channels that are multiplied at once:
+//
+//   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
+//   weights [tap][2][product_rows output channels][16 bytes]
+#include "include/tile.cuh"
+#include "tensor/operand.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+// What is multiplied: elements as they are, or float32 numbers as float16 (see scale.cuh).
+using Factor = Either<C::halves, Float16, Operand>::type;
+constexpr int kVectorChannels = C::halves ? 8 : kVector;  // in 16 bytes
+
+constexpr int kChunkPlanes = 2 * C::k_steps;
+constexpr int kChunkChannels = kChunkPlanes * kVectorChannels;
+constexpr int kChunks = ceil_div(C::group_in, kChunkChannels);
+
+// Along rows: tap k is in phase k % kRowPhases; a tile's output rows are kRowStep apart.
+constexpr int kRowPhases = C::stride_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / gcd(C::stride_height, C::dilation_height);
+constexpr int kRowSlots = C::kernel_height < kRowPhases ? C::kernel_height : kRowPhases;
+
+// Along columns, where output pixels are neighbours.
+constexpr int kColumnUnit = gcd(C::stride_width, C::dilation_width);
+constexpr int kColumnPhases = C::stride_width / kColumnUnit;
+constexpr int kColumnStep = C::dilation_width / kColumnUnit;
+constexpr int kColumnSlots = C::kernel_width < kColumnPhases ? C::kernel_width : kColumnPhases;
+
+constexpr int kTapRows = C::kernel_height + C::stack - 1;
+constexpr int kTaps = kTapRows * C::kernel_width;
+constexpr int kWeightStages = kTaps / C::stage_taps;  // of a chunk
+static_assert(kTaps % C::stage_taps == 0, "stages hold whole taps");
+
+constexpr int kTileRows = C::block_rows;  // output rows of a block
+constexpr int kHaloRows = kTileRows + (C::kernel_height - 1) / kRowPhases;
+static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / kColumnPhases <=
+                  C::pitch,
+              "a row holds its halo");
+
+constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
+constexpr int kSlotPixels = kStageRows * C::pitch;  // of one phase of the rows and the columns
+constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // of a plane
+constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
+constexpr int kPlaneBytes = kPlanePixels * 16;
+constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
+
+constexpr int kOutputs = C::product_rows;
+constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);  // output channels of them
+constexpr int kProductBytes = kOutputs * 32;
+constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
+constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
+constexpr int kWeightBytes = C::stage_taps * kTapBytes;
+
+// A product's row, counted among those of the same column: two sums of a pixel's columns are eight
+// rows apart, in the same thread.
+__device__ __forceinline__ int row_of_column(int product_row) {
+  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+}
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
+static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
+
+// With a lead, rows begin up to lead - 1 columns before the image.
+constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
+
+// With `wraps`, a row's last strip goes on with the next row: a line of the tile has what it reads
+// behind what this row reads, and so kGap columns between the rows' outputs.
+constexpr int kGap = (C::kernel_width - 1) * C::dilation_width;
+constexpr int kPaddedWidth = C::out_width + kGap;
+
+// What is infinite or NaN, if it is in the input, is so in its low part (see `split`). Two kinds of
+// sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
+// each other, and compensated ones. There, loaders mark what has such a number, and who
+// multiplies is careful: what is not finite, and no result, they replace by zero.
+constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
+
+// --- Work items ----------------------------------------------------------------------------------
+
+constexpr int kOutputGroups = ceil_div(C::group_out, C::channel_groups* kStackChannels);
+constexpr int kRowTiles = ceil_div(ceil_div(C::out_height, kRowStep), kTileRows);
+constexpr int kSegments = ceil_div(kRowTiles, C::segment_tiles);
+constexpr int kItemsPerImage = kOutputGroups * kStrips * kSegments * kRowStep * C::groups;
+
+// What a block does between two looks at its list: segment_tiles tiles, one below the other.
+struct Item {
+  int outputs;  // first channel of the block's products, in the group
+  int column;   // first output column
+  int tile;     // first tile, from the top of the image
+  int tiles;
+  int row_phase;
+  int group;
+  int image;
+
+  __device__ explicit Item(int index) {
+    outputs = index % kOutputGroups * (C::channel_groups * kStackChannels);
+    index /= kOutputGroups;
+    column = index % kStrips * C::tile_columns;
+    index /= kStrips;
+    tile = index % kSegments * C::segment_tiles;
+    tiles = min(C::segment_tiles, kRowTiles - tile);
+    index /= kSegments;
+    row_phase = index % kRowStep;
+    index /= kRowStep;
+    group = index % C::groups;
+    image = index / C::groups;
+  }
+
+  // Input stages of one chunk.
+  __device__ int stages() const {
+    return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
+  }
+};
+
+// --- Channels ------------------------------------------------------------------------------------
+
+// A channel of the group as the products have it: one of the input's, at one of its phases.
+struct FoldedChannel {
+  int channel, row, column;
+
+  __device__ explicit FoldedChannel(int index)
+      : channel(index / (C::fold_height * C::fold_width)),
+        row(index / C::fold_width % C::fold_height),
+        column(index % C::fold_width) {}
+};
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["include/tile.cuh"] = r"""
+// Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
+#include "include/scalar.cuh"
+
+namespace fastconv {
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+// Division that rounds down, also for negative a.
+__host__ __device__ constexpr int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -((b - 1 - a) / b);
+}
+
+template <class T>
+__host__ __device__ constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+
+// What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
+// times as much.
+template <bool kWide>
+struct IndexOf {
+  using type = int;
+};
+template <>
+struct IndexOf<true> {
+  using type = long long;
+};
+template <long long kEnd>
+using IndexTo = typename IndexOf<(kEnd >= 1ll << 31)>::type;
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T element[kCount];
+};
+// Vectors wider than what one instruction moves are read as several.
+template <>
+struct alignas(16) Vector<double, 4> {
+  double element[4];
+};
+
+// Four neighbours in shared memory, widened to the type they are summed in.
+template <class T>
+__device__ __forceinline__ void load4(const T* source, typename SumOf<T>::type (&target)[4]) {
+  const Vector<T, 4> four = *reinterpret_cast<const Vector<T, 4>*>(source);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) target[i] = widen(four.element[i]);
+}
+
+// Copies kCount neighbouring elements to shared memory, asynchronously where the hardware can
+// (it copies no less than 4 bytes), or writes zeros.
+template <int kCount, class T>
+__device__ __forceinline__ void copy_elements(T* shared, const T* global, bool valid) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  if constexpr (kBytes >= 4) {
+    copy_async<kBytes>(shared, global, valid);
+  } else {
+    *shared = valid ? *global : T{};
+  }
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/operand.cuh"] = r"""
+// What a kernel's tensors have for elements, and which of the tensor core's types that is.
+#include "include/scalar.cuh"
+#include "include/sm80.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+template <class T>
+struct OperandOf;
+template <>
+struct OperandOf<float> {
+  using type = Tf32;
+};
+template <>
+struct OperandOf<float16> {
+  using type = Float16;
+};
+template <>
+struct OperandOf<bfloat16> {
+  using type = Bfloat16;
+};
+
+template <bool kFirst, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
+};
+
+using C = Config;
+using Scalar = C::Scalar;
+using Operand = OperandOf<Scalar>::type;
+
+constexpr int kScalarBytes = static_cast<int>(sizeof(Scalar));
+constexpr int kVector = 16 / kScalarBytes;  // elements in 16 bytes
+
+// Elements of a tensor. Plans are made for images of fewer than kMostElements, so that offsets in
+// an image are 32-bit numbers (limits.py). Those of places outside of it, where tiles overhang or
+// padding is, need not be: see IndexTo.
+constexpr long long kMostElements = 1LL << 30;
+template <class... Sizes>
+__host__ __device__ constexpr long long elements_of(Sizes... sizes) {
+  return (1LL * ... * sizes);
+}
+
+// A number in two parts, of TF32's precision. Of what is infinite or NaN, the low part is, and the
+// high one is TF32's largest number, with its sign. So of three products,
+//   low_x high_y + high_x low_y + high_x high_y,
+// one of x = infinity is infinite, with the sign of x y, or NaN if y = 0; the others are finite, or
+// overflow as it does, or less far. If both are infinite, all three are x y.
+__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
+  constexpr unsigned kLargest = 0x7f7fe000u;
+  const float rounded = round_to_even_tf32(limited(value, __uint_as_float(kLargest)));
+  high = __float_as_uint(rounded);
+  low = __float_as_uint(round_to_even_tf32(value - rounded));
+}
+
+__device__ __forceinline__ bool is_finite(float value) {
+  return fabsf(value) < __uint_as_float(0x7f800000u);
+}
+
+// Makes zeros of what is infinite or NaN.
+template <int kCount>
+__device__ __forceinline__ void drop_infinite(float (&sums)[kCount]) {
+#pragma unroll
+  for (float& sum : sums) sum = is_finite(sum) ? sum : 0.0f;
+}
+
+// The bits of an element, or zero.
+__device__ __forceinline__ unsigned load_bits(const float* element, bool valid) {
+  return __float_as_uint(load_or_zero(element, valid));
+}
+template <class Half>
+__device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
+  return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["include/scalar.cuh"] = r"""
+// The element types of tensors, and the type each is summed in.
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
+struct float16 {
+  unsigned short bits;
+};
+
+struct bfloat16 {
+  unsigned short bits;
+};
+
+// The arithmetic type: products are formed and summed in it.
+template <class T>
+struct SumOf {
+  using type = float;
+};
+template <>
+struct SumOf<double> {
+  using type = double;
+};
+
+__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
+__device__ __forceinline__ float widen(bfloat16 value) {
+  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+}
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+
+template <class T>
+__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ float16 narrow<float16>(float value) {
+  return {float_to_half(value)};
+}
+// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
+template <>
+__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
+  unsigned bits = __float_as_uint(value);
+  if (value != value) return {0x7fff};
+  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/sm80.cuh"] = r"""
+// Instructions from sm_80 on, one function each, as ptx.cuh has those of every GPU. The emulator
+// has a twin of this file too.
+#include "include/ptx.cuh"
+
+namespace fastconv {
+
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
 // Stores an element if it is `valid`; or 16 bytes, at once and without a branch.
@@ -4243,9 +4422,19 @@ __device__ __forceinline__ uint4 load(const uint4* global) {
 // Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
 // address happen in order.
 __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
                "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
                : "memory");
+#else
+  asm volatile(
+      "red.relaxed.gpu.global.add.f32 [%0], %1;\n"
+      "red.relaxed.gpu.global.add.f32 [%0 + 4], %2;\n"
+      "red.relaxed.gpu.global.add.f32 [%0 + 8], %3;\n"
+      "red.relaxed.gpu.global.add.f32 [%0 + 12], %4;" ::"l"(global),
+      "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
+      : "memory");
+#endif
 }
 
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
@@ -4267,12 +4456,18 @@ __device__ __forceinline__ float round_operand_to_tf32(float value) {
   return result;
 }
 
-// To TF32's 10 bits of mantissa, to nearest, ties to even: one instruction. (Away from zero, it
-// takes three.)
+// To TF32's 10 bits of mantissa, to nearest, ties to even: from sm_90 on one instruction. (Away
+// from zero, it takes three.)
 __device__ __forceinline__ float round_to_even_tf32(float value) {
+#if __CUDA_ARCH__ >= 900
   unsigned bits;
   asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return __uint_as_float(bits);
+#else
+  const unsigned bits = __float_as_uint(value);
+  const unsigned rounded = (bits + 0x0fffu + (bits >> 13 & 1u)) & 0xffffe000u;
+  return fabsf(value) < __uint_as_float(0x7f800000u) ? __uint_as_float(rounded) : value;
+#endif
 }
 
 // Two numbers, not NaN, to float16: to nearest, ties away from zero; `first` in the lower half.
@@ -4294,134 +4489,34 @@ __device__ __forceinline__ float larger(float first, float second) {
 
 // The number, or `most` with its sign if its magnitude is larger, or if it is NaN.
 __device__ __forceinline__ float limited(float number, float most) {
+#if __CUDA_ARCH__ >= 860
   float result;
   asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(number), "f"(most));
   return result;
+#else
+  return copysignf(fminf(fabsf(number), most), number);
+#endif
 }
 
-// --- Warpgroups ----------------------------------------------------------------------------------
+// --- Matrices of 8 rows of 16 bytes in shared memory (ldmatrix) ----------------------------------
+// What lane 4 g + t gets of one, a fragment of 4 bytes: bytes 4 t to 4 t + 3 of row g. These are
+// two elements of 16 bits, or one of TF32.
 
-// Sets the registers of each thread of the calling warpgroup. All of a block's together must not
-// exceed what it was launched with, or it hangs.
-template <int kRegisters>
-__device__ __forceinline__ void give_back_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Waits for all threads of a warpgroup; every warpgroup of a block has a number of its own.
-__device__ __forceinline__ void warpgroup_sync(int number) {
-  asm volatile("bar.sync %0, 128;" ::"r"(number + 1) : "memory");
-}
-
-// The same for two warpgroups, which have a number of their own for it.
-__device__ __forceinline__ void two_warpgroups_sync(int number) {
-  asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory");
-}
-
-// Writes four 8 by 8 matrices of 16-bit elements to shared memory, transposed: of matrix k, lane l
-// holds elements (l / 4, 2 (l % 4) + {0, 1}) in `rows[k]`, and lane 8 k + i has the address of 16
-// bytes for column i.
-__device__ __forceinline__ void store_transposed(void* column, const unsigned (&rows)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   shared_address(column)),
-               "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
-               : "memory");
-}
-
-// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16
-// bytes, and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
-__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
+// Four matrices from shared memory: lane i has the address of row i % 8 of matrix i / 8, a multiple
+// of 16 bytes.
+__device__ __forceinline__ void load_matrices(unsigned (&fragments)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
                : "r"(shared_address(row))
                : "memory");
 }
 
-// Orders registers and shared memory before the warpgroup's next products.
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-// Closes a group of the warpgroup's products since the last commit.
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Waits until at most kPending of the warpgroup's latest groups are still under way.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps the compiler from using sums before the wgmma_wait above.
-template <int kCount>
-__device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-}
-
-// A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
-// each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
-// `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
-using Matrix = unsigned long long;
-
-__device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
-  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
-         static_cast<Matrix>(stride >> 4) << 32;
-}
-
-}  // namespace fastconv
-"""
-
-SOURCES["include/scalar.cuh"] = r"""
-// The element types of tensors, and the type each is summed in.
-#include "include/ptx.cuh"
-
-namespace fastconv {
-
-struct float16 {
-  unsigned short bits;
-};
-
-struct bfloat16 {
-  unsigned short bits;
-};
-
-// The arithmetic type: products are formed and summed in it.
-template <class T>
-struct SumOf {
-  using type = float;
-};
-template <>
-struct SumOf<double> {
-  using type = double;
-};
-
-__device__ __forceinline__ float widen(float16 value) { return half_to_float(value.bits); }
-__device__ __forceinline__ float widen(bfloat16 value) {
-  return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
-}
-__device__ __forceinline__ float widen(float value) { return value; }
-__device__ __forceinline__ double widen(double value) { return value; }
-
-template <class T>
-__device__ __forceinline__ T narrow(typename SumOf<T>::type value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ float16 narrow<float16>(float value) {
-  return {float_to_half(value)};
-}
-// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
-template <>
-__device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
-  unsigned bits = __float_as_uint(value);
-  if (value != value) return {0x7fff};
-  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+// The same, each matrix of 8 by 8 elements of 16 bits transposed on the way.
+__device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
+               : "r"(shared_address(row))
+               : "memory");
 }
 
 }  // namespace fastconv
@@ -5615,11 +5710,14 @@ __device__ __forceinline__ float4 total_of(const float4* first, long long distan
 SOURCES["hopper/weight_grad_tile.cuh"] = r"""
 // The tile: what a block of weight_grad.cuh computes, how it walks through images, and what lies
 // where in shared memory.
-#include "hopper/operand.cuh"
 #include "include/tile.cuh"
+#include "include/wgmma.cuh"
+#include "tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {
+
+using namespace tensor;
 
 // --- The products: what a block computes ---------------------------------------------------------
 
@@ -6409,12 +6507,12 @@ FORWARD_FLOAT_TF32_0 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=1, pixels=248, tile_rows=1, tile_columns=248, pitch=272, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
-        segment_tiles=32, k_steps=2, stage_taps=3, input_stages=8, weight_stages=4,
-        resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=223824, packed_at=368640,
-        tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+        channel_groups=1, stack=1, pixels=248, tile_rows=1, block_rows=2, product_rows=64,
+        loaders=96, tile_columns=248, pitch=272, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=True, segment_tiles=32, k_steps=2, stage_taps=3,
+        input_stages=8, weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=2,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=223824,
+        packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_TF32_1 = tuple(
@@ -6430,12 +6528,12 @@ FORWARD_FLOAT_TF32_1 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=2, bulk_loads=True, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=1, pixels=248, tile_rows=1, tile_columns=248, pitch=272, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
-        segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, weight_stages=3,
-        resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=223120, packed_at=0,
-        tables_at=552960, table_channels=64, table_columns=32, repairs=True,
+        channel_groups=1, stack=1, pixels=248, tile_rows=1, block_rows=2, product_rows=64,
+        loaders=96, tile_columns=248, pitch=272, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=5,
+        input_stages=2, weight_stages=3, resident=False, pass_pixels=128, buffers=1, batch=5,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=223120,
+        packed_at=0, tables_at=552960, table_channels=64, table_columns=32, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
@@ -6482,12 +6580,12 @@ INPUT_GRAD_FLOAT_TF32_0 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=2, pixels=256, tile_rows=1, tile_columns=256, pitch=280, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
-        segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2, weight_stages=3,
-        resident=False, pass_pixels=48, buffers=1, batch=2, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=230776, packed_at=884736,
-        tables_at=1327104, table_channels=32, table_columns=64, repairs=False,
+        channel_groups=1, stack=2, pixels=256, tile_rows=1, block_rows=4, product_rows=64,
+        loaders=96, tile_columns=256, pitch=280, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
+        input_stages=2, weight_stages=3, resident=False, pass_pixels=48, buffers=1, batch=2,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=230776,
+        packed_at=884736, tables_at=1327104, table_channels=32, table_columns=64, repairs=False,
     ).items()
 )
 INPUT_GRAD_FLOAT_TF32_1 = tuple(
@@ -6503,12 +6601,12 @@ INPUT_GRAD_FLOAT_TF32_1 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=2, pixels=256, tile_rows=1, tile_columns=256, pitch=280, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
-        segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2, weight_stages=4,
-        resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=230152, packed_at=0,
-        tables_at=1327104, table_channels=32, table_columns=64, repairs=True,
+        channel_groups=1, stack=2, pixels=256, tile_rows=1, block_rows=4, product_rows=64,
+        loaders=96, tile_columns=256, pitch=280, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
+        input_stages=2, weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=5,
+        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=230152,
+        packed_at=0, tables_at=1327104, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
@@ -6585,12 +6683,12 @@ FORWARD_FLOAT_IEEE_0 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=1, pixels=128, tile_rows=1, tile_columns=128, pitch=152, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
-        segment_tiles=64, k_steps=2, stage_taps=1, input_stages=8, weight_stages=3,
-        resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=88, consumer_registers=208, shared_bytes=227904, packed_at=737280,
-        tables_at=1290240, table_channels=64, table_columns=32, repairs=False,
+        channel_groups=1, stack=1, pixels=128, tile_rows=1, block_rows=2, product_rows=64,
+        loaders=96, tile_columns=128, pitch=152, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=True, segment_tiles=64, k_steps=2, stage_taps=1,
+        input_stages=8, weight_stages=3, resident=False, pass_pixels=128, buffers=1, batch=2,
+        batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=227904,
+        packed_at=737280, tables_at=1290240, table_channels=64, table_columns=32, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_IEEE_1 = tuple(
@@ -6606,12 +6704,12 @@ FORWARD_FLOAT_IEEE_1 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=1, pixels=128, tile_rows=1, tile_columns=128, pitch=152, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
-        segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2, weight_stages=2,
-        resident=False, pass_pixels=128, buffers=2, batch=2, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=227408, packed_at=0,
-        tables_at=1290240, table_channels=64, table_columns=32, repairs=True,
+        channel_groups=1, stack=1, pixels=128, tile_rows=1, block_rows=2, product_rows=64,
+        loaders=96, tile_columns=128, pitch=152, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=5,
+        input_stages=2, weight_stages=2, resident=False, pass_pixels=128, buffers=2, batch=2,
+        batches_ahead=1, producer_registers=72, consumer_registers=216, shared_bytes=227408,
+        packed_at=0, tables_at=1290240, table_channels=64, table_columns=32, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
@@ -6658,12 +6756,13 @@ INPUT_GRAD_FLOAT_IEEE_0 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=2, pixels=128, tile_rows=1, tile_columns=128, pitch=152, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
-        segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2, weight_stages=3,
-        resident=False, pass_pixels=64, buffers=1, batch=1, batches_ahead=1,
-        producer_registers=88, consumer_registers=208, shared_bytes=229664, packed_at=1769472,
-        tables_at=3096576, table_channels=32, table_columns=64, repairs=False,
+        channel_groups=1, stack=2, pixels=128, tile_rows=1, block_rows=4, product_rows=64,
+        loaders=96, tile_columns=128, pitch=152, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
+        input_stages=2, weight_stages=3, resident=False, pass_pixels=64, buffers=1, batch=1,
+        batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=229664,
+        packed_at=1769472, tables_at=3096576, table_channels=32, table_columns=64,
+        repairs=False,
     ).items()
 )
 INPUT_GRAD_FLOAT_IEEE_1 = tuple(
@@ -6679,12 +6778,12 @@ INPUT_GRAD_FLOAT_IEEE_1 = tuple(
         row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
-        channel_groups=1, stack=2, pixels=104, tile_rows=1, tile_columns=104, pitch=128, lead=0,
-        joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=False,
-        segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2, weight_stages=2,
-        resident=False, pass_pixels=112, buffers=1, batch=1, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=211032, packed_at=0,
-        tables_at=3096576, table_channels=32, table_columns=64, repairs=True,
+        channel_groups=1, stack=2, pixels=104, tile_rows=1, block_rows=4, product_rows=64,
+        loaders=96, tile_columns=104, pitch=128, lead=0, joint_stores=False, wraps=False,
+        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=6,
+        input_stages=2, weight_stages=2, resident=False, pass_pixels=112, buffers=1, batch=1,
+        batches_ahead=1, producer_registers=72, consumer_registers=216, shared_bytes=211032,
+        packed_at=0, tables_at=3096576, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(

@@ -21,8 +21,9 @@ from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper import correlate, layers, tuned
+from fastconv.kernels.hopper import correlate, tuned
 from fastconv.kernels.planner import Planner
+from fastconv.kernels.tensor import layers
 from fastconv.problem import Problem
 
 A100, BLACKWELL = gpus.GPUS["sm_80"], gpus.GPUS["sm_100a"]

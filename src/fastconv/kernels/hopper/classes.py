@@ -9,7 +9,7 @@ from typing import Any
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.classes import Anatomy
 from fastconv.kernels.family import GEOMETRY, Constant
-from fastconv.kernels.hopper.limits import OUTPUTS
+from fastconv.kernels.hopper.block import OUTPUTS
 
 
 def _vector(c: Mapping[str, Any]) -> int:
@@ -62,7 +62,8 @@ CORRELATE = Anatomy(
         "fold_height", "fold_width", "weight_height", "weight_width", "last_tap_row",
         "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", "stack", "pixels", "tile_rows", "tile_columns", "pitch",
+        "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
+        "product_rows", "loaders", "tile_columns", "pitch",
         "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
         "weight_stages", "pass_pixels", "buffers", "raw_slots", "batch", "batches_ahead",
         "producer_registers", "consumer_registers", "shared_bytes", "packed_at", "tables_at",

@@ -15,12 +15,12 @@ from fastconv.kernels.family import (
     Plan,
     weight_grad_constants,
 )
-from fastconv.kernels.hopper import limits
-from fastconv.kernels.hopper.limits import (
+from fastconv.kernels.hopper.block import OUTPUTS
+from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.limits import (
     FLUSH_ADDITIONS,
     FLUSH_PRODUCTS,
     MOST_REDUCE_BLOCKS,
-    OUTPUTS,
     REDUCE_THREADS,
     WORKSPACE_BYTES,
 )

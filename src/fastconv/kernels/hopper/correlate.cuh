@@ -45,7 +45,7 @@
 // row of all channels: then a block walks down the image, and each row is loaded once.
 //
 // Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has
-// not are computed once more by a kernel without (`repairs`): see correlate_scale.cuh.
+// not are computed once more by a kernel without (`repairs`): see tensor/scale.cuh.
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
@@ -55,26 +55,10 @@
 #include "hopper/correlate_multiply.cuh"
 #include "hopper/correlate_stage.cuh"
 #include "hopper/correlate_store.cuh"
-#include "hopper/correlate_weights.cuh"
+#include "tensor/weights.cuh"
 
 namespace fastconv {
 namespace hopper {
-
-// How sums of a product's row become outputs.
-__device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
-                                            const Item& item, const Target& target, int row) {
-  Finish finish;
-  const int channel = target.channel(row);
-  if (bias && channel < C::group_out) {
-    finish.bias = widen(bias[item.group * C::group_out + channel]);
-  }
-  if constexpr (C::halves) {
-    constexpr int kOfGroup = C::table_channels / C::groups;
-    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
-                    items.tables.images()[item.image];
-  }
-  return finish;
-}
 
 __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items) {
   Consumer consumer;
@@ -93,7 +77,8 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       } else {
         consumer.compute(sums, tile == 0, tile == item.tiles - 1);
       }
-      const Target target(output, item, tile, consumer);
+      const Target target(output, item, tile, consumer.channel_group,
+                          consumer.pixel_group * kGroupRows);
       Finish finish[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -107,6 +92,36 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
     }
   }
   if (C::bulk_stores && lane < kStoringLanes) bulk_store_wait();
+}
+
+// One thread: sends every tile's weights through the ring, or all weights once if they fit.
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
+  constexpr int kPerTile = kChunks * kWeightStages;
+  const auto send = [](int stage, const unsigned char* source) {
+    Barrier* const full = &barriers().weights_full[stage];
+    barrier_arrive_expect(full, kWeightBytes);
+    bulk_load(shared_memory() + kWeightRing + stage * kWeightBytes, source, kWeightBytes, full);
+  };
+  if constexpr (C::resident) {
+    static_assert(!C::resident || C::weight_stages == kPerTile, "all of them fit");
+    for (int i = 0; i < kPerTile; ++i) send(i, packed + i * kWeightBytes);
+    return;
+  }
+  Ring<C::weight_stages> at(1);
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
+    const Item item(index);
+    const int part =
+        item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
+    const unsigned char* const source =
+        packed + static_cast<long long>(part) * kPerTile * kWeightBytes;
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      for (int i = 0; i < kPerTile; ++i) {
+        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+        send(at.stage, source + static_cast<long long>(i) * kWeightBytes);
+        at.advance();
+      }
+    }
+  }
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
@@ -160,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(256)
     pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
          int batch) {
-  fastconv::hopper::pack(weight, input, scratch, batch);
+  fastconv::tensor::pack(weight, input, scratch, batch);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)

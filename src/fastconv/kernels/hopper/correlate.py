@@ -24,10 +24,12 @@ from fastconv.kernels.family import (
     Plan,
     geometry_constants,
 )
-from fastconv.kernels.hopper import limits, tuned
-from fastconv.kernels.hopper.layers import Layer, views
-from fastconv.kernels.hopper.limits import OUTPUTS, THREADS
+from fastconv.kernels.hopper import block, tuned
+from fastconv.kernels.hopper.block import OUTPUTS, THREADS
+from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segment_tiles, tiles_of
+from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.layers import views
 
 PACK_THREADS = 256
 SCALE_THREADS = 1024
@@ -77,7 +79,8 @@ def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer = layers[0]
     channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
     operands = layer.operands
-    limits.check(operands, gpu, layer.groups, channels, layer.in_size, layer.image_size)
+    block.check(gpu)
+    limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
     terms = sum(layer.terms for layer in layers)
     multiplied = sum(layer.terms / layer.tensor_share * layer.products for layer in layers)
     if TENSOR_PRODUCTS[layer.vector_channels] * terms / multiplied < LEAST_PRODUCTS:
@@ -406,6 +409,9 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "stack": layer.stack,
         "pixels": tile.pixels,
         "tile_rows": tile.rows,
+        "block_rows": tile.tile_rows,
+        "product_rows": OUTPUTS,
+        "loaders": 32 * LOADER_WARPS,
         "tile_columns": tile.columns,
         "pitch": tile.pitch,
         "lead": tile.lead,
@@ -425,6 +431,6 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "batch": _batch(tile, place),
         "batches_ahead": 1 if layer.parts == 2 else 2,
         "producer_registers": producer,
-        "consumer_registers": limits.consumer_registers(producer),
+        "consumer_registers": block.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
     }

@@ -244,7 +244,7 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
       arrived.advance();
     }
     piece -= kPieces;
-    items.judge(range, stage.item.image, at.stage);
+    judge(items, range, stage.item.image, at.stage);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper import correlate, limits, spread
+from fastconv.kernels.hopper import correlate, spread
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
+from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
 
 

@@ -285,7 +285,7 @@ __device__ __forceinline__ bool is_finite(const Fragments& fragments) {
       products = fmaf(__uint_as_float(low[i]), __uint_as_float(low[i + 1]), products);
     }
   }
-  return __all_sync(~0u, is_finite(products));
+  return __all_sync(~0u, tensor::is_finite(products));
 }
 
 // --- Products ------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from fastconv.kernels.family import (
     Plan,
     geometry_constants,
 )
-from fastconv.kernels.hopper import limits
-from fastconv.kernels.hopper.layers import LONG_SUM, SHORT_SUM_PRODUCTS, Layer
+from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.layers import Layer
+from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.layers import LONG_SUM, SHORT_SUM_PRODUCTS
 
 PIXELS = 64  # of a product
 MOST_COLUMNS = {1: 256, 2: 168}  # of a product, by parts: a thread's sums have to fit registers
@@ -159,7 +161,8 @@ def spread_of(layer: Layer, gpu: Gpu) -> Spread:
     """
     rows, columns = layer.placing
     channels = (layer.group_in, layer.group_out)
-    limits.check(layer.operands, gpu, layer.groups, channels, layer.in_size, layer.out_size)
+    block.check(gpu)
+    limits.check(layer.operands, layer.groups, channels, layer.in_size, layer.out_size)
     if layer.groups > 1:
         raise Declined(f"{layer.groups} groups")
     whole = rows.step == columns.step == 1 and layer.folding == (1, 1)

@@ -9,8 +9,9 @@ from functools import cached_property
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
+from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, PRODUCT_BYTES
 from fastconv.kernels.hopper.layers import MOST_RESIDENT_BYTES, Layer
-from fastconv.kernels.hopper.limits import CONSUMERS, OUTPUTS, PRODUCT_BYTES, together
+from fastconv.kernels.tensor.limits import together
 
 LOADER_WARPS = 3
 

@@ -1,10 +1,13 @@
 // How warpgroups or blocks that need no tiles share an image: in walks down strips of it.
 #pragma once
-#include "hopper/operand.cuh"
 #include "include/tile.cuh"
+#include "include/wgmma.cuh"
+#include "tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {
+
+using namespace tensor;
 
 // Some output rows of a strip of kStripColumns, kRowStep apart: they start at one of as many
 // residues. Neighbouring strips are neighbouring items, at work at the same time: what both read is

@@ -24,15 +24,14 @@ from fastconv.kernels.family import (
     blocks_at_once,
     weight_grad_constants,
 )
-from fastconv.kernels.hopper import collect, limits
-from fastconv.kernels.hopper.limits import (
-    CONSUMERS,
+from fastconv.kernels.hopper import block, collect
+from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, THREADS
+from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.limits import (
     FLUSH_ADDITIONS,
     FLUSH_PRODUCTS,
     MOST_REDUCE_BLOCKS,
-    OUTPUTS,
     REDUCE_THREADS,
-    THREADS,
     WORKSPACE_BYTES,
 )
 from fastconv.problem import Problem
@@ -88,7 +87,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
     sizes = (problem.input_size, problem.output_size)
-    limits.check(operands, gpu, problem.groups, channels, *sizes)
+    block.check(gpu)
+    limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
     ways: list[tuple[float, Callable[[], Plan]]] = []
     reasons = []
@@ -615,7 +615,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),
         "batch": 2 if producer == 88 else 1,
         "producer_registers": producer,
-        "consumer_registers": limits.consumer_registers(producer),
+        "consumer_registers": block.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
     }
 

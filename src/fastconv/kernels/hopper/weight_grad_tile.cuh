@@ -1,11 +1,14 @@
 // The tile: what a block of weight_grad.cuh computes, how it walks through images, and what lies
 // where in shared memory.
 #pragma once
-#include "hopper/operand.cuh"
 #include "include/tile.cuh"
+#include "include/wgmma.cuh"
+#include "tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {
+
+using namespace tensor;
 
 // --- The products: what a block computes ---------------------------------------------------------
 

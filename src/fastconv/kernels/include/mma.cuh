@@ -3,26 +3,9 @@
 // What lane 4 g + t holds of a matrix of 8 rows of 16 bytes, a fragment of 4 bytes: bytes 4 t to
 // 4 t + 3 of row g. These are two elements of 16 bits, or one of TF32.
 #pragma once
-#include "include/ptx.cuh"
+#include "include/sm80.cuh"
 
 namespace fastconv {
-
-// Four matrices from shared memory: lane i has the address of row i % 8 of matrix i / 8, a multiple
-// of 16 bytes.
-__device__ __forceinline__ void load_matrices(unsigned (&fragments)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-// The same, each matrix of 8 by 8 elements of 16 bits transposed on the way.
-__device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
 
 // sums += left * right^T: 16 rows by 8 rows, each of 32 bytes. `left` is four matrices: its upper
 // and lower 8 rows, first of their first 16 bytes, then of the others; `right` is two: first and

@@ -1,7 +1,6 @@
-// The instructions of sm_90a, one function each, as ptx.cuh has those of every GPU. The emulator
-// has a twin of this file too.
+// The instructions of sm_90a, one function each. The emulator has a twin of this file too.
 #pragma once
-#include "include/ptx.cuh"
+#include "include/sm80.cuh"
 
 namespace fastconv {
 
@@ -224,163 +223,6 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&a
   }
 }
 
-// --- Loads, stores and conversions ---------------------------------------------------------------
-
-// Stores an element if it is `valid`; or 16 bytes, at once and without a branch.
-template <class T>
-__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
-  if (valid) *global = value;
-}
-__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
-      "}" ::"l"(global),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
-      : "memory");
-}
-
-// The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
-// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
-__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
-  unsigned short value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "mov.b16 %0, 0;\n"
-      "@p ld.global.nc.b16 %0, [%1];\n"
-      "}"
-      : "=h"(value)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-__device__ __forceinline__ float load_or_zero(const float* global, bool valid) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "mov.f32 %0, 0f00000000;\n"
-      "@p ld.global.nc.f32 %0, [%1];\n"
-      "}"
-      : "=f"(value)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-__device__ __forceinline__ uint4 load_or_zero(const uint4* global, bool valid) {
-  uint4 value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-
-__device__ __forceinline__ uint2 load_or_zero(const uint2* global, bool valid) {
-  uint2 value;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n"
-      "}"
-      : "=r"(value.x), "=r"(value.y)
-      : "l"(global), "r"(static_cast<int>(valid)));
-  return value;
-}
-
-// The same without a condition. Neighbours of 16 bytes are fetched from memory along with them.
-__device__ __forceinline__ unsigned short load(const unsigned short* global) {
-  unsigned short value;
-  asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(value) : "l"(global));
-  return value;
-}
-__device__ __forceinline__ float load(const float* global) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(global));
-  return value;
-}
-
-__device__ __forceinline__ uint4 load(const uint4* global) {
-  uint4 value;
-  asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(global));
-  return value;
-}
-
-// Adds to four neighbours in global memory, without waiting for it. Additions of one thread to one
-// address happen in order.
-__device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global),
-               "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
-               : "memory");
-}
-
-// For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
-// nearest, ties away from zero.
-__device__ __forceinline__ float round_operand_to_tf32(float value) {
-  float result;
-  asm("{\n"
-      ".reg .pred finite;\n"
-      ".reg .f32 magnitude;\n"
-      ".reg .b32 bits;\n"
-      "abs.f32 magnitude, %1;\n"
-      "setp.lt.f32 finite, magnitude, 0f7f800000;\n"
-      "mov.b32 bits, %1;\n"
-      "@finite add.u32 bits, bits, 0x1000;\n"  // would make some NaNs numbers
-      "mov.b32 %0, bits;\n"
-      "}"
-      : "=f"(result)
-      : "f"(value));
-  return result;
-}
-
-// To TF32's 10 bits of mantissa, to nearest, ties to even: one instruction. (Away from zero, it
-// takes three.)
-__device__ __forceinline__ float round_to_even_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
-}
-
-// Two numbers, not NaN, to float16: to nearest, ties away from zero; `first` in the lower half.
-__device__ __forceinline__ unsigned round_to_halves(float first, float second) {
-  unsigned bits;
-  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
-      : "=r"(bits)
-      : "f"(__uint_as_float(__float_as_uint(second) + 0x1000u)),
-        "f"(__uint_as_float(__float_as_uint(first) + 0x1000u)));
-  return bits;
-}
-
-// The larger of two numbers, or NaN if one is.
-__device__ __forceinline__ float larger(float first, float second) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
-  return result;
-}
-
-// The number, or `most` with its sign if its magnitude is larger, or if it is NaN.
-__device__ __forceinline__ float limited(float number, float most) {
-  float result;
-  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(number), "f"(most));
-  return result;
-}
-
 // --- Warpgroups ----------------------------------------------------------------------------------
 
 // Sets the registers of each thread of the calling warpgroup. All of a block's together must not
@@ -411,15 +253,6 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(column)),
                "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
-               : "memory");
-}
-
-// Reads four such matrices, transposed: lane 8 k + i has the address of row i of matrix k, 16
-// bytes, and of matrix k lane l gets elements (2 (l % 4) + {0, 1}, l / 4) in `columns[k]`.
-__device__ __forceinline__ void load_transposed(unsigned (&columns)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(columns[0]), "=r"(columns[1]), "=r"(columns[2]), "=r"(columns[3])
-               : "r"(shared_address(row))
                : "memory");
 }
 

@@ -1,19 +1,14 @@
-"""What the plans of Hopper's kernels share: the block's make-up, and what they do not take."""
+"""What the plans of kernels on tensor cores share: what they do not take, and small estimates."""
 
 from __future__ import annotations
 
 from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, shares
-from fastconv.kernels.family import Declined, Gpu, Operands
+from fastconv.kernels.family import Declined, Operands
 from fastconv.problem import Problem
 
-THREADS = 384
-CONSUMERS = 2  # warpgroups
-OUTPUTS = 64  # channels of a product
-PRODUCT_BYTES = OUTPUTS * 32  # of its weights
 LEAST_GROUP = 8  # channels
-LAUNCH_REGISTERS = 168  # of a thread, for three warpgroups
 # What kernels count in 32 bits, with room for tiles that reach beyond an image.
 MOST_IMAGE = 2**30  # elements
 MOST_REACH = 2**30  # rows or columns, padding and what tiles overhang included
@@ -64,11 +59,6 @@ def row_advance(problem: Problem) -> int:
     return problem.stride[0] // gcd(problem.stride[0], problem.dilation[0])
 
 
-def consumer_registers(producer_registers: int) -> int:
-    """What the two consumers' threads can have if the producer's keep so many."""
-    return (3 * LAUNCH_REGISTERS - producer_registers) // CONSUMERS
-
-
 def check_reach(problem: Problem, operands: Operands) -> None:
     """Raises Declined for places that cannot be counted in 32 bits.
 
@@ -95,7 +85,6 @@ def check_reach(problem: Problem, operands: Operands) -> None:
 
 def check(
     operands: Operands,
-    gpu: Gpu,
     groups: int,
     group_channels: tuple[int, int],
     in_size: tuple[int, int],
@@ -105,8 +94,6 @@ def check(
 
     ``group_channels`` are a group's, of the image that is read and of the other.
     """
-    if gpu.architecture != "sm_90a":
-        raise Declined(f"tensor-core kernels for {gpu.architecture}")
     if operands.scalar == "double":
         raise Declined("float64")
     first, second = group_channels

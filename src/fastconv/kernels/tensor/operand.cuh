@@ -1,10 +1,10 @@
 // What a kernel's tensors have for elements, and which of the tensor core's types that is.
 #pragma once
 #include "include/scalar.cuh"
-#include "include/wgmma.cuh"
+#include "include/sm80.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
 template <class T>
 struct OperandOf;
@@ -78,5 +78,5 @@ __device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
   return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
 }
 
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv

@@ -1,10 +1,10 @@
 // Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
 // them.
 #pragma once
-#include "hopper/correlate_tile.cuh"
+#include "tensor/tile.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
 // 16 bytes in registers.
 struct alignas(16) Words {
@@ -49,7 +49,7 @@ __device__ __forceinline__ Channels channels_of(const Scalar* elements) {
 }
 
 // How a vector's numbers become float16's: multiplied by powers of two, which are negative for
-// channels in which every number counts by itself (see correlate_scale.cuh).
+// channels in which every number counts by itself (see scale.cuh).
 struct Powers {
   alignas(16) float power[8];
 
@@ -196,5 +196,5 @@ __device__ __forceinline__ void store_input(unsigned char* target, int part_byte
   store_parts<false>(target, part_bytes, scaled, range);
 }
 
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv

@@ -16,10 +16,10 @@
 // TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
 // numbers and the weights decides.
 #pragma once
-#include "hopper/correlate_vector.cuh"
+#include "tensor/vector.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
 constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
 
@@ -106,50 +106,11 @@ struct Items {
   }
 
   // Of the numbers that the warp has seen since the last call: marks the image if not all fit.
-  __device__ __forceinline__ void judge(HalfRange& range, int image, int) const {
+  __device__ __forceinline__ void judge(HalfRange& range, int image) const {
     const bool fits = range.fits(kLeastInput);
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
     range = HalfRange();
   }
-  // Marks the stage if they are not all finite.
-  __device__ __forceinline__ void judge(LowRange& range, int, int stage) const {
-    const bool watched = !__all_sync(~0u, range.finite());
-    const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
-    if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
-    range = LowRange();
-  }
-  __device__ __forceinline__ void judge(NoRange&, int, int) const {}
-};
-
-// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
-struct ChunkPowers {
-  const float* powers;
-  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
-  bool strict = false;  // whether one is negative
-
-  __device__ explicit ChunkPowers(int warp)
-      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
-
-  __device__ __forceinline__ void load(const Items& items, int image, int column) {
-    const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
-    if (!C::halves || at == begin) return;
-    at = begin;
-    const float* const source = items.tables.powers(image) + column;
-    if constexpr (!kPowersCopied) powers = source;
-    strict = false;
-    __syncwarp();  // the last ones have been read
-#pragma unroll
-    for (int first = 0; first < kChunkChannels; first += 32) {
-      const int i = first + static_cast<int>(threadIdx.x) % 32;
-      const float power = i < kChunkChannels ? source[i] : 0.0f;
-      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
-      strict = strict || power < 0.0f;
-    }
-    strict = __any_sync(~0u, strict);
-    __syncwarp();  // all have been written
-  }
-  // Of the vector that begins with a channel of the chunk.
-  __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
 };
 
 // All lanes' values, combined in a fixed order.
@@ -205,5 +166,5 @@ __device__ __forceinline__ float scale_to(float number, int exponent) {
   return __uint_as_float(static_cast<unsigned>(127 + exponent - its) << 23);
 }
 
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv

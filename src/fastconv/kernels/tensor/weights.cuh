@@ -1,11 +1,10 @@
-// Weights: packed as the tensor cores want them, and streamed to shared memory. Before they are
-// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
-// of output channels and of images.
+// Weights, packed as the tensor cores want them. Before they are packed as float16, a kernel finds
+// the input channels' scales; the one that packs them finds those of output channels and of images.
 #pragma once
-#include "hopper/correlate_load.cuh"
+#include "tensor/input.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
 constexpr int kSteps = kChunks * kTaps * C::k_steps;
 constexpr int kPackedVectors =
@@ -306,35 +305,5 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
   }
 }
 
-// One thread: sends every tile's weights through the ring, or all weights once if they fit.
-__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
-  constexpr int kPerTile = kChunks * kWeightStages;
-  const auto send = [](int stage, const unsigned char* source) {
-    Barrier* const full = &barriers().weights_full[stage];
-    barrier_arrive_expect(full, kWeightBytes);
-    bulk_load(shared_memory() + kWeightRing + stage * kWeightBytes, source, kWeightBytes, full);
-  };
-  if constexpr (C::resident) {
-    static_assert(!C::resident || C::weight_stages == kPerTile, "all of them fit");
-    for (int i = 0; i < kPerTile; ++i) send(i, packed + i * kWeightBytes);
-    return;
-  }
-  Ring<C::weight_stages> at(1);
-  for (int index = items.first(); index < items.count(); index = items.after(index)) {
-    const Item item(index);
-    const int part =
-        item.group * kOutputGroups + item.outputs / (C::channel_groups * kStackChannels);
-    const unsigned char* const source =
-        packed + static_cast<long long>(part) * kPerTile * kWeightBytes;
-    for (int tile = 0; tile < item.tiles; ++tile) {
-      for (int i = 0; i < kPerTile; ++i) {
-        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
-        send(at.stage, source + static_cast<long long>(i) * kWeightBytes);
-        at.advance();
-      }
-    }
-  }
-}
-
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv
