@@ -11,29 +11,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
-from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
     Constant,
     Declined,
     Gpu,
-    Kernel,
-    Launch,
     Operands,
     Plan,
-    geometry_constants,
 )
 from fastconv.kernels.hopper import block, tuned
 from fastconv.kernels.hopper.block import OUTPUTS, THREADS
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segment_tiles, tiles_of
 from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.launches import Correlation, launches, layer_constants
 from fastconv.kernels.tensor.layers import views
 
-PACK_THREADS = 256
-SCALE_THREADS = 1024
-MOST_PACK_BLOCKS = 4096
 EXPLAINED = 5  # tiles
 # Multiply-adds a cycle, by channels in 16 bytes: of the tensor cores, and how many must count for
 # them to be worth it.
@@ -101,13 +95,15 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     key = _key(layers, gpu)
     repairs = None
     if layers[0].halves:
-        repairs = _repairs(layers[0], gpu)
-        explanation += (f"beyond float16's range, in TF32: {_explain(repairs, gpu)}",)
+        repairing = _repairs(layers[0], gpu)
+        repairs = _correlation(repairing, gpu, repairs=True)
+        explanation += (f"beyond float16's range, in TF32: {_explain(repairing, gpu)}",)
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
-        launches, scratch = zip(*(_launches(tile, repairs, gpu) for tile in chosen), strict=True)
+        found = (launches(_correlation(tile, gpu), repairs) for tile in chosen)
+        of_layers, scratch = zip(*found, strict=True)
         yield Plan(
-            tuple(chain.from_iterable(launches)),
+            tuple(chain.from_iterable(of_layers)),
             max(scratch),  # a layer's launches are done with it when the next one's begin
             "hopper",
             _why(chosen),
@@ -173,16 +169,6 @@ def _chosen(plans: Iterator[Plan]) -> Plan:
     return first
 
 
-class _Place(NamedTuple):
-    """Where things lie in the workspace, in bytes; and whether a kernel repairs what is there."""
-
-    packed_at: int = 0
-    tables_at: int = 0
-    table_channels: int = 0  # of outputs, and of inputs
-    table_columns: int = 0
-    repairs: bool = False
-
-
 def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     """For images whose numbers do not fit float16: the same layer in TF32.
 
@@ -197,75 +183,23 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     return next(fits, tiles[0])
 
 
-def _launches(tile: Tile, repairs: Tile | None, gpu: Gpu) -> tuple[tuple[Launch, ...], int]:
-    """Of a layer, with what repairs it; and the workspace that they need, in bytes."""
-    if repairs is None:
-        return _pair(tile, gpu, _Place()), _packed_bytes(tile)
-    layer = tile.layer
-    channels = layer.groups * tile.output_groups * tile.channel_groups * layer.product_channels
-    first = _packed_bytes(repairs)
-    tables = first + _packed_bytes(tile)
-    columns = layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels
-    place = _Place(first, tables, channels, columns)
-    again = place._replace(packed_at=0, repairs=True)
-    pair = _pair(tile, gpu, place)
-    launches = (_scale(layer, pair[0].kernel), *pair, *_pair(repairs, gpu, again))
-    images = layer.batch * (columns + 2)
-    return launches, tables + 4 * (channels + columns + images)
-
-
-def _packed_bytes(tile: Tile) -> int:
-    layer = tile.layer
-    packed = layer.groups * tile.output_groups * layer.chunks * layer.taps * tile.tap_bytes
-    if packed // 16 >= 2**31:
-        raise Declined(f"{packed} bytes of packed weights")
-    return packed
-
-
-def _reduction_bytes(threads: int) -> int:
-    """Of shared memory, to combine a number of each of a block's threads."""
-    return 4 * (threads // 32)
-
-
-def _scale(layer: Layer, pack: Kernel) -> Launch:
-    """What finds the scales of input channels, for a kernel that packs."""
-    channels = layer.groups * layer.group_in // (layer.folding[0] * layer.folding[1])
-    return Launch(
-        replace(pack, entry="scale"),
-        (min(channels, MOST_PACK_BLOCKS), 1, 1),
-        SCALE_THREADS,
-        _reduction_bytes(SCALE_THREADS),
-        ("weight", "scratch", layer.batch),
-    )
-
-
-def _pair(tile: Tile, gpu: Gpu, place: _Place) -> tuple[Launch, Launch]:
-    """What packs a layer's weights, and what computes it."""
+def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
     layer = tile.layer
     items = item_count(tile, gpu)
     if max(items, tile.tiles) >= 2**31:
         raise Declined("more than 2^31 tiles")
-    if place.tables_at >= 2**31:
-        raise Declined(f"{place.tables_at} bytes of packed weights")
-    constants = tuple({**_constants(tile, gpu, place), **place._asdict()}.items())
-    blocks = ceil_div(_packed_bytes(tile) // 16, PACK_THREADS)
-    if layer.halves:
-        blocks = place.table_channels + layer.batch
-    pack = Launch(
-        Kernel("hopper/correlate.cuh", "pack", constants),
-        (min(blocks, MOST_PACK_BLOCKS), 1, 1),
-        PACK_THREADS,
-        _reduction_bytes(PACK_THREADS) if layer.halves else 0,
-        ("weight", "input", "scratch", layer.batch),
-    )
-    correlate = Launch(
-        Kernel("hopper/correlate.cuh", "correlate", constants),
-        (min(items, gpu.processors), 1, 1),
+    blocks = layer.groups * tile.output_groups
+    return Correlation(
+        layer,
+        "hopper/correlate.cuh",
+        _constants(tile, gpu, repairs),
+        min(items, gpu.processors),
         THREADS,
         tile.shared_bytes,
-        ("input", "scratch", "bias", "output", layer.batch),
+        blocks * layer.chunks * layer.taps * tile.tap_bytes,
+        blocks * tile.channel_groups * layer.product_channels,
+        layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels,
     )
-    return pack, correlate
 
 
 def _key(layers: list[Layer], gpu: Gpu) -> str:
@@ -323,7 +257,7 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     )
 
 
-def _most_at_once(tile: Tile, place: _Place) -> int:
+def _most_at_once(tile: Tile, repairs: bool) -> int:
     """Units that a loading thread has registers for."""
     layer, split = tile.layer, tile.layer.parts == 2
     folded, floats = layer.folding != (1, 1), layer.operands.scalar_bytes == 4
@@ -337,12 +271,12 @@ def _most_at_once(tile: Tile, place: _Place) -> int:
         most = 2 if tile.staged else 4
     else:
         most = 5 if floats else 3
-    return most - 1 if split and place.repairs else most  # to find the images takes some
+    return most - 1 if split and repairs else most  # to find the images takes some
 
 
-def _batch(tile: Tile, place: _Place) -> int:
+def _batch(tile: Tile, repairs: bool) -> int:
     """Units that a thread loads at once, so that few are left over for the last batch."""
-    most = _most_at_once(tile, place)
+    most = _most_at_once(tile, repairs)
     if tile.staged:
         warps = ceil_div(tile.pitch, 32)
         return ceil_div(warps, ceil_div(warps, most))
@@ -355,49 +289,11 @@ def _producer_registers(layer: Layer) -> int:
     return 104 if layer.vector_loads else 136
 
 
-def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
+def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
     layer, operands = tile.layer, tile.layer.operands
-    rows, columns = layer.placing
     producer = _producer_registers(layer)
     return {
-        "Scalar": operands.scalar,
-        "parts": layer.parts,
-        "halves": layer.halves,
-        "low_products": layer.low_products,
-        "ties_to_even": layer.ties_to_even,
-        "compensated": layer.compensated,
-        "transposed": layer.transposed,
-        "groups": layer.groups,
-        "group_in": layer.group_in,
-        "group_out": layer.group_out,
-        "in_height": layer.in_size[0],
-        "in_width": layer.in_size[1],
-        "out_height": layer.out_size[0],
-        "out_width": layer.out_size[1],
-        **geometry_constants(layer.kernel, layer.stride, layer.dilation, layer.padding, operands),
-        "fold_height": layer.folding[0],
-        "fold_width": layer.folding[1],
-        "weight_height": layer.weight_kernel[0],
-        "weight_width": layer.weight_kernel[1],
-        "last_tap_row": rows.last_tap,
-        "last_tap_column": columns.last_tap,
-        "tap_step_height": rows.tap_step,
-        "tap_step_width": columns.tap_step,
-        "image_height": layer.image_size[0],
-        "image_width": layer.image_size[1],
-        "out_step_height": rows.step,
-        "out_step_width": columns.step,
-        "row_at": rows.at,
-        "row_begin": rows.begin,
-        "row_end": rows.end,
-        "column_at": columns.at,
-        "column_begin": columns.begin,
-        "column_end": columns.end,
-        "column_sums": columns.sums,
-        "interleave": layer.interleave,
-        "in_channels_last": operands.input_channels_last,
-        "out_channels_last": operands.output_channels_last,
-        "vector_loads": layer.vector_loads,
+        **layer_constants(layer),
         "staged": tile.staged,
         "raw_slots": tile.raw_slots,
         "bulk_loads": tile.bulk_loads,
@@ -412,6 +308,9 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "block_rows": tile.tile_rows,
         "product_rows": OUTPUTS,
         "loaders": 32 * LOADER_WARPS,
+        "unit_vectors": 2,
+        "smaller_part": True,
+        "watches": layer.watched,
         "tile_columns": tile.columns,
         "pitch": tile.pitch,
         "lead": tile.lead,
@@ -428,7 +327,7 @@ def _constants(tile: Tile, gpu: Gpu, place: _Place) -> dict[str, Constant]:
         "resident": tile.resident,
         "pass_pixels": tile.pass_pixels,
         "buffers": tile.buffers,
-        "batch": _batch(tile, place),
+        "batch": _batch(tile, repairs),
         "batches_ahead": 1 if layer.parts == 2 else 2,
         "producer_registers": producer,
         "consumer_registers": block.consumer_registers(producer),

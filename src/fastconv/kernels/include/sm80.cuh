@@ -164,6 +164,13 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
   return bits;
 }
 
+// Two float16 numbers divided by 2^11, to nearest, ties to even.
+__device__ __forceinline__ unsigned halves_by_2048th(unsigned halves) {
+  unsigned result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0x10001000u));
+  return result;
+}
+
 // The larger of two numbers, or NaN if one is.
 __device__ __forceinline__ float larger(float first, float second) {
   float result;

@@ -86,14 +86,16 @@ struct VectorUnit {
   __device__ static int offset(int) { return 0; }
 };
 
-// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
-// pixels.
+// Anything else: one or two vectors of one pixel, channel by channel. Neighbouring lanes load
+// neighbouring pixels.
 struct PixelUnit {
-  static constexpr int kVectors = 2;
-  static constexpr int kCount = kPartPixels / 2;
-  Scalar loaded[2 * kVectorChannels];
+  static constexpr int kVectors = C::unit_vectors;
+  static constexpr int kCount = kPartPixels / kVectors;
+  static constexpr int kElements = kVectors * kVectorChannels;
+  static_assert(kChunkPlanes % kVectors == 0, "units are whole");
+  Scalar loaded[kElements];
 
-  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
     if constexpr (kFolded) {
@@ -107,11 +109,10 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j)
-        loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + j * kInChannel);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j) {
+      for (int j = 0; j < kElements; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
         loaded[j] = load_element(source + j * kInChannel, valid);
       }
@@ -119,7 +120,7 @@ struct PixelUnit {
   }
   __device__ void load_folded(const Place& place, int channel) {
 #pragma unroll
-    for (int j = 0; j < 2 * kVectorChannels; ++j) {
+    for (int j = 0; j < kElements; ++j) {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);

@@ -52,7 +52,10 @@ constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 constexpr int kOutputs = C::product_rows;
 constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);  // output channels of them
 constexpr int kProductBytes = kOutputs * 32;
-constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
+// Of halves, the high part comes once more, 2^-11 times as large, where it is not made of the
+// other.
+constexpr bool kSmallerPart = C::halves && C::parts == 2 && C::smaller_part;
+constexpr int kWeightParts = C::parts + kSmallerPart;
 constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
@@ -76,7 +79,8 @@ constexpr int kPaddedWidth = C::out_width + kGap;
 // sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
 // each other, and compensated ones. There, loaders mark what has such a number, and who
 // multiplies is careful: what is not finite, and no result, they replace by zero.
-constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
+constexpr bool kWatches = C::watches;
+static_assert(!kWatches || (C::parts == 2 && !C::halves), "");
 
 // --- Work items ----------------------------------------------------------------------------------
 

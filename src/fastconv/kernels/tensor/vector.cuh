@@ -58,6 +58,13 @@ struct Powers {
     *reinterpret_cast<float4*>(power) = halves[0];
     *reinterpret_cast<float4*>(power + 4) = halves[1];
   }
+  // Whether there is such a channel.
+  __device__ __forceinline__ bool strict() const {
+    unsigned signs = 0;
+#pragma unroll
+    for (float one : power) signs |= __float_as_uint(one);
+    return signs >> 31 != 0;
+  }
   __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
     Numbers scaled;
 #pragma unroll
@@ -177,7 +184,7 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   }
   *reinterpret_cast<Words*>(target) = high;
   if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + part_bytes) = low;
-  if constexpr (C::parts == 2 && kWeight) {
+  if constexpr (kWeight && kSmallerPart) {
     *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
   }
 }

@@ -62,6 +62,11 @@ inline unsigned round_to_halves(float first, float second) {
   return round_to_half(first) | static_cast<unsigned>(round_to_half(second)) << 16;
 }
 
+inline unsigned halves_by_2048th(unsigned halves) {
+  return floats_to_halves(half_to_float(static_cast<unsigned short>(halves)) / 2048.0f,
+                          half_to_float(static_cast<unsigned short>(halves >> 16)) / 2048.0f);
+}
+
 inline float larger(float first, float second) {
   return first != first || second != second ? __uint_as_float(0x7fffffffu) : max(first, second);
 }

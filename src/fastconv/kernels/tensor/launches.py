@@ -1,0 +1,154 @@
+"""Launches of correlations on tensor cores: what finds scales, packs weights, computes, repairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Kernel,
+    Launch,
+    geometry_constants,
+)
+from fastconv.kernels.tensor.layers import Layer
+
+PACK_THREADS = 256
+SCALE_THREADS = 1024
+MOST_PACK_BLOCKS = 4096
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A layer with its tile: a kernel that computes it, but for where things are in the workspace.
+
+    ``channels`` are the output channels of all products, those that do not exist included;
+    ``columns`` likewise the input channels.
+    """
+
+    layer: Layer
+    source: str
+    constants: Mapping[str, Constant]
+    grid: int
+    threads: int
+    shared_bytes: int
+    packed_bytes: int
+    channels: int
+    columns: int
+
+
+class _Place(NamedTuple):
+    """Where things lie in the workspace, in bytes; and whether a kernel repairs what is there."""
+
+    packed_at: int = 0
+    tables_at: int = 0
+    table_channels: int = 0  # of outputs, and of inputs
+    table_columns: int = 0
+    repairs: bool = False
+
+
+def launches(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Launch, ...], int]:
+    """Of a layer, with what repairs it; and the workspace that they need, in bytes."""
+    if repairs is None:
+        return _pair(one, _Place()), one.packed_bytes
+    layer = one.layer
+    first = repairs.packed_bytes
+    tables = first + one.packed_bytes
+    place = _Place(first, tables, one.channels, one.columns)
+    again = place._replace(packed_at=0, repairs=True)
+    pair = _pair(one, place)
+    found = (_scale(layer, pair[0].kernel), *pair, *_pair(repairs, again))
+    images = layer.batch * (one.columns + 2)
+    return found, tables + 4 * (one.channels + one.columns + images)
+
+
+def _reduction_bytes(threads: int) -> int:
+    """Of shared memory, to combine a number of each of a block's threads."""
+    return 4 * (threads // 32)
+
+
+def _scale(layer: Layer, pack: Kernel) -> Launch:
+    """What finds the scales of input channels, for a kernel that packs."""
+    channels = layer.groups * layer.group_in // (layer.folding[0] * layer.folding[1])
+    return Launch(
+        replace(pack, entry="scale"),
+        (min(channels, MOST_PACK_BLOCKS), 1, 1),
+        SCALE_THREADS,
+        _reduction_bytes(SCALE_THREADS),
+        ("weight", "scratch", layer.batch),
+    )
+
+
+def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
+    """What packs a layer's weights, and what computes it."""
+    layer = one.layer
+    if one.packed_bytes // 16 >= 2**31 or place.tables_at >= 2**31:
+        raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
+    constants = tuple({**one.constants, **place._asdict()}.items())
+    blocks = ceil_div(one.packed_bytes // 16, PACK_THREADS)
+    if layer.halves:
+        blocks = place.table_channels + layer.batch
+    pack = Launch(
+        Kernel(one.source, "pack", constants),
+        (min(blocks, MOST_PACK_BLOCKS), 1, 1),
+        PACK_THREADS,
+        _reduction_bytes(PACK_THREADS) if layer.halves else 0,
+        ("weight", "input", "scratch", layer.batch),
+    )
+    correlate = Launch(
+        Kernel(one.source, "correlate", constants),
+        (one.grid, 1, 1),
+        one.threads,
+        one.shared_bytes,
+        ("input", "scratch", "bias", "output", layer.batch),
+    )
+    return pack, correlate
+
+
+def layer_constants(layer: Layer) -> dict[str, Constant]:
+    """What kernels are told of a layer, whatever their tile."""
+    operands = layer.operands
+    rows, columns = layer.placing
+    return {
+        "Scalar": operands.scalar,
+        "parts": layer.parts,
+        "halves": layer.halves,
+        "low_products": layer.low_products,
+        "ties_to_even": layer.ties_to_even,
+        "compensated": layer.compensated,
+        "transposed": layer.transposed,
+        "groups": layer.groups,
+        "group_in": layer.group_in,
+        "group_out": layer.group_out,
+        "in_height": layer.in_size[0],
+        "in_width": layer.in_size[1],
+        "out_height": layer.out_size[0],
+        "out_width": layer.out_size[1],
+        **geometry_constants(layer.kernel, layer.stride, layer.dilation, layer.padding, operands),
+        "fold_height": layer.folding[0],
+        "fold_width": layer.folding[1],
+        "weight_height": layer.weight_kernel[0],
+        "weight_width": layer.weight_kernel[1],
+        "last_tap_row": rows.last_tap,
+        "last_tap_column": columns.last_tap,
+        "tap_step_height": rows.tap_step,
+        "tap_step_width": columns.tap_step,
+        "image_height": layer.image_size[0],
+        "image_width": layer.image_size[1],
+        "out_step_height": rows.step,
+        "out_step_width": columns.step,
+        "row_at": rows.at,
+        "row_begin": rows.begin,
+        "row_end": rows.end,
+        "column_at": columns.at,
+        "column_begin": columns.begin,
+        "column_end": columns.end,
+        "column_sums": columns.sums,
+        "interleave": layer.interleave,
+        "in_channels_last": operands.input_channels_last,
+        "out_channels_last": operands.output_channels_last,
+        "vector_loads": layer.vector_loads,
+    }
