@@ -23,7 +23,8 @@ from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
-from fastconv.kernels.gpus import GPUS
+from fastconv.kernels import gpus
+from fastconv.kernels.family import Gpu
 
 # What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
 _EXPECTED = (
@@ -260,8 +261,8 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--explain", action="store_true", help="what each choice of a kernel was made from"
     )
     parser.add_argument(
-        "--gpu", choices=GPUS, metavar="GPU",
-        help=f"plan for another GPU, which need not be there: {', '.join(GPUS)}",
+        "--gpu", type=_gpu, metavar="GPU",
+        help=f"plan for another GPU, which need not be there: {', '.join(gpus.GPUS)}",
     )  # fmt: skip
     parser.set_defaults(run=commands.info, suite=None, divisor=None)
 
@@ -319,6 +320,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _listed(choices: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {about}" for name, about in choices.items())
+
+
+def _gpu(text: str) -> Gpu:
+    try:
+        return gpus.named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:
