@@ -25,11 +25,13 @@ from fastconv.exporter import ExportError
 from fastconv.files import FileError
 from fastconv.kernels import gpus
 from fastconv.kernels.family import Gpu
+from fastconv.kernels.planner import SwitchError
 
 # What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
 _EXPECTED = (
     commands.UsageError, WorkloadError, ResultsError, MissingExtra, ExportError, FileError,
-    jit.GpuUnavailable, jit.CompilationError, native.Unavailable, OSError, UnicodeEncodeError,
+    jit.GpuUnavailable, jit.CompilationError, native.Unavailable, SwitchError, OSError,
+    UnicodeEncodeError,
 )  # fmt: skip
 _BAD_INPUT = 2
 _BROKEN_PIPE = 141  # as shells report a program that wrote to nobody
