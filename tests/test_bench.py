@@ -633,6 +633,9 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     for gpu, texts in {
         "sm_90a": ("planned for sm_90a, 132 processors", "forward: hopper"),
         "sm_86": ("planned for sm_86, 82 processors", "forward: direct", "not take tensor-core"),
+        "sm_87": ("planned for sm_87, 16 processors", "forward: direct"),
+        "sm_103": ("planned for sm_103a, 148 processors", "forward: direct"),
+        "sm_121a": ("planned for sm_121a, 48 processors", "forward: direct"),
     }.items():
         assert cli.main(["info", "--device", "cpu", "--gpu", gpu, *shape]) == 0
         shown = capsys.readouterr().out

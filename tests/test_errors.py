@@ -178,13 +178,13 @@ TOO_LARGE_FOR_GPUS: dict[str, tuple[tuple[Any, ...], str]] = {
     ("geometry", "message"), TOO_LARGE_FOR_GPUS.values(), ids=TOO_LARGE_FOR_GPUS
 )
 def test_too_large_for_gpu_kernels(
-    geometry: tuple[Any, ...], message: str, plan: planner.Planner
+    geometry: tuple[Any, ...], message: str, plan: planner.Pass
 ) -> None:
     defaults = ((1, 1), (0, 0, 0, 0), (1, 1), 1)
     problem = Problem.of(*geometry, *defaults[len(geometry) - 2 :])
     layout = (False, False, (1, 1, 1, 1), True, "ieee", False)
     with pytest.raises(NotImplementedError, match=re.escape(f"below 2**31, but got {message}")):
-        cuda._ready(plan, problem, torch.float32, *layout, 0)
+        cuda._ready(plan, problem, torch.float32, *layout, 0, planner.EVERY)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -54,7 +54,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-DRAWN = int(os.environ.get("FASTCONV_PLANS", "400"))
+DRAWN = int(os.environ.get("FASTCONV_PLANS", "290"))
 MOST_SECONDS = 0.5  # to plan a pass, of a thread's time
 
 
@@ -117,7 +117,7 @@ def test_all_problems_are_planned(request: pytest.FixtureRequest) -> None:
 
 
 def test_other_gpus_than_hopper_get_portable_plans() -> None:
-    for drawn in _drawn()[:50]:
+    for drawn in _drawn()[:36]:
         portable, _ = PASSES[drawn.direction]
         for gpu in GPUS.values():
             if gpu is not H200:
@@ -247,7 +247,6 @@ def _compiled(kernel: Kernel, arch: str) -> jit.Compiled:
     return jit.Compiled(kernel.entry, *nvrtc.compile(kernel.text, headers, options))
 
 
-COMPILED = 2  # of each pass and architecture
 MOST_SPILLED = 64  # bytes of a thread
 
 
@@ -255,9 +254,10 @@ MOST_SPILLED = 64  # bytes of a thread
 def test_plans_compile_within_registers(arch: str) -> None:
     gpu, turn = GPUS[arch], list(GPUS).index(arch)
     faults = {}
-    for direction, (portable, _) in PASSES.items():
+    for number, (direction, (portable, _)) in enumerate(PASSES.items()):
         works = [work for work in _drawn() if work.direction == direction]
-        for work in works[turn :: len(GPUS)][:COMPILED]:
+        count = 2 if turn % len(PASSES) == number else 1  # two of one pass, to take less time
+        for work in works[turn :: len(GPUS)][:count]:
             launches = replace(work, planner=portable, gpu=gpu).plan.launches
             launch = launches[0 if direction == "weight_grad" else -1]
             compiled = _compiled(launch.kernel, arch)

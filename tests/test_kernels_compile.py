@@ -194,7 +194,9 @@ needs_nvrtc = pytest.mark.skipif(
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_70"])
 def test_covering_set(arch: str) -> None:
-    _check(_compile(COVERING, GPUS[arch], jit.compile_kernel))
+    turn = list(GPUS).index(arch)  # each architecture leaves out some others, to take less time
+    works = [work for number, work in enumerate(COVERING) if (number + turn) % 10 < 7]
+    _check(_compile(works, GPUS[arch], jit.compile_kernel))
 
 
 @pytest.mark.parametrize("major", [11, 12])
@@ -345,10 +347,7 @@ def test_tensor_copies(arch: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "arch",
-    ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103", "sm_120a", "sm_121"],
-)
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch not in ("sm_70", "sm_75")])
 def test_small_products(arch: str) -> None:
     """The same of warps' products, which all GPUs since Ampere have."""
     for case in small_products.CASES:

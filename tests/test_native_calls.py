@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 import fastconv
 import oracle
 from fastconv import _precision, native
+from fastconv.kernels import planner
 from fastconv.native import build
 from fastconv.ops import entries
 from fastconv.ops.entries import Entry
@@ -678,6 +680,34 @@ class TestFrozenWeights(Launching):
                 assert not self._packs(*some)
             assert not self._packs(*some)
         assert self._packs(*some)
+
+
+class TestBypass:
+    """The table has no place for the plans of another switch: all goes by Python meanwhile."""
+
+    def test_forward_and_backward(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "_module", host.module)
+        input, weight = tensors(INPUT, WEIGHT, requires_grad=True)
+        expected = fastconv.conv2d(input, weight)
+        gradients = torch.autograd.grad(expected.sum(), (input, weight))
+        recorded = fastconv.conv2d(input, weight)
+        count = len(host.filled)
+        with planner.only("direct"):
+            with planner.only("hopper"):
+                close(fastconv.conv2d(input, weight), expected)
+            close(fastconv.conv2d(input, weight), expected)
+            close(torch.autograd.grad(recorded.sum(), (input, weight)), gradients)
+        assert len(host.filled) == count
+        fastconv.conv2d(input, weight).sum().backward()
+        assert host.filled[count:] == ["forward", "input_grad", "weight_grad"]
+
+    def test_a_library_that_is_loaded_within(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[bool] = []
+        monkeypatch.setattr(build, "load", lambda: mock.Mock(bypass=told.append))
+        monkeypatch.setattr(native, "_module", None)
+        with planner.only("direct"):
+            native.load.__wrapped__()
+        assert told == [True, False]
 
 
 class TestPyTorch:

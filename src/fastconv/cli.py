@@ -23,12 +23,15 @@ from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
-from fastconv.kernels.gpus import GPUS
+from fastconv.kernels import gpus
+from fastconv.kernels.family import Gpu
+from fastconv.kernels.planner import SwitchError
 
 # What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
 _EXPECTED = (
     commands.UsageError, WorkloadError, ResultsError, MissingExtra, ExportError, FileError,
-    jit.GpuUnavailable, jit.CompilationError, native.Unavailable, OSError, UnicodeEncodeError,
+    jit.GpuUnavailable, jit.CompilationError, native.Unavailable, SwitchError, OSError,
+    UnicodeEncodeError,
 )  # fmt: skip
 _BAD_INPUT = 2
 _BROKEN_PIPE = 141  # as shells report a program that wrote to nobody
@@ -260,8 +263,8 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--explain", action="store_true", help="what each choice of a kernel was made from"
     )
     parser.add_argument(
-        "--gpu", choices=GPUS, metavar="GPU",
-        help=f"plan for another GPU, which need not be there: {', '.join(GPUS)}",
+        "--gpu", type=_gpu, metavar="GPU",
+        help=f"plan for another GPU, which need not be there: {', '.join(gpus.GPUS)}",
     )  # fmt: skip
     parser.set_defaults(run=commands.info, suite=None, divisor=None)
 
@@ -319,6 +322,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _listed(choices: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {about}" for name, about in choices.items())
+
+
+def _gpu(text: str) -> Gpu:
+    try:
+        return gpus.named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

@@ -25,7 +25,7 @@ from emulator.works import (
 )
 from fastconv.kernels import direct
 from fastconv.kernels.direct import limits
-from fastconv.kernels.family import Constant, Kernel
+from fastconv.kernels.family import Constant, Gpu, Kernel
 from fastconv.kernels.gpus import GPUS
 
 # A single processor: any problem has more blocks than run at once, so weights are packed and
@@ -71,6 +71,12 @@ TIGHT = (
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 
 
+def _by_memory() -> list[Gpu]:
+    """GPUs of which no two have the same shared memory."""
+    distinct = {gpu.shared_bytes_per_block: gpu for gpu in GPUS.values()}
+    return list(distinct.values())
+
+
 def _works() -> list[Work]:
     works = [Work(case, planner) for case in (*CASES, *FAR_APART) for planner in PASSES]
     for i, case in enumerate(CASES):
@@ -90,7 +96,7 @@ def _works() -> list[Work]:
         works.append(Work(case, direct.input_grad, aligned=i % 3 != 2))
         works.append(Work(case, direct.input_grad, dtype, i % 2 == 1, gpu=TINY))
         works.append(Work(case, PASSES[i % 2 * 2], dtype, i % 2 == 0))
-    for i, gpu in enumerate(GPUS.values()):
+    for i, gpu in enumerate(_by_memory()):
         works += [Work(case, direct.weight_grad, gpu=gpu, bias_grad=True) for case in TIGHT]
         works.append(Work(TIGHT[2], direct.input_grad, list(SCALARS)[i % 4], i % 2 == 0, gpu=gpu))
     return list(dict.fromkeys(works))

@@ -15,6 +15,7 @@ from emulator import net, precompile
 from emulator.works import ALL, Work, check
 from fastconv.kernels import classes, planner
 from fastconv.kernels.family import GEOMETRY, Kernel
+from fastconv.kernels.gpus import GPUS
 
 PROBLEMS = net.read_works()
 EMULATED = PROBLEMS if ALL else PROBLEMS[:100]
@@ -48,6 +49,11 @@ def test_every_class_has_a_problem() -> None:
         f"{len(open_classes)} classes of {len(drawn)} have no problem. python "
         f"tests/emulator/net.py adds some, or add these lines to problems.txt:\n{report}"
     )
+
+
+def test_every_gpu_is_drawn() -> None:
+    draw = Random(SEED)
+    assert {net.drawn_gpu(draw, True) for _ in range(1000)} == set(GPUS.values())
 
 
 def test_lines_say_what_they_mean() -> None:

@@ -16,7 +16,7 @@ from fastconv import _precision, native
 from fastconv.jit import launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Operands
-from fastconv.kernels.planner import Planner
+from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import Problem
 
 _SCALARS = {
@@ -98,29 +98,31 @@ def weight_grad(
 
 
 def launches(
-    plan: Planner,
+    plan: Pass,
     problem: Problem,
     first: Tensor,
     second: Tensor,
     out: Tensor,
     precision: str | None,
     bias_grad: bool = False,
+    switch: Switch | None = None,
 ) -> Ready | None:
     """The launches that do one of these passes, for tensors that lie in memory as these do.
 
-    The tensors that are not dense (:func:`is_dense`) have to be made contiguous first. None where
-    there is more to it than launches.
+    They are planned by the switch, or by the one that is set. The tensors that are not dense
+    (:func:`is_dense`) have to be made contiguous first. None where there is more to it than
+    launches.
     """
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
-    return _ready_for(plan, problem, *roles, precision, bias_grad)
+    return _ready_for(plan, problem, *roles, precision, bias_grad, switch)
 
 
 # The names that launches know a pass's tensors by, in the order of Ready.run.
 CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
-_TENSORS: dict[Planner, tuple[str, ...]] = {
+_TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
     planner.input_grad: CORRELATION_TENSORS,
     planner.weight_grad: ("grad_output", "input", "output", "bias_grad", "scratch"),
@@ -146,13 +148,14 @@ class Ready(NamedTuple):
 
 
 def _ready_for(
-    plan: Planner,
+    plan: Pass,
     problem: Problem,
     input: Tensor,
     output: Tensor,
     weight: Tensor,
     precision: str | None,
     bias_grad: bool = False,
+    switch: Switch | None = None,
 ) -> Ready:
     """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
     dtype = input.dtype
@@ -171,17 +174,18 @@ def _ready_for(
         precision,
         bias_grad,
         output.device.index,
+        planner.current() if switch is None else switch,
     )
 
 
-def family(plan: Planner, problem: Problem, *operands: Any) -> str:
+def family(plan: Pass, problem: Problem, *operands: Any) -> str:
     """Whose kernels compute it; ``operands`` are the rest of :func:`_ready_for`'s arguments."""
     return _ready_for(plan, problem, *operands).family
 
 
 @lru_cache(maxsize=4096)
 def _ready(
-    plan: Planner,
+    plan: Pass,
     problem: Problem,
     dtype: torch.dtype,
     input_channels_last: bool,
@@ -191,6 +195,7 @@ def _ready(
     precision: str,
     bias_grad: bool,
     index: int,
+    switch: Switch,
 ) -> Ready:
     operands = operands_of(
         dtype,
@@ -203,7 +208,7 @@ def _ready(
     )
     native.begin()
     _check_sizes(problem)
-    planned = plan(problem, operands, gpu(index))
+    planned = plan(problem, operands, gpu(index), switch)
     device = torch.device("cuda", index)
     prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
     return Ready(prepared, planned.scratch_bytes, planned.family, planned.packs)

@@ -54,7 +54,7 @@ from fastconv.bench.workloads import SUITES, parse_shape, suite, unique
 from fastconv.exporter import export
 from fastconv.jit import trust
 from fastconv.kernels.family import Gpu, Kernel
-from fastconv.kernels.gpus import GPUS, H200
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import tuned
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
@@ -173,8 +173,7 @@ def info(arguments: Namespace) -> int:
     """``fastconv info``: the machine, and what the given shapes would run."""
     device = _device(arguments.device)
     cases = _select(arguments, device) if arguments.shape else []
-    other = GPUS[arguments.gpu] if arguments.gpu else None
-    found = information.gather(device, cases, arguments.explain, other)
+    found = information.gather(device, cases, arguments.explain, arguments.gpu)
     if arguments.json:
         _print_json(found)
     else:

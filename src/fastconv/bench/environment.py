@@ -15,6 +15,7 @@ import torch
 
 import fastconv
 from fastconv import native
+from fastconv.kernels import planner
 
 _CLOCKS = {
     "driver": "driver_version",
@@ -38,6 +39,8 @@ def describe(device: torch.device) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+    if (switch := planner.current()) != planner.EVERY:
+        found["family"] = f"{planner.VARIABLE}={switch}"
     return found | (_gpu(device) if device.type == "cuda" else {})
 
 

@@ -61,7 +61,8 @@ def title(results: AnyResults) -> str:
         about.get(name, "unknown") for name in ("fastconv", "commit", "torch", "threads")
     )
     where = about.get("gpu", f"CPU, {threads} threads")
-    return f"fastconv {ours} ({commit}) and PyTorch {torch}, {where}"
+    switch = f"; {about['family']}" if "family" in about else ""
+    return f"fastconv {ours} ({commit}) and PyTorch {torch}, {where}{switch}"
 
 
 def ceilings(results: Results) -> str:

@@ -52,8 +52,9 @@ def _operands(problem: Problem, dtype: str, precision: str) -> Operands:
 
 def _plan(which: str, problem: Problem, operands: Operands) -> Plan:
     plan_pass, tensors = _PLANNERS[which]
-    # Right on Hopper GPUs with fewer processors as well: blocks do not wait for one another.
-    plan = plan_pass(problem, operands, H200)
+    # Right on Hopper GPUs with fewer processors as well: blocks do not wait for one another. And
+    # without this process's switch: the file outlives it.
+    plan = plan_pass(problem, operands, H200, planner.EVERY)
     used = {name for launch in plan.launches for name in launch.tensors}
     if unknown := used - tensors:
         raise ExportError(f"plans for {which} use tensors that files have not: {sorted(unknown)}")

@@ -25,7 +25,7 @@ from fastconv.jit.compile import GpuUnavailable, binding, build, describe, nvrtc
 from fastconv.kernels.family import AnyMap, Argument, Kernel, Launch
 
 # GPUs whose fastest instructions are compiled for that very GPU alone.
-_SPECIFIC = {(9, 0), (10, 0), (12, 0)}
+_SPECIFIC = {(9, 0), (10, 0), (10, 3), (12, 0), (12, 1)}
 
 # More shared memory than this, static and dynamic together, has to be asked for.
 _DEFAULT_SHARED_BYTES = 48 * 1024

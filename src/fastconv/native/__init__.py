@@ -24,6 +24,7 @@ from fastconv.native.build import Unavailable
 __all__ = [
     "Unavailable",
     "begin",
+    "bypass",
     "conv2d",
     "describe",
     "finish",
@@ -47,6 +48,7 @@ _reason = _NOT_YET  # why Python serves
 _begun = False
 _forked = False
 _frozen = False
+_bypassed = False
 _module: Any = None
 _background: threading.Thread | None = None
 _lock = threading.RLock()
@@ -135,6 +137,7 @@ def load() -> Callable[..., Any]:
     _module = build.load()
     _module.set_prepare(prepare)
     _module.freeze(_frozen)
+    _module.bypass(_bypassed)
     call: Callable[..., Any] = _module.call
     return call
 
@@ -145,6 +148,18 @@ def freeze(weights: bool) -> None:
     _frozen = weights
     if _module is not None:
         _module.freeze(weights)
+
+
+def bypass(on: bool) -> None:
+    """Says whether Python has to serve all calls from now on, forward and backward.
+
+    The library's table knows one plan for a call; where another is asked for
+    (:func:`fastconv.kernels.planner.only`), it must not be used.
+    """
+    global _bypassed
+    _bypassed = on
+    if _module is not None:
+        _module.bypass(on)
 
 
 def _missing() -> str | None:

@@ -18,6 +18,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include <atomic>
+
 #include "call.h"
 #include "entry.h"
 #include "launch.h"
@@ -95,16 +97,18 @@ c10::DispatchKeySet keys_of(const Tensor& first, const Tensor& second, const Ten
   return (keys | local.included_) - local.excluded_;
 }
 
+std::atomic<bool> bypassed = false;  // while other plans are asked for than the table has
+
 // Whether the dispatcher would find nothing to do for these keys but to record, and to call the
 // device's kernel: no transform, no mode, no subclass, no tracer, no lazy conjugate, nor two
-// devices. Of a profiler it has no key.
+// devices. Of a profiler it has no key, nor of what bypasses this library.
 bool is_plain(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
   const auto rest = keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
                     c10::DispatchKeySet(DispatchKey::BackendSelect);
   return (rest == c10::DispatchKeySet(DispatchKey::CUDA) ||
           rest == c10::DispatchKeySet(DispatchKey::CPU)) &&
-         !at::hasCallbacks();
+         !at::hasCallbacks() && !bypassed;
 }
 
 template <class... Tensors>
@@ -363,5 +367,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_prepare", [](const py::object& function) { prepare = function.inc_ref().ptr(); });
   module.def(
       "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
+  module.def("bypass", [](bool on) { bypassed = on; });
   module.attr("call") = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
 }

@@ -9,7 +9,7 @@ from torch import Tensor, channels_last
 
 from fastconv.backends import cuda
 from fastconv.kernels import planner
-from fastconv.kernels.planner import Planner
+from fastconv.kernels.planner import Pass
 from fastconv.ops import autograd, devices
 from fastconv.ops.schema import (
     BIAS,
@@ -96,7 +96,7 @@ def _nothing(result: Result) -> Entry:
 
 
 def _entry(
-    plan: Planner,
+    plan: Pass,
     result: Result,
     args: tuple[Any, ...],
     fill: Callable[..., None],
@@ -108,7 +108,11 @@ def _entry(
     if result.device.type != "cuda":
         return entry
     first, second, out = args[0], args[1], result.new()
-    ready = cuda.launches(plan, result.problem, first, second, out, args[PRECISION], bias_grad)
+    # The table outlives a time in which another switch is set, as by another thread just now.
+    switch = planner.of_process()
+    ready = cuda.launches(
+        plan, result.problem, first, second, out, args[PRECISION], bias_grad, switch
+    )
     if ready is None:
         return entry
     return entry._replace(

@@ -1,0 +1,76 @@
+"""The table of GPUs: what is published of them, and what others get that are not in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fastconv.kernels import gpus
+from fastconv.kernels.family import Gpu
+from fastconv.kernels.gpus import BOARDS, GPUS
+
+# TFLOP/s of float16 with sums in float32, of TF32 and of plain float32, as NVIDIA's whitepapers
+# have them. Not those of mma.sync where that is slower: sm_90a, sm_100a, sm_103a.
+PUBLISHED = {
+    "sm_70": (125, 0, 15.7),
+    "sm_75": (65, 0, 8.1),
+    "sm_80": (312, 156, 19.5),
+    "sm_86": (71, 35.6, 35.6),
+    "sm_87": (42.6, 21.3, 5.3),
+    "sm_89": (165.2, 82.6, 82.6),
+    "sm_120a": (209.5, 104.8, 104.8),
+}
+
+
+def _of(architecture: str) -> Gpu:
+    return replace(gpus.H200, architecture=architecture)
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_rates_are_the_published_ones(architecture: str) -> None:
+    board, rates = BOARDS[architecture], gpus.rates(GPUS[architecture])
+    cycles = board.gpu.processors * board.clock_ghz * 1e-3
+    found = (rates.products["float16"], rates.products["tf32"], rates.float32)
+    assert [2 * rate * cycles for rate in found] == pytest.approx(PUBLISHED[architecture], rel=0.01)
+    assert rates.memory_bytes * cycles == pytest.approx(board.memory_gb_s * 1e-3)
+
+
+@pytest.mark.parametrize("architecture", GPUS)
+def test_rates_of_all_gpus(architecture: str) -> None:
+    rates = gpus.rates(GPUS[architecture])
+    assert rates.products.keys() == {"tf32", "float16", "bfloat16"}
+    if architecture not in ("sm_70", "sm_75"):
+        assert rates.products["tf32"] * 2 == rates.products["float16"] == rates.products["bfloat16"]
+    assert rates.float32 >= 64
+    assert 64 >= rates.l2_bytes >= 0.8 * rates.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("sm_90", "sm_90a"),
+        ("sm_120", "sm_120a"),
+        ("sm_121f", "sm_121a"),
+        ("sm_72", "sm_70"),
+        ("sm_88", "sm_87"),
+        ("sm_101a", "sm_100a"),
+        ("sm_110a", "sm_103a"),
+        ("sm_130a", "sm_121a"),
+        ("sm_61", "sm_70"),
+    ],
+)
+def test_other_gpus_have_the_rates_of_the_next_older(architecture: str, expected: str) -> None:
+    assert gpus.rates(_of(architecture)) == BOARDS[expected].rates
+
+
+def test_processors_of_a_live_gpu_do_not_matter() -> None:
+    assert gpus.rates(replace(gpus.H200, processors=7)) == BOARDS["sm_90a"].rates
+
+
+def test_names_with_and_without_their_suffix() -> None:
+    assert gpus.named("sm_90") is gpus.named("sm_90a") is gpus.H200
+    assert gpus.named("sm_87").shared_bytes_per_block == 163 * 1024
+    for unknown in ("sm_88", "sm_80a", "90", ""):
+        with pytest.raises(ValueError, match=rf"no GPU '{unknown}': known are sm_70, .*, sm_121a"):
+            gpus.named(unknown)
