@@ -114,10 +114,10 @@ def rates(gpu: Gpu) -> Rates:
     what is older than the table has those of its first. Processors and clock are the board's in the
     table: one with fewer has a larger share of the memory than this says.
     """
-    older = [board for board in _BOARDS if _number(board.gpu) <= _number(gpu)]
+    older = [board for board in _BOARDS if number(board.gpu) <= number(gpu)]
     return older[-1].rates if older else _BOARDS[0].rates
 
 
-def _number(gpu: Gpu) -> int:
+def number(gpu: Gpu) -> int:
     """Of an architecture: 90 for "sm_90a"."""
     return int(gpu.architecture.removeprefix("sm_").rstrip("af"))

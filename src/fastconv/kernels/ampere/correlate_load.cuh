@@ -15,13 +15,14 @@ constexpr bool kCopied = C::vector_loads && sizeof(Scalar) == 2;
 struct Loader {
   const Scalar* input;
   const Items& items;
-  StageCursor next;
+  int index;      // of the next item, of which few registers are kept
+  int chunk = 0;  // of its
   int thread;
   Range range;
   Unit units[kCopied ? 1 : C::batch];
 
   __device__ Loader(const Scalar* input, const Items& items)
-      : input(input), items(items), next(items), thread(static_cast<int>(threadIdx.x)) {}
+      : input(input), items(items), index(items.first()), thread(static_cast<int>(threadIdx.x)) {}
 
   __device__ static __forceinline__ int unit_of(int thread, int batch, int k) {
     return thread + kThreads * (batch * C::batch + k);
@@ -32,17 +33,17 @@ struct Loader {
   }
 
   __device__ __forceinline__ void start(int batch, unsigned char* stage) {
-    if (!next.more()) return;
-    const Source source(input, next);
+    if (index >= items.count()) return;
+    const Source source(input, Item(index), chunk, 0);
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
-      const int index = unit_of(thread, batch, k);
-      const Place place = source.find(index);
-      const int channel = source.channel_of(index);
+      const int unit = unit_of(thread, batch, k);
+      const Place place = source.find(unit);
+      const int channel = source.channel_of(unit);
       if constexpr (kCopied) {
         const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
-        if (unit_exists(index)) {
-          copy_async<16>(stage + place_of(index) * 16, place.address(channel), valid);
+        if (unit_exists(unit)) {
+          copy_async<16>(stage + place_of(unit) * 16, place.address(channel), valid);
         }
       } else {
         units[k].load(place, channel);
@@ -51,36 +52,32 @@ struct Loader {
   }
 
   __device__ __forceinline__ void finish(int batch, unsigned char* stage) {
-    if (!next.more()) return;
+    if (index >= items.count()) return;
+    const Item item(index);
     if constexpr (!kCopied) {
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) {
-        const int index = unit_of(thread, batch, k);
-        if (unit_exists(index)) store(stage + place_of(index) * 16, units[k], Unit::plane(index));
+        const int unit = unit_of(thread, batch, k);
+        if (unit_exists(unit)) store(stage + place_of(unit) * 16, units[k], item, unit);
       }
     }
     if (batch < kBatches - 1) return;
-    if constexpr (C::halves) items.judge(range, next.item.image);
-    next.advance();
-  }
-
-  __device__ __forceinline__ void store(unsigned char* target, const Unit& unit, int plane) {
-#pragma unroll
-    for (int i = 0; i < Unit::kVectors; ++i) {
-      const int channel = (next.chunk * kChunkPlanes + plane + i) * kVectorChannels;
-      const Scale scale = scale_of(channel);
-      store_input(target + Unit::offset(i) * 16, kPartPixels * 16, unit.vector(i), scale, range);
-      if constexpr (C::halves) {
-        if (scale.strict()) range.see_strictly(unit.vector(i), scale);
-      }
+    items.judge(range, item.image);
+    if (++chunk == kChunks) {
+      chunk = 0;
+      index = items.after(index);
     }
   }
-  __device__ __forceinline__ Scale scale_of(int channel) const {
-    if constexpr (C::halves) {
-      const Item& item = next.item;
-      return Scale(items.tables.powers(item.image) + item.group * kGroupColumns + channel);
-    } else {
-      return Scale(nullptr);
+
+  __device__ __forceinline__ void store(unsigned char* target, const Unit& unit, const Item& item,
+                                        int index) {
+    const int channel = chunk * kChunkChannels + Unit::plane(index) * kVectorChannels;
+    const float* const powers = items.tables.powers(item.image) + item.group * kGroupColumns;
+#pragma unroll
+    for (int i = 0; i < Unit::kVectors; ++i) {
+      const Scale scale(powers + channel + i * kVectorChannels);
+      store_input(target + Unit::offset(i) * 16, kPartPixels * 16, unit.vector(i), scale, range);
+      if (scale.strict()) range.see_strictly(unit.vector(i), scale);
     }
   }
 

@@ -167,13 +167,14 @@ struct Source {
   int column;
   int channel;  // the first, in its group
 
-  __device__ Source(const Scalar* input, const StageCursor& at) {
-    const Item& item = at.item;
-    channel = at.chunk * kChunkChannels;
+  __device__ Source(const Scalar* input, const StageCursor& at)
+      : Source(input, at.item, at.chunk, at.stage) {}
+  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
+    channel = chunk * kChunkChannels;
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_phase * C::stride_height +
-          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 

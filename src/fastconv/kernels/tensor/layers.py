@@ -211,6 +211,14 @@ class Layer:
         return 8 if self.halves else self.vector
 
     @cached_property
+    def multiplied(self) -> str:
+        """What the tensor cores multiply, as tables of rates have it."""
+        if self.halves:
+            return "float16"
+        scalar = self.operands.scalar.removeprefix("fastconv::")
+        return "tf32" if scalar == "float" else scalar
+
+    @cached_property
     def vector_kind(self) -> tuple[int, int]:
         """The same, and a channel's bytes in memory."""
         return self.vector_channels, self.operands.scalar_bytes

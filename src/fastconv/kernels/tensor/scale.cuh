@@ -111,6 +111,7 @@ struct Items {
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
     range = HalfRange();
   }
+  __device__ __forceinline__ void judge(NoRange&, int) const {}
 };
 
 // All lanes' values, combined in a fixed order.

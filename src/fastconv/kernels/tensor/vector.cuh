@@ -107,6 +107,7 @@ struct HalfRange {
 // What everything else needs of these.
 struct NoPowers {
   __device__ explicit NoPowers(const float*) {}
+  __device__ bool strict() const { return false; }
 };
 struct NoRange {
   __device__ void see(const Words&) {}

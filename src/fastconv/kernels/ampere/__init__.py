@@ -1,0 +1,5 @@
+"""Kernels for the tensor cores of sm_80 and later, by what all of these have: mma.sync."""
+
+from fastconv.kernels.ampere.correlate import forward, input_grad
+
+__all__ = ["forward", "input_grad"]

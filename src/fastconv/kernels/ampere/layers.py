@@ -1,0 +1,51 @@
+"""What these kernels add to a layer: in which order its sums are added up.
+
+Decided from the layer alone, as all that decides the order of a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from fastconv.kernels.arithmetic import ceil_div, divisors
+from fastconv.kernels.tensor import layers
+from fastconv.kernels.tensor.layers import (
+    LONG_SUM_PRODUCTS,
+    SHORT_SUM_PRODUCTS,
+    STAGE_PRODUCTS,
+)
+
+CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
+MOST_K_STEPS = 4
+MOST_STAGE_PRODUCTS = 8
+
+
+class Layer(layers.Layer):
+    """A layer whose channels are multiplied in chunks, and its taps in stages."""
+
+    @cached_property
+    def k_steps(self) -> int:
+        """Products of a tap, of one chunk."""
+        most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
+        return min(self.steps, most, ceil_div(CHUNK_PRODUCTS, self.taps))
+
+    @cached_property
+    def chunks(self) -> int:
+        return ceil_div(self.steps, self.k_steps)
+
+    @cached_property
+    def stage_taps(self) -> int:
+        """Taps of a stage of weights; sums of numbers in two parts are flushed after each."""
+        products = STAGE_PRODUCTS
+        if self.parts == 2:
+            products = LONG_SUM_PRODUCTS if self.compensated else products
+            products = SHORT_SUM_PRODUCTS if self.low_products else products
+        wanted = products / self.k_steps
+        choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_PRODUCTS]
+        return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
+
+    @property
+    def stages(self) -> int:
+        """Of weights, in a chunk."""
+        return self.taps // self.stage_taps

@@ -1,0 +1,169 @@
+"""ampere/correlate.cuh on the CPU: every mode, layout and branch, small and odd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator.works import (
+    LARGE,
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    assert_correct,
+    assert_plain,
+    at_corners,
+    check,
+    in_batch,
+    run,
+    some,
+)
+from fastconv.kernels.ampere import correlate
+from fastconv.kernels.ampere.layers import Layer
+from fastconv.kernels.ampere.tiles import Tile
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.gpus import GPUS
+from fastconv.kernels.tensor.layers import forward_ways, input_grad_ways
+from fastconv.problem import Problem
+
+# Few processors: blocks take several tiles each.
+FEW = replace(GPUS["sm_80"], processors=2)
+LITTLE = replace(GPUS["sm_86"], processors=1)  # and little shared memory
+
+MODES = {
+    "tf32": (torch.float32, "tf32"),
+    "ieee": (torch.float32, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "bfloat16": (torch.bfloat16, "ieee"),
+}
+
+Choice = Callable[[Tile], bool]
+
+
+def _ways(direction: str, problem: Problem, operands: Operands) -> list[list[Layer]]:
+    layer = Layer.of(problem, operands)
+    if direction == "forward":
+        return forward_ways(layer)
+    return input_grad_ways(layer, problem, pairs=False)
+
+
+def planner_of(direction: str, choice: Choice | None = None, halves: bool = False) -> Planner:
+    """Plans in this way, with the best tile of those that are wanted; whatever is worth it."""
+
+    def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        ways = [way for way in _ways(direction, problem, operands) if way[0].halves == halves]
+        all_tiles = correlate._tiles
+
+        def tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
+            found = all_tiles(layer, gpu)
+            return tuple(one for one in found if choice is None or choice(one)) or found
+
+        with (
+            mock.patch.object(correlate, "_tiles", tiles),
+            mock.patch.object(correlate, "PORTABLE_SHARE", 0.0),
+        ):
+            return correlate._plan(ways, gpu)
+
+    planner.__name__ = direction
+    return planner
+
+
+def _work(direction: str, case: Case, mode: str, **options: Any) -> Work:
+    dtype, precision = MODES[mode]
+    options.setdefault("gpu", FEW)
+    choice, halves = options.pop("choice", None), options.pop("halves", False)
+    planner = planner_of(direction, choice, halves)
+    return Work(case, planner, dtype=dtype, precision=precision, **options)
+
+
+def _forward(case: Case, mode: str, **options: Any) -> Work:
+    return _work("forward", case, mode, **options)
+
+
+def _input_grad(case: Case, mode: str, **options: Any) -> Work:
+    return _work("input_grad", case, mode, **options)
+
+
+def _streamed(tile: Tile) -> bool:
+    """Weights go through the ring."""
+    return not tile.resident
+
+
+def _of(rows: int, groups: int, warps: int = 4) -> Choice:
+    wanted = (rows, groups, warps)
+    return lambda tile: (tile.product_rows, tile.channel_groups, tile.warps) == wanted
+
+
+EVERYWHERE = Case(
+    "everywhere", (2, 24, 9, 21), (72, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
+)
+STRIDED = Case("strided", (2, 24, 11, 16), (24, 24, 3, 3), (2, 2), (1, 1, 1, 1))
+POINTWISE = Case("pointwise", (2, 72, 8, 16), (40, 72, 1, 1))
+DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
+GROUPED = Case("grouped", (2, 20, 6, 13), (40, 10, 3, 3), padding=(1, 1, 1, 1), groups=2)
+FIRST = Case("first layer", (1, 3, 23, 23), (24, 3, 7, 7), (4, 4), (2, 2, 2, 2))
+WIDE = Case("wide", (1, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
+TINY = Case("one pixel", (1, 1, 1, 1), (1, 1, 1, 1))
+
+WORKS = [
+    *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
+      for mode, last, other in product(MODES, (False, True), (False, True))
+      if not other or mode == ("tf32" if last else "bfloat16")),
+    *(_input_grad(EVERYWHERE, mode, channels_last=mode in ("ieee", "float16")) for mode in MODES),
+    *(_forward(EVERYWHERE, mode, aligned=False, channels_last=mode == "float16")
+      for mode in ("tf32", "float16")),
+    # Weights that stream through the ring, little shared memory, many groups of channels.
+    *(_forward(DEEP, mode, gpu=LITTLE, choice=_streamed, channels_last=mode == "bfloat16")
+      for mode in MODES),
+    _input_grad(DEEP, "tf32", gpu=LITTLE),
+    # Every shape of a warp's products, and of a block's.
+    *(_forward(WIDE, mode, choice=_of(rows, groups, warps))
+      for mode, rows, groups, warps in (
+          ("tf32", 64, 1, 4), ("tf32", 32, 2, 8), ("tf32", 16, 4, 4), ("float16", 64, 1, 8),
+          ("float16", 16, 8, 8), ("ieee", 32, 2, 8), ("ieee", 16, 1, 4), ("ieee", 16, 4, 4))),
+    # Strides: phases of the input, of the gradient; folded channels; positions without taps.
+    *(_forward(STRIDED, mode, channels_last=last)
+      for mode, last in (("tf32", False), ("bfloat16", True), ("ieee", True))),
+    *(_input_grad(STRIDED, mode, channels_last=last)
+      for mode, last in (("tf32", True), ("bfloat16", False))),
+    _input_grad(replace(POINTWISE, stride=(2, 2)), "tf32"),
+    _input_grad(replace(POINTWISE, stride=(3, 2)), "float16", channels_last=True),
+    _forward(FIRST, "tf32"),
+    _forward(FIRST, "bfloat16", channels_last=True),
+    _forward(Case("far apart", (1, 16, 9, 30), (16, 16, 3, 3), (2, 3), (0, 1, 4, 0), (3, 2)),
+             "float16"),
+    # Pointwise: seen as long rows; short sums.
+    *(_forward(POINTWISE, mode, channels_last=mode in ("bfloat16", "ieee")) for mode in MODES),
+    _input_grad(POINTWISE, "ieee"),
+    # Groups, and next to nothing.
+    _forward(GROUPED, "tf32"),
+    _forward(GROUPED, "float16", channels_last=True),
+    _input_grad(GROUPED, "ieee"),
+    *(_forward(TINY, mode) for mode in ("tf32", "ieee")),
+    # Long sums, which are compensated.
+    _forward(Case("long sums", (1, 100, 6, 6), (16, 100, 5, 5), padding=(2, 2, 2, 2)), "ieee"),
+    # float32 as float16, and what repairs it.
+    *(_forward(EVERYWHERE, mode, halves=True) for mode in ("tf32", "ieee")),
+    _input_grad(EVERYWHERE, "ieee", halves=True),
+    _forward(GROUPED, "tf32", halves=True) if False else _forward(WIDE, "tf32", halves=True),
+]  # fmt: skip
+RUN = some(WORKS, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> None:
+    precompile([launch.kernel for work in RUN for launch in work.plan.launches])
+
+
+@pytest.mark.parametrize("work", RUN, ids=str)
+def test_correct(work: Work) -> None:
+    check(work)
