@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastconv.bench import products
 from fastconv.kernels.family import Kernel, Launch
 
 SOURCE = Path(__file__).with_suffix(".cuh")
@@ -56,6 +57,37 @@ class Case:
         return tensors["left"].float() @ right.float()
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Products of the benchmark's kernel, again and again: small whole numbers."""
+
+    kind: str
+    blocks: int = 2
+    warps: int = 3
+    rounds: int = 5  # one more than its loop is unrolled
+
+    def __str__(self) -> str:
+        return f"{self.kind}-rounds"
+
+    @property
+    def launch(self) -> Launch:
+        return products.launch_of(self.kind, self.warps, self.blocks, self.rounds)
+
+    def tensors(self) -> dict[str, Tensor]:
+        like = products.matrices(self.kind, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(self.warps)
+        matrices = torch.randint(-9, 10, like.shape, generator=generator).to(like)
+        totals = products.totals(self.launch, torch.device("cpu")).fill_(torch.nan)
+        return {"matrices": matrices, "totals": totals}
+
+    def expected(self, tensors: dict[str, Tensor]) -> Tensor:
+        rows = tensors["matrices"].float()
+        left, right = rows.split((16 * products.LEFT, 8 * products.RIGHT))
+        total = left.unflatten(0, (-1, 16)).sum(0) @ right.unflatten(0, (-1, 8)).sum(0).T
+        return (self.rounds * total).expand_as(tensors["totals"])
+
+
+ROUNDS = [Rounds(kind) for kind in products.KINDS]
 CASES = [
     Case(kind, gap, transposed)
     for kind in KINDS

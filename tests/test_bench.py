@@ -6,7 +6,7 @@ import gc
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,8 @@ from fastconv.bench import (
     host,
     limits,
     measure,
+    products,
+    report,
     results,
     timing,
 )
@@ -42,6 +44,8 @@ from fastconv.bench.workloads import (
     suite,
     to_dict,
 )
+from fastconv.jit import launch as jit_launch
+from fastconv.kernels.family import Kernel, Launch, Plan
 from fastconv.kernels.gpus import H200
 
 SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
@@ -240,6 +244,118 @@ def test_the_binding_limit() -> None:
     found = limits.limit(Case(strip, "forward", "float32", "ieee", "nchw"), ceilings)
     assert found.name == "memory"
     assert found.bytes == 4 * (2 * 8 * 256 * 128 * 128 + 256 * 21)
+
+
+def _plan(family: str, *constants: dict[str, Any]) -> Plan:
+    kernels = [Kernel("source.cuh", "entry", tuple(one.items())) for one in constants]
+    launches = tuple(Launch(kernel, (1, 1, 1), 32, 0, ("input",)) for kernel in kernels)
+    return Plan(launches, 0, family, "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "constants", "expected"),
+    [
+        ("bfloat16", [{}], ("bfloat16", 1)),
+        ("float16", [{"parts": 1}], ("float16", 1)),
+        ("float32", [{"parts": 1, "halves": False}], ("tf32", 1)),
+        ("float32", [{}, {"parts": 2}], ("tf32", 3)),
+        ("float32", [{"parts": 2, "halves": True}], ("float16", 3)),
+        ("float32", [{"parts": 1, "halves": True}, {"parts": 2}], ("float16", 1)),
+    ],
+)
+def test_what_is_multiplied(
+    dtype: str, constants: list[dict[str, Any]], expected: tuple[str, int]
+) -> None:
+    assert limits.multiplied(_plan("ampere", *constants), dtype) == expected
+
+
+def test_the_limit_of_mma_products() -> None:
+    mma = {"tf32": 30.0, "float16": 60.0, "bfloat16": 60.0}
+    ceilings = Ceilings({"float32 ieee": 50.0}, copy_tb_s=4.0, mma_tflops=mma)
+    one = Case(FOUNDING[0], "forward", "float32", "ieee", "nchw")
+    ampere, halves = _plan("ampere", {"parts": 2}), _plan("ampere", {"parts": 2, "halves": True})
+    for plan, tflops in ((ampere, 10), (halves, 20)):
+        found = limits.mma_limit(one, ceilings, [plan])
+        assert found is not None
+        assert (found.name, found.flops) == ("mma.sync", FOUNDING[0].problem.flops)
+        assert found.ms == pytest.approx(371.5 / tflops, rel=1e-3)
+    step = Case(FOUNDING[0], "step", "float32", "ieee", "nchw")
+    found = limits.mma_limit(step, ceilings, [ampere, halves, _plan("direct", {})])
+    assert found is not None
+    assert found.ms == pytest.approx(371.5 * (1 / 10 + 1 / 20 + 1 / 50), rel=1e-3)
+    slow = Ceilings({"float32 ieee": 50.0}, copy_tb_s=0.001, mma_tflops=mma)
+    assert limits.mma_limit(one, slow, [ampere]) == limits.limit(one, slow)
+    assert limits.mma_limit(one, ceilings, [_plan("hopper", {"parts": 2})]) is None
+    assert limits.mma_limit(one, Ceilings({"float32 ieee": 50.0}, 4.0), [ampere]) is None
+
+
+def test_mma_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many warps as are best, on GPUs that have them; here, on none."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert products.measure(cpu, lambda run: 1.0) == {}
+    capability = [(7, 5)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    assert products.measure(gpu, lambda run: 1.0) == {}
+    capability[0] = (8, 0)
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name in ("matrices", "totals"):
+        real = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda what, device, real=real: real(what, cpu))
+    ran: list[Launch] = []
+
+    def prepare(launches: Sequence[Launch], *_: Any) -> Any:
+        return SimpleNamespace(run=lambda *addresses: ran.extend(launches))
+
+    monkeypatch.setattr(jit_launch, "prepare", prepare)
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()  # 8 warps take as long as 4, then it is twice as long for twice as many
+        return max(1.0, ran[-1].block / 256)
+
+    flops = 108 * 8 * products.ROUNDS * 8 * 2 * 16 * 8 * 8
+    expected = {"tf32": flops, "float16": 2 * flops, "bfloat16": 2 * flops}
+    found = products.measure(gpu, seconds)
+    assert found == pytest.approx({kind: value * 1e-12 for kind, value in expected.items()})
+    assert [launch.block // 32 for launch in ran] == [*products.WARPS] * 3
+
+
+def test_a_ceiling_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any) -> Any:
+        raise jit.GpuUnavailable("no compiler")
+
+    monkeypatch.setattr(products, "measure", measure)
+    assert limits._mma_products(torch.device("cuda")) == {}
+
+
+def test_shares_of_rows_with_a_limit_of_their_own(tmp_path: Path) -> None:
+    limit, own = Limit("compute", 0.5, 1000, 1000), Limit("mma.sync", 0.8, 1000, 1000)
+    ours, peer = Timing(1.0, 0.01, 7, 1.0), Timing(2.0, 0.01, 7, 1.0)
+    row = Row(case(), "", ours, peer, "PyTorch", limit, own_limit=own)
+    assert (row.share(ours), row.share(peer)) == (0.8, 0.25)
+    assert "mma.sync" in report.row_cells(row)
+    path = tmp_path / "results.json"
+    ceilings = Ceilings({"float32 ieee": 50.0}, 4.0, mma_tflops={"tf32": 30.0})
+    made = Results({"gpu": "abacus"}, ceilings, [row])
+    made.write(path)
+    assert results.read(path) == made
+    assert "mma.sync tf32 30 TFLOP/s" in report.ceilings(made)
+    contents = json.loads(path.read_text())  # as older versions wrote it
+    del contents["ceilings"]["mma_tflops"], contents["rows"][0]["own_limit"]
+    path.write_text(json.dumps(contents))
+    (old,) = results.read(path).rows
+    assert old.share(old.ours) == 0.5
+    assert "mma.sync" not in report.ceilings(results.read(path))
+    contents["ceilings"]["mma_tflops"] = {"tf32": 0.0}
+    path.write_text(json.dumps(contents))
+    with pytest.raises(results.ResultsError, match="a ceiling is 0"):
+        results.read(path)
+
+
+def test_a_changed_mma_ceiling_is_told() -> None:
+    before, after = (Ceilings({}, 1.0, mma_tflops={"tf32": rate}) for rate in (30.0, 10.0))
+    (doubt,) = limits.doubts(before, after)
+    assert "mma.sync tf32 TFLOP/s 30 before, 10 after" in doubt
 
 
 class Clock:

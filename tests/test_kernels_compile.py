@@ -350,6 +350,6 @@ def test_tensor_copies(arch: str) -> None:
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch not in ("sm_70", "sm_75")])
 def test_small_products(arch: str) -> None:
     """The same of warps' products, which all GPUs since Ampere have."""
-    for case in small_products.CASES:
+    for case in (*small_products.CASES, *small_products.ROUNDS):
         compiled = jit.compile_kernel(case.launch.kernel, arch)
         assert compiled.spill_bytes == 0

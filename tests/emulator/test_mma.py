@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_products import CASES, Case
+from small_products import CASES, Case, Rounds
 
 from . import EmulatorError, precompile, run, run_both_orders
 from .faults import Changed
 
+ROUNDS = Rounds("float16")  # one kind, to take less time: the others differ in a product alone
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
-    precompile([case.launch.kernel for case in CASES])
+    precompile([case.launch.kernel for case in (*CASES, ROUNDS)])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -23,6 +25,12 @@ def test_products(case: Case) -> None:
     tensors = case.tensors()
     run_both_orders([case.launch], tensors)
     assert torch.equal(tensors["sums"], case.expected(tensors))
+
+
+def test_rounds() -> None:
+    tensors = ROUNDS.tensors()
+    run_both_orders([ROUNDS.launch], tensors)
+    assert torch.equal(tensors["totals"], ROUNDS.expected(tensors))
 
 
 FAULTY = {

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fastconv import jit
+from fastconv.bench import limits, products
 from gpu.helpers import CUDA
-from small_products import CASES, Case
+from small_products import CASES, ROUNDS, Case, Rounds
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0),
@@ -15,10 +16,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_products(case: Case) -> None:
+@pytest.mark.parametrize("case", [*CASES, *ROUNDS], ids=str)
+def test_products(case: Case | Rounds) -> None:
     tensors = case.tensors()
     there = {name: tensor.to(CUDA) for name, tensor in tensors.items()}
     prepared = jit.prepare([case.launch], CUDA, there)
     prepared.run(*(tensor.data_ptr() for tensor in there.values()))
-    assert torch.equal(there["sums"].cpu(), case.expected(tensors))
+    *_, found = there.values()
+    assert torch.equal(found.cpu(), case.expected(tensors))
+
+
+def test_ceilings() -> None:
+    found = limits._mma_products(CUDA)
+    assert found.keys() == products.KINDS.keys()
+    assert found["tf32"] > 1
+    assert found["float16"] == pytest.approx(found["bfloat16"], rel=0.2)
+    assert found["float16"] == pytest.approx(2 * found["tf32"], rel=0.2)

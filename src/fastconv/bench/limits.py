@@ -8,15 +8,18 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from fastconv import jit
+from fastconv.bench import products
 from fastconv.bench.cases import DTYPES, STEP, Case
 from fastconv.bench.contestants import settings
 from fastconv.bench.timing import synchronize
+from fastconv.kernels.family import Plan
 
 SAMPLES = 5
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
@@ -24,22 +27,27 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 HASHED_BYTES = 32 << 20  # by each thread: tens of milliseconds, many times a scheduler's turn
 BUSY = 0.8  # threads that get less of the time that they want share their processors
 UNSTEADY = 0.3  # a ceiling that changes by more from a run's beginning to its end is not one
+MMA_FAMILY = "ampere"  # whose kernels multiply by mma.sync
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured: a large matrix product in each mode, and a copy (reading and writing)."""
+    """Measured: a large matrix product in each mode, and a copy (reading and writing).
+
+    Beside them what ``mma.sync`` reaches, by what is multiplied: "tf32", "float16", "bfloat16".
+    """
 
     tflops: dict[str, float]  # by mode
     copy_tb_s: float
     processor_share: float | None = None  # of the time that a CPU's threads want, what they get
+    mma_tflops: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Limit:
     """What binds a case, and the least time that it leaves."""
 
-    name: str  # "compute" or "memory"
+    name: str  # "compute" or "memory", or "mma.sync" where that is slower than what others have
     ms: float
     flops: int
     bytes: int
@@ -55,7 +63,7 @@ def measure(cases: Iterable[Case], device: torch.device) -> Ceilings:
     modes = {case.mode: case for case in cases}
     tflops = {mode: _matrix_product(case, device) for mode, case in modes.items()}
     share = _processor_share() if device.type == "cpu" else None
-    return Ceilings(tflops, _copy(device), share)
+    return Ceilings(tflops, _copy(device), share, _mma_products(device))
 
 
 def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
@@ -84,21 +92,64 @@ def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
 
 
 def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
-    products = [
-        (f"{mode} TFLOP/s", before.tflops[mode], after.tflops[mode])
-        for mode in before.tflops
-        if mode in after.tflops
+    found = [
+        (f"{prefix}{mode} TFLOP/s", old[mode], new[mode])
+        for prefix, old, new in (
+            ("", before.tflops, after.tflops),
+            ("mma.sync ", before.mma_tflops, after.mma_tflops),
+        )
+        for mode in old
+        if mode in new
     ]
-    return [*products, ("copy TB/s", before.copy_tb_s, after.copy_tb_s)]
+    return [*found, ("copy TB/s", before.copy_tb_s, after.copy_tb_s)]
 
 
 def limit(case: Case, ceilings: Ceilings) -> Limit:
     """Whether arithmetic or memory binds the case: every operand moved once, none recomputed."""
+    flops, _ = work(case)
+    return _binding("compute", flops / ceilings.tflops[case.mode] * 1e-9, case, ceilings)
+
+
+def mma_limit(case: Case, ceilings: Ceilings, plans: Sequence[Plan]) -> Limit | None:
+    """The same for kernels of ours that multiply by ``mma.sync``; ``plans`` are those of the case.
+
+    None where no plan does, or where it was not measured what that reaches.
+    """
+    if not ceilings.mma_tflops or all(plan.family != MMA_FAMILY for plan in plans):
+        return None
+    flops, _ = work(case)
+    rates = [_tflops(case, plan, ceilings) for plan in plans]
+    compute_ms = sum(flops / len(plans) / rate for rate in rates) * 1e-9
+    return _binding("mma.sync", compute_ms, case, ceilings)
+
+
+def multiplied(plan: Plan, dtype: str) -> tuple[str, int]:
+    """What tensor cores multiply in a plan, and how many such products make one of the layer's.
+
+    Kernels that split float32 in two parts have three. Those that multiply it as float16 may have
+    others beside them, for numbers that do not fit: these count for nothing.
+    """
+    constants = [dict(launch.kernel.constants) for launch in plan.launches]
+    halves = [one for one in constants if one.get("halves")]
+    parts = max(int(one.get("parts", 1)) for one in halves or constants)
+    kind = "float16" if halves else {"float32": "tf32"}.get(dtype, dtype)
+    return kind, 3 if parts > 1 else 1
+
+
+def _tflops(case: Case, plan: Plan, ceilings: Ceilings) -> float:
+    """Of the layer's own operations."""
+    if plan.family != MMA_FAMILY:
+        return ceilings.tflops[case.mode]
+    kind, count = multiplied(plan, case.dtype)
+    return ceilings.mma_tflops[kind] / count
+
+
+def _binding(name: str, compute_ms: float, case: Case, ceilings: Ceilings) -> Limit:
     flops, moved = work(case)
-    compute_ms = flops / ceilings.tflops[case.mode] * 1e-9
     memory_ms = moved / ceilings.copy_tb_s * 1e-9
-    name = "compute" if compute_ms >= memory_ms else "memory"
-    return Limit(name, max(compute_ms, memory_ms), flops, moved)
+    return Limit(
+        name if compute_ms >= memory_ms else "memory", max(compute_ms, memory_ms), flops, moved
+    )
 
 
 def work(case: Case) -> tuple[int, int]:
@@ -120,6 +171,13 @@ def _matrix_product(case: Case, device: torch.device) -> float:
     with settings(case.precision):
         seconds = _best(lambda: left @ right, device)
     return 2 * side**3 / seconds * 1e-12
+
+
+def _mma_products(device: torch.device) -> dict[str, float]:
+    try:
+        return products.measure(device, lambda run: _best(run, device))
+    except (jit.CompilationError, jit.GpuUnavailable, jit.LaunchError):
+        return {}  # rows will say what is wrong
 
 
 def _copy(device: torch.device) -> float:

@@ -11,7 +11,7 @@ import torch
 from fastconv.bench import configurations, contestants, limits, timing
 from fastconv.bench.cases import Case, Tensors, reason
 from fastconv.bench.contestants import PEERS, Pass
-from fastconv.bench.limits import Ceilings
+from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Row
 from fastconv.bench.timing import Effort, Timing
 from fastconv.kernels.family import Gpu, Kernel
@@ -57,6 +57,7 @@ class Bench:
             peer_name,
             limits.limit(case, self.ceilings),
             self._compile_s(case),
+            own_limit=self._own_limit(case),
         )
 
     def _command(self, case: Case) -> str:
@@ -66,6 +67,12 @@ class Bench:
         first = case.tensors(self.device)
         count = timing.set_count(first, self.device)
         return [first, *(case.tensors(self.device, seed) for seed in range(1, count))]
+
+    def _own_limit(self, case: Case) -> Limit | None:
+        if self.gpu is None:
+            return None
+        plans = [configuration.plan for configuration in configurations.legal(case, self.gpu)]
+        return limits.mma_limit(case, self.ceilings, plans)
 
     def _compile_s(self, case: Case) -> float | None:
         if self.gpu is None:

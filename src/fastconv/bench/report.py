@@ -70,16 +70,18 @@ def ceilings(results: Results) -> str:
     if results.ceilings is None:
         return "ceilings not measured"
     products = [f"{mode} {value:.3g}" for mode, value in results.ceilings.tflops.items()]
+    small = [f"{kind} {value:.3g}" for kind, value in results.ceilings.mma_tflops.items()]
+    warps = f"; mma.sync {', '.join(small)} TFLOP/s" if small else ""
     copy = results.ceilings.copy_tb_s
     compiled = f"; kernels compiled in {results.build_s:.1f} s" if results.build_s else ""
-    return f"ceilings: {', '.join(products)} TFLOP/s; copy {copy:.3g} TB/s{compiled}"
+    return f"ceilings: {', '.join(products)} TFLOP/s{warps}; copy {copy:.3g} TB/s{compiled}"
 
 
 def row_cells(row: Row) -> Cells:
     """The cells of a row; those of a failed one are empty but for the first of its figures."""
     case = row.case
     head = (case.workload.name, case.direction, case.mode, case.format)
-    if row.error is not None or not (row.ours and row.peer and row.limit):
+    if row.error is not None or not (row.ours and row.peer and row.binding):
         return (*head, "failed", *[""] * (len(RIGHT) - 1))
     ours, peer = row.ours, row.peer
     compiled = "" if row.compile_s is None else f"{row.compile_s:.1f}"
@@ -88,7 +90,7 @@ def row_cells(row: Row) -> Cells:
         _time(ours),
         _time(peer) + ("*" if "other" in row.peer_name else ""),
         speedup(row),
-        row.limit.name,
+        row.binding.name,
         f"{row.share(ours):.0%}",
         f"{row.share(peer):.0%}",
         _pair(ours.host_us, peer.host_us),

@@ -40,6 +40,7 @@ class Row:
     limit: Limit | None = None
     compile_s: float | None = None  # our kernels, one after the other; 0 from the disk cache
     error: str | None = None
+    own_limit: Limit | None = None  # of our kernels, where theirs is not that of the machine
 
     @property
     def speedup(self) -> float | None:
@@ -52,7 +53,13 @@ class Row:
 
     def share(self, timing: Timing | None) -> float | None:
         """What part of the limit that binds the case a contestant reaches."""
-        return self.limit.ms / timing.ms if self.limit and timing else None
+        limit = self.binding if timing is self.ours else self.limit
+        return limit.ms / timing.ms if limit and timing else None
+
+    @property
+    def binding(self) -> Limit | None:
+        """What binds our kernels."""
+        return self.own_limit or self.limit
 
     def to_dict(self) -> dict[str, Any]:
         case = {**vars(self.case), "workload": to_dict(self.case.workload)}
@@ -71,13 +78,14 @@ class Row:
         case = case_from(entry, from_dict(entry["workload"]))
         ours, peer = (_object(Timing, entry[name], name) for name in ("ours", "peer"))
         limit = _object(Limit, entry["limit"], "limit")
+        own_limit = _object(Limit, entry.get("own_limit"), "own_limit")  # old files have none
         for name, kind in (("command", str), ("peer_name", str), ("error", str | None)):
             _expect(entry[name], kind, name)
         _expect(entry["compile_s"], float | None, "compile_s")
         measured = ours and peer and limit and ours.ms and peer.ms and limit.bytes
         if entry["error"] is None and not measured:
             raise ValueError(f"{case.label} has neither times and a limit nor an error")
-        rest = (entry["peer_name"], limit, entry["compile_s"], entry["error"])
+        rest = (entry["peer_name"], limit, entry["compile_s"], entry["error"], own_limit)
         return cls(case, entry["command"], ours, peer, *rest)
 
 
@@ -242,7 +250,8 @@ def _read(contents: Any) -> Results:
     before = _object(Ceilings, contents["ceilings"], "ceilings")
     after = _object(Ceilings, contents.get("ceilings_after"), "ceilings_after")
     for ceilings in filter(None, (before, after)):
-        if not all((*ceilings.tflops.values(), ceilings.copy_tb_s)):
+        rates = (*ceilings.tflops.values(), *ceilings.mma_tflops.values(), ceilings.copy_tb_s)
+        if not all(rates):
             raise ValueError("a ceiling is 0")
     rows = [Row.from_dict(entry) for entry in contents["rows"]]
     return Results(contents["environment"], before, rows, contents["build_s"], after)
