@@ -14,6 +14,7 @@ import torch
 from emulator import precompile
 from emulator.works import (
     LARGE,
+    ODD_NUMBERS,
     Case,
     Planner,
     Tensors,
@@ -114,6 +115,14 @@ FIRST = Case("first layer", (1, 3, 23, 23), (24, 3, 7, 7), (4, 4), (2, 2, 2, 2))
 WIDE = Case("wide", (1, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
 TINY = Case("one pixel", (1, 1, 1, 1), (1, 1, 1, 1))
 
+# The kinds of sums that numbers in two parts have: with products of low parts, without, and
+# compensated.
+SPLIT = [
+    _forward(Case("short sums", (1, 8, 8, 9), (16, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Case("of ordinary length", (1, 24, 7, 11), (16, 24, 3, 3)), "ieee"),
+    _forward(Case("long sums", (1, 240, 5, 7), (16, 240, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+]
+
 WORKS = [
     *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
       for mode, last, other in product(MODES, (False, True), (False, True))
@@ -149,21 +158,96 @@ WORKS = [
     _forward(GROUPED, "float16", channels_last=True),
     _input_grad(GROUPED, "ieee"),
     *(_forward(TINY, mode) for mode in ("tf32", "ieee")),
-    # Long sums, which are compensated.
-    _forward(Case("long sums", (1, 100, 6, 6), (16, 100, 5, 5), padding=(2, 2, 2, 2)), "ieee"),
+    *SPLIT,
     # float32 as float16, and what repairs it.
     *(_forward(EVERYWHERE, mode, halves=True) for mode in ("tf32", "ieee")),
     _input_grad(EVERYWHERE, "ieee", halves=True),
-    _forward(GROUPED, "tf32", halves=True) if False else _forward(WIDE, "tf32", halves=True),
+    _forward(Case("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", halves=True),
+    _forward(WIDE, "tf32", halves=True),
 ]  # fmt: skip
-RUN = some(WORKS, 1)
+RUN = some(WORKS, one_in=5)
+ALONE = [_forward(replace(WIDE, input=(1, 20, 5, 41)), "bfloat16", gpu=LITTLE)]
+TILES = [_forward(WIDE, "ieee"), _forward(WIDE, "ieee", choice=_of(16, 2, 8))]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _programs() -> None:
-    precompile([launch.kernel for work in RUN for launch in work.plan.launches])
+def _compiled() -> None:
+    works = [*RUN, *SPLIT, *ALONE, *map(in_batch, ALONE), *TILES]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
 
 
 @pytest.mark.parametrize("work", RUN, ids=str)
-def test_correct(work: Work) -> None:
+def test_against_float64(work: Work) -> None:
     check(work)
+
+
+def test_works_cover_all_branches() -> None:
+    of = [dict(work.plan.launches[-1].kernel.constants) for work in WORKS]
+    flags = (
+        *("low_products", "compensated", "transposed", "in_channels_last", "out_channels_last"),
+        *("vector_loads", "resident", "ties_to_even", "repairs"),
+    )
+    for name in flags:
+        assert {one[name] for one in of} == {False, True}, name
+    assert {one["product_rows"] for one in of} == {16, 32, 64}
+    assert {one["store_vector"] for one in of} >= {1, 4, 8}
+    assert {(one["warps"], one["blocks"]) for one in of} == {(4, 2), (8, 1)}
+
+
+@pytest.mark.parametrize("work", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
+    assert_alone_as_in_batch(work)
+
+
+def test_all_tiles_give_the_same_bits() -> None:
+    first, *others = TILES
+    tensors = Tensors.random(first)
+    expected = run(first, tensors)
+    assert_correct(first, tensors, expected)
+    for other in others:
+        assert other.plan.choice != first.plan.choice
+        assert run(other, tensors).equal(expected)
+
+
+def test_split_works_are_all_kinds() -> None:
+    of = [dict(work.plan.launches[-1].kernel.constants) for work in SPLIT]
+    kinds = [(one["low_products"], one["compensated"]) for one in of]
+    assert kinds == [(True, False), (False, False), (False, True)]
+
+
+@pytest.mark.parametrize("work", SPLIT, ids=str)
+def test_odd_numbers_in_two_parts(work: Work) -> None:
+    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+    tensors = Tensors.random(work)
+    at_corners(tensors.input)
+    tensors.weight[::2].round_(decimals=0)
+    tensors.weight[1::4] *= 1e5  # low parts times the largest number overflow
+    assert_plain(work, tensors)
+
+
+@pytest.mark.parametrize("work", SPLIT, ids=str)
+def test_odd_weights_in_two_parts(work: Work) -> None:
+    tensors = Tensors.random(work)
+    for channel, number in enumerate(ODD_NUMBERS[:3]):
+        tensors.weight[channel, 3, 1, 1] = number
+    tensors.input[0, 3, 2, 2] = torch.inf  # times infinity, too
+    tensors.weight[3, 4, 1, 1] = LARGE
+    tensors.input[:, 4] /= 8  # its products are finite
+    assert_plain(work, tensors)
+
+
+def test_long_sums_that_overflow() -> None:
+    tensors = Tensors.random(SPLIT[2])
+    tensors.input[0, 0, 2, 3] = LARGE
+    assert_plain(SPLIT[2], tensors)
+
+
+def test_an_infinity_changes_no_other_bit() -> None:
+    for work in SPLIT:
+        tensors = Tensors.random(work)
+        expected = run(work, tensors)
+        tensors.input[0, 0, 0, 0] = torch.inf
+        actual = run(work, tensors)
+        finite = actual.isfinite()
+        assert 0 < (~finite).sum() < finite.numel() // 4
+        assert actual[finite].equal(expected[finite])

@@ -39,7 +39,7 @@ from emulator.works import (
     run,
     some,
 )
-from fastconv.kernels.hopper import correlate
+from fastconv.kernels.tensor import launches
 
 MODES = ("tf32", "ieee")
 
@@ -98,17 +98,17 @@ def test_against_float64(work: Work) -> None:
 
 def test_blocks_that_pack_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output channels and images, one after the other."""
-    monkeypatch.setattr(correlate, "MOST_PACK_BLOCKS", 5)
+    monkeypatch.setattr(launches, "MOST_PACK_BLOCKS", 5)
     assert [one.grid for one in THREE[0].plan.launches[:2]] == [(5, 1, 1)] * 2
     check(THREE[0])
 
 
 def test_works_cover_all_branches() -> None:
-    launches = [work.plan.launches for work in WORKS]
+    planned = [work.plan.launches for work in WORKS]
     assert all([launch.kernel.entry for launch in one] == ["scale", *["pack", "correlate"] * 2]
-               for one in launches)  # fmt: skip
-    first = [dict(one[2].kernel.constants) for one in launches]
-    second = [dict(one[4].kernel.constants) for one in launches]
+               for one in planned)  # fmt: skip
+    first = [dict(one[2].kernel.constants) for one in planned]
+    second = [dict(one[4].kernel.constants) for one in planned]
     assert all(one["halves"] and not one["repairs"] for one in first)
     assert all(one["repairs"] and not one["halves"] for one in second)
     loads = ("staged", "bulk_loads", "rolling", "resident")

@@ -19,7 +19,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from fastconv import native
-from fastconv.kernels import direct, gpus, hopper
+from fastconv.kernels import ampere, direct, gpus, hopper
 from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.classes import ANATOMIES as HOPPER
@@ -27,9 +27,12 @@ from fastconv.problem import Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
 
-FORWARD: tuple[Planner, ...] = (hopper.forward, direct.forward)
-INPUT_GRAD: tuple[Planner, ...] = (hopper.input_grad, direct.input_grad)
+FORWARD: tuple[Planner, ...] = (hopper.forward, ampere.forward, direct.forward)
+INPUT_GRAD: tuple[Planner, ...] = (hopper.input_grad, ampere.input_grad, direct.input_grad)
 WEIGHT_GRAD: tuple[Planner, ...] = (hopper.weight_grad, direct.weight_grad)
+
+ON_TRIAL = frozenset({"ampere"})
+"""Families that plan only where they are asked for: no GPU has run their kernels yet."""
 
 ANATOMIES = {**HOPPER, **DIRECT}
 """What chooses the code of every kernel that a plan can have, by its source."""
@@ -51,7 +54,7 @@ class Switch(NamedTuple):
 
     def planners(self, planners: tuple[Planner, ...]) -> tuple[Planner, ...]:
         if self.family is None:
-            return planners
+            return tuple(one for one in planners if _family(one) not in ON_TRIAL)
         *others, portable = planners
         return (*(one for one in others if _family(one) == self.family), portable)
 

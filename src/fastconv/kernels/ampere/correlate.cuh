@@ -61,7 +61,7 @@ struct Accumulators<2> {
 #pragma unroll
       for (int j = 0; j < kColumnProducts; ++j) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) totals[i][j][k] += low[i][j][k];
+        for (int k = 0; k < 4; ++k) totals[i][j][k] = completed(totals[i][j][k], low[i][j][k]);
       }
     }
     return totals;

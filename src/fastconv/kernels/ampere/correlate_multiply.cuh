@@ -27,11 +27,8 @@ __device__ __forceinline__ int tap_offset(int tap) {
          row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases;
 }
 
-// What low parts are limited to before they are multiplied by each other: no finite one is larger,
-// and an infinite one makes no infinity of it, which might have the wrong sign.
+// What low parts are limited to before they are multiplied by each other: no finite one is larger.
 constexpr float kMostLow = 0x1p116f;
-// What totals are limited to: what one loses is a number then, and no result is lost.
-constexpr float kMostTotal = 0x1.fffffep127f;
 
 // A warp that multiplies. As ldmatrix wants it, each lane has the place of one row, of 16 bytes, in
 // four matrices: of weights, those of 16 channels by 32 bytes; of input, two times 8 pixels by 32.
@@ -117,20 +114,31 @@ struct Multiplier {
           unsigned right[4], right_low[4];
           load_matrices(right, place);
           load_matrices(right_low, place + kPartPixels * 16);
-          add(sums, left, right, pair);
-          add(low, left_low, right, pair);
-          if constexpr (C::low_products) {
-            unsigned limited_low[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              limited_low[i] = __float_as_uint(limited(__uint_as_float(right_low[i]), kMostLow));
-            }
-            add(low, left_low, limited_low, pair);
-          }
+          // Infinite ones first: an infinity's other products, which may overflow, change nothing.
           add_enlarged(low, left, right_low, pair);
+          add(low, left_low, right, pair);
+          if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
+          add(sums, left, right, pair);
         }
       }
     }
+  }
+
+  // Products of low parts: none of which is infinite, for its sign might be wrong.
+  __device__ __forceinline__ static void add_low(Sums& low, const Left& left,
+                                                 const unsigned (&right)[4], int pair) {
+    Left finite_left;
+    unsigned finite_right[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      finite_right[k] = finite(right[k]);
+#pragma unroll
+      for (int i = 0; i < kRowProducts; ++i) finite_left[i][k] = finite(left[i][k]);
+    }
+    add(low, finite_left, finite_right, pair);
+  }
+  __device__ __forceinline__ static unsigned finite(unsigned low) {
+    return __float_as_uint(limited(__uint_as_float(low), kMostLow));
   }
 
   // Products with the input's low parts, which are enlarged where they are halves: so weights are
@@ -151,6 +159,13 @@ struct Multiplier {
   }
 };
 
+// A total, with what was too small for it. If it is infinite, then rightly, but products with a low
+// part may have overflowed to the other infinity.
+__device__ __forceinline__ float completed(float total, float low) {
+  const float infinity = __uint_as_float(0x7f800000u);
+  return fabsf(total) == infinity && fabsf(low) == infinity ? total : total + low;
+}
+
 // Adds sums to totals, and clears them: the tensor core truncates as it adds, so chains are short.
 // What a total loses as it is rounded, of long sums, is added to `low`.
 __device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
@@ -160,10 +175,9 @@ __device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
     for (int j = 0; j < kColumnProducts; ++j) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        float total = totals[i][j][k] + sums[i][j][k];
+        const float total = totals[i][j][k] + sums[i][j][k];
         if constexpr (C::compensated) {
-          total = limited(total, kMostTotal);
-          low[i][j][k] += sums[i][j][k] - (total - totals[i][j][k]);
+          if (is_finite(total)) low[i][j][k] += sums[i][j][k] - (total - totals[i][j][k]);
         }
         totals[i][j][k] = total;
         sums[i][j][k] = 0.0f;

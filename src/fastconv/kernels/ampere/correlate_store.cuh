@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
           narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
     }
     __syncwarp();
-#pragma unroll 4
+#pragma unroll 2
     for (int at = lane; at < 8 * kVectors; at += 32) {
       const int channel = at / kVectors;
       const int pixel = at % kVectors * C::store_vector;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
       }
     }
     __syncwarp();
-#pragma unroll 4
+#pragma unroll 2
     for (int at = lane; at < C::pass_pixels * kVectors; at += 32) {
       const int pixel = at / kVectors;
       const int channel = at % kVectors * C::store_vector;

@@ -5,7 +5,6 @@ Decided from the layer alone, as all that decides the order of a sum.
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 
 from fastconv.kernels.arithmetic import ceil_div, divisors
@@ -18,7 +17,6 @@ from fastconv.kernels.tensor.layers import (
 
 CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
 MOST_K_STEPS = 4
-MOST_STAGE_PRODUCTS = 8
 
 
 class Layer(layers.Layer):
@@ -41,9 +39,8 @@ class Layer(layers.Layer):
         if self.parts == 2:
             products = LONG_SUM_PRODUCTS if self.compensated else products
             products = SHORT_SUM_PRODUCTS if self.low_products else products
-        wanted = products / self.k_steps
-        choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_PRODUCTS]
-        return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
+        choices = [n for n in divisors(self.taps) if n * self.k_steps <= products]
+        return max(choices or [1])
 
     @property
     def stages(self) -> int:

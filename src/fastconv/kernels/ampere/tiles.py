@@ -20,7 +20,7 @@ MOST_ROWS = {1: 64, 2: 32}  # output channels of a warp's products, by parts
 MOST_SUMS = {1: 128, 2: 48}  # of a thread, in each set of them
 MOST_PIXELS = 128  # of a warp
 MOST_WEIGHT_STAGES = 4
-FEWEST_WEIGHT_STAGES = 3  # or all of them
+FEWEST_WEIGHT_STAGES = 2
 TILE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 # Registers for units of input that are loaded while others are multiplied, by parts.
@@ -204,7 +204,7 @@ class Tile:
         everything = self.all_weight_stages
         if self.alone and stages >= everything:
             return replace(self, weight_stages=everything)
-        if stages < min(FEWEST_WEIGHT_STAGES, max(2, everything)):
+        if stages < FEWEST_WEIGHT_STAGES:
             return None
         return replace(self, weight_stages=min(stages, MOST_WEIGHT_STAGES))
 
