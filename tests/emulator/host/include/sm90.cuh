@@ -1,6 +1,7 @@
 // The host twin of include/sm90.cuh in src/fastconv/kernels: the same functions, on a CPU.
 #pragma once
 #include "include/ptx.cuh"
+#include "mma.h"
 #include "sm90.h"
 
 namespace fastconv {
@@ -178,37 +179,12 @@ inline void two_warpgroups_sync(int number,
 
 inline void store_transposed(void* column, const unsigned (&rows)[4],
                              emulator::Site site = emulator::here("store_transposed")) {
-  const int lane = emulator::lane();
-  shared_address(column);
-  if (reinterpret_cast<unsigned long long>(column) % 16) {
-    emulator::fail("store_transposed to a misaligned address");
-  }
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    for (int row = 0; row < 8; ++row) {
-      const auto pair = emulator::exchange(site, ~0u, rows[matrix], 4 * row + lane % 8 / 2).value;
-      if (matrix == lane / 8) {
-        static_cast<unsigned short*>(column)[row] =
-            static_cast<unsigned short>(pair >> lane % 2 * 16);
-      }
-    }
-  }
+  emulator::store_transposed(site, column, rows);
 }
 
 inline void load_transposed(unsigned (&columns)[4], const void* row,
                             emulator::Site site = emulator::here("load_transposed")) {
-  const int lane = emulator::lane();
-  shared_address(row);
-  const auto own = reinterpret_cast<unsigned long long>(row);
-  if (own % 16) emulator::fail("load_transposed from a misaligned address");
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    columns[matrix] = 0;
-    for (int i = 0; i < 2; ++i) {
-      const int source = 8 * matrix + lane % 4 * 2 + i;
-      const auto address = emulator::exchange(site, ~0u, own, source).value;
-      const unsigned element = reinterpret_cast<const unsigned short*>(address)[lane / 4];
-      columns[matrix] |= element << 16 * i;
-    }
-  }
+  emulator::load_matrices(site, columns, row, /*transposed=*/true);
 }
 
 inline void wgmma_fence() { emulator::wgmma_fence(); }
