@@ -1,6 +1,7 @@
 // Runs a launch on one CPU core. Every CUDA thread is a fiber; a fiber runs until it has to wait.
 #include "runtime.h"
 
+#include <dlfcn.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #include <sys/mman.h>
@@ -134,6 +135,7 @@ struct Buffer {
   ptrdiff_t bytes;
 };
 
+decltype(emulator_run_thread)* run_thread;
 std::vector<Argument> arguments;
 std::vector<Buffer> buffers;
 std::vector<Thread> threads;
@@ -455,6 +457,13 @@ void __ubsan_on_report() { emulator::print_place(); }
 namespace emulator {
 namespace {
 
+decltype(emulator_run_thread)* load_kernel(const char* library) {
+  void* const handle = dlopen(library, RTLD_NOW);
+  void* const entry = handle ? dlsym(handle, "emulator_run_thread") : nullptr;
+  if (!entry) fail("%s", dlerror());
+  return reinterpret_cast<decltype(emulator_run_thread)*>(entry);
+}
+
 // "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple of
 // 1024.
 bool read_tensor(const char* text, unsigned char** address) {
@@ -487,21 +496,22 @@ Argument read_argument(const std::string& text) {
 }  // namespace
 }  // namespace emulator
 
-// Arguments: the order (forward or reverse), the grid, the block, the bytes of shared memory, then
-// the kernel's own. The tensors' contents come from stdin and go back to stdout, each once, in the
-// order of the arguments.
+// Arguments: the kernel's library, the order (forward or reverse), the grid, the block, the bytes
+// of shared memory, then the kernel's own. The tensors' contents come from stdin and go back to
+// stdout, each once, in the order of the arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
-  if (argc < 7) fail("too few arguments");
-  reverse = !strcmp(argv[1], "reverse");
-  gridDim = {unsigned(atoi(argv[2])), unsigned(atoi(argv[3])), unsigned(atoi(argv[4]))};
-  blockDim = {unsigned(atoi(argv[5])), 1, 1};
-  shared.bytes = atoi(argv[6]);
+  if (argc < 8) fail("too few arguments");
+  run_thread = load_kernel(argv[1]);
+  reverse = !strcmp(argv[2], "reverse");
+  gridDim = {unsigned(atoi(argv[3])), unsigned(atoi(argv[4])), unsigned(atoi(argv[5]))};
+  blockDim = {unsigned(atoi(argv[6])), 1, 1};
+  shared.bytes = atoi(argv[7]);
   if (!gridDim.x || !gridDim.y || !gridDim.z || gridDim.y > 65535 || gridDim.z > 65535 ||
       !blockDim.x || blockDim.x > 1024 || shared.bytes > 227 * 1024) {
     fail("CUDA refuses such a launch");
   }
-  for (int i = 7; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
+  for (int i = 8; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
   const size_t tensors = buffers.size();
   shared.begin = allocate("shared memory", shared.bytes, 0);
   run_grid();
