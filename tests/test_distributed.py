@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,30 +59,45 @@ def _train(model: nn.Module, rank: int) -> list[Tensor]:
     return losses + [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
 
 
-def _process(rank: int, wrap: Callable[[nn.Sequential], nn.Module], folder: Path) -> None:
+WRAPS = {"replicated": _replicated, "sharded": _sharded}
+Results = dict[str, dict[str, list[Tensor]]]
+"""What training gives: by the name of the wrap, by whose convolutions they are."""
+
+
+def _process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES
     )
     try:
-        results = {
-            name: _train(wrap(_model(convolution)), rank)
-            for name, convolution in (("ours", fastconv.Conv2d), ("theirs", nn.Conv2d))
+        results: Results = {
+            name: {
+                "ours": _train(wrap(_model(fastconv.Conv2d)), rank),
+                "theirs": _train(wrap(_model(nn.Conv2d)), rank),
+            }
+            for name, wrap in WRAPS.items()
         }
     finally:
         dist.destroy_process_group()
     torch.save(results, folder / f"{rank}.pt")
 
 
-@pytest.mark.parametrize("wrap", [_replicated, _sharded])
-def test_trains_as_pytorch(wrap: Callable[[nn.Sequential], nn.Module], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (wrap, tmp_path), nprocs=PROCESSES)
-    by_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(PROCESSES)]
+@pytest.fixture(scope="module")
+def trained(host_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """Of each process. Importing PyTorch takes most of the time: once for all."""
+    folder = tmp_path_factory.mktemp(host_path)
+    torch.multiprocessing.spawn(_process, (folder,), nprocs=PROCESSES)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_trains_as_pytorch(wrap: str, trained: list[Results]) -> None:
+    by_rank = [results[wrap] for results in trained]
     for results in by_rank:
         torch.testing.assert_close(results["ours"], results["theirs"], rtol=1e-6, atol=1e-6)
     losses = [results["ours"][:3] for results in by_rank]
     parameters = [results["ours"][3:] for results in by_rank]
     assert losses[0] != losses[1]  # each had its own images
     torch.testing.assert_close(*parameters, rtol=0, atol=0)
-    for trained, initial in zip(parameters[0], _model(nn.Conv2d).parameters(), strict=True):
-        assert not trained.equal(initial)
+    for value, initial in zip(parameters[0], _model(nn.Conv2d).parameters(), strict=True):
+        assert not value.equal(initial)

@@ -61,6 +61,29 @@ void load_matrices(Site site, unsigned (&fragments)[4], const void* row, bool tr
   together(site, [&](Lane& mine) { mine.row = address; }, read);
 }
 
+void store_transposed(Site site, void* column, const unsigned (&fragments)[4]) {
+  auto* const target = static_cast<unsigned char*>(column);
+  const auto read = [&](const Lane* lanes, int lane) {
+    for (int row = 0; row < kMatrixRows; ++row) {
+      const Lane& from = lanes[4 * row + lane % 8 / 2];
+      const auto* const pair = reinterpret_cast<const unsigned char*>(&from.left[lane / 8]);
+      memcpy(target + 2 * row, pair + 2 * (lane % 2), 2);
+    }
+  };
+  check_row(site, target);
+  together(site, [&](Lane& mine) { memcpy(mine.left, fragments, sizeof mine.left); }, read);
+}
+
+void gather_rows(Site site, unsigned (&rows)[2][kRowBytes / 4], const unsigned (&fragments)[4]) {
+  const auto read = [&](const Lane* lanes, int lane) {
+    const Lane* const quad = lanes + lane / 4 * 4;
+    for (int k = 0; k < 4; ++k) {
+      for (int i = 0; i < 4; ++i) rows[k % 2][k / 2 * 4 + i] = quad[i].left[k];
+    }
+  };
+  together(site, [&](Lane& mine) { memcpy(mine.left, fragments, sizeof mine.left); }, read);
+}
+
 void mma(Site site, Scalar scalar, float* sums, const unsigned* left, const unsigned* right) {
   Fragment fragment;
   const auto put = [&](Lane& mine) {

@@ -1,6 +1,7 @@
 // Runs a launch on one CPU core. Every CUDA thread is a fiber; a fiber runs until it has to wait.
 #include "runtime.h"
 
+#include <dlfcn.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #include <sys/mman.h>
@@ -118,7 +119,6 @@ struct Thread {
   const void* context = nullptr;
 
   // While it takes part in a warp-wide operation, and what came of it.
-  bool exchanging = false;
   unsigned mask = 0;
   unsigned long long value = 0;
   int source = 0;
@@ -135,9 +135,11 @@ struct Buffer {
   ptrdiff_t bytes;
 };
 
+decltype(emulator_run_thread)* run_thread;
 std::vector<Argument> arguments;
 std::vector<Buffer> buffers;
 std::vector<Thread> threads;
+std::vector<unsigned> exchanging;  // of each warp, the lanes that wait in an operation of the warp
 Thread* running = nullptr;
 bool reverse;
 
@@ -152,6 +154,9 @@ unsigned long_waits, long_generation;
 void* scheduler_stack_pointer;
 const void* scheduler_stack;
 size_t scheduler_stack_bytes;
+
+// Nearly always it is one string: ASan's strcmp takes far longer than all else in an exchange.
+bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
 
 void print_place() {
   fprintf(stderr, "in block (%u, %u, %u)", blockIdx.x, blockIdx.y, blockIdx.z);
@@ -252,12 +257,38 @@ bool finish_something() {
   return true;
 }
 
+// Whether the lanes that a thread exchanges with have called the same function with its mask.
+bool agree(const Thread* warp, const Thread& self) {
+  for (int lane = 0; lane < kWarp; ++lane) {
+    if (!(self.mask >> lane & 1)) continue;
+    const Thread& other = warp[lane];
+    if (other.mask != self.mask) return false;
+    if (!same(other.site.function, self.site.function)) return false;
+  }
+  return true;
+}
+
+// Gives each lane of the mask what it asked for.
+void deliver(Thread* warp, unsigned mask) {
+  unsigned ballot = 0;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    if (mask >> lane & 1) ballot |= static_cast<unsigned>(warp[lane].value != 0) << lane;
+  }
+  for (int lane = 0; lane < kWarp; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    const int source = warp[lane].source;
+    warp[lane].result = {mask >> source & 1 ? warp[source].value : ~0ull, ballot};
+  }
+}
+
 // Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
 // two barriers, then, whichever of two warps runs first in one order runs last in the other.
 void run_block() {
+  const int warps = (static_cast<int>(threads.size()) + kWarp - 1) / kWarp;
   sm90_begin_block();
   memset(shared.begin, kPoison, shared.bytes);
   barrier_arrived = 0;
+  exchanging.assign(warps, 0);
   for (Thread& thread : threads) {
     unsigned char* const stack = thread.stack;
     thread = {};
@@ -267,7 +298,6 @@ void run_block() {
     saved[kReturnAddress] = reinterpret_cast<void*>(start);
     thread.stack_pointer = saved;
   }
-  const int warps = (static_cast<int>(threads.size()) + kWarp - 1) / kWarp;
   for (bool any = true; any;) {
     any = false;
     for (int i = 0; i < warps; ++i) {
@@ -344,7 +374,7 @@ bool is_near_tensor(const void* address) {
 
 void barrier(Site site) {
   if (barrier_arrived == 0) barrier_site = site;
-  if (site.line != barrier_site.line || strcmp(site.file, barrier_site.file)) {
+  if (site.line != barrier_site.line || !same(site.file, barrier_site.file)) {
     fail("barrier divergence: other threads wait in %s, %s:%d", barrier_site.function,
          barrier_site.file, barrier_site.line);
   }
@@ -357,33 +387,21 @@ Exchange exchange(Site site, unsigned mask, unsigned long long value, int source
   Thread& self = *running;
   Thread* const warp = threads.data() + threadIdx.x / kWarp * kWarp;
   const size_t lanes = threads.data() + threads.size() - warp;
-  if (!(mask >> (&self - warp) & 1)) fail("the thread is not in its own mask %08x", mask);
+  const unsigned own = 1u << (&self - warp);
+  if (!(mask & own)) fail("the thread is not in its own mask %08x", mask);
   if (lanes < kWarp && mask >> lanes) fail("mask %08x names threads beyond the block", mask);
   self.site = site;
   self.mask = mask;
   self.value = value;
   self.source = source;
-  self.exchanging = true;
 
-  bool complete = true;
-  unsigned ballot = 0;
-  for (int lane = 0; lane < kWarp; ++lane) {
-    if (!(mask >> lane & 1)) continue;
-    const Thread& other = warp[lane];
-    complete &=
-        other.exchanging && other.mask == mask && !strcmp(other.site.function, site.function);
-    ballot |= static_cast<unsigned>(other.value != 0) << lane;
+  unsigned& waiting = exchanging[threadIdx.x / kWarp];
+  waiting |= own;
+  if ((waiting & mask) == mask && agree(warp, self)) {
+    deliver(warp, mask);
+    waiting &= ~mask;
   }
-  if (complete) {
-    for (int lane = 0; lane < kWarp; ++lane) {
-      if (!(mask >> lane & 1)) continue;
-      Thread& other = warp[lane];
-      const bool has_source = mask >> other.source & 1;
-      other.result = {has_source ? warp[other.source].value : ~0ull, ballot};
-      other.exchanging = false;
-    }
-  }
-  wait(site, [&] { return !self.exchanging; });
+  wait(site, [&waiting, own] { return !(waiting & own); });
   return self.result;
 }
 
@@ -439,6 +457,13 @@ void __ubsan_on_report() { emulator::print_place(); }
 namespace emulator {
 namespace {
 
+decltype(emulator_run_thread)* load_kernel(const char* library) {
+  void* const handle = dlopen(library, RTLD_NOW);
+  void* const entry = handle ? dlsym(handle, "emulator_run_thread") : nullptr;
+  if (!entry) fail("%s", dlerror());
+  return reinterpret_cast<decltype(emulator_run_thread)*>(entry);
+}
+
 // "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple of
 // 1024.
 bool read_tensor(const char* text, unsigned char** address) {
@@ -471,21 +496,22 @@ Argument read_argument(const std::string& text) {
 }  // namespace
 }  // namespace emulator
 
-// Arguments: the order (forward or reverse), the grid, the block, the bytes of shared memory, then
-// the kernel's own. The tensors' contents come from stdin and go back to stdout, each once, in the
-// order of the arguments.
+// Arguments: the kernel's library, the order (forward or reverse), the grid, the block, the bytes
+// of shared memory, then the kernel's own. The tensors' contents come from stdin and go back to
+// stdout, each once, in the order of the arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
-  if (argc < 7) fail("too few arguments");
-  reverse = !strcmp(argv[1], "reverse");
-  gridDim = {unsigned(atoi(argv[2])), unsigned(atoi(argv[3])), unsigned(atoi(argv[4]))};
-  blockDim = {unsigned(atoi(argv[5])), 1, 1};
-  shared.bytes = atoi(argv[6]);
+  if (argc < 8) fail("too few arguments");
+  run_thread = load_kernel(argv[1]);
+  reverse = !strcmp(argv[2], "reverse");
+  gridDim = {unsigned(atoi(argv[3])), unsigned(atoi(argv[4])), unsigned(atoi(argv[5]))};
+  blockDim = {unsigned(atoi(argv[6])), 1, 1};
+  shared.bytes = atoi(argv[7]);
   if (!gridDim.x || !gridDim.y || !gridDim.z || gridDim.y > 65535 || gridDim.z > 65535 ||
       !blockDim.x || blockDim.x > 1024 || shared.bytes > 227 * 1024) {
     fail("CUDA refuses such a launch");
   }
-  for (int i = 7; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
+  for (int i = 8; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
   const size_t tensors = buffers.size();
   shared.begin = allocate("shared memory", shared.bytes, 0);
   run_grid();

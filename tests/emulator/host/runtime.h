@@ -129,7 +129,9 @@ void call(void (*entry)(Parameters...), const Argument* arguments, int count) {
   Call<Parameters...>{entry, static_cast<Parameters>(*arguments++)...};
 }
 
-// The entry of the kernel, as one thread. The driver defines it, next to the kernel.
-[[gnu::externally_visible]] void run_thread(const Argument* arguments, int count);
-
 }  // namespace emulator
+
+// The entry of the kernel, as one thread. The driver defines it, next to the kernel, in a library
+// of its own.
+extern "C" [[gnu::externally_visible]] void emulator_run_thread(const emulator::Argument* arguments,
+                                                                int count);

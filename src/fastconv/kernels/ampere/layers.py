@@ -5,9 +5,8 @@ Decided from the layer alone, as all that decides the order of a sum.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from fastconv.kernels.arithmetic import ceil_div, divisors
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import layers
 from fastconv.kernels.tensor.layers import (
     LONG_SUM_PRODUCTS,
@@ -22,17 +21,17 @@ MOST_K_STEPS = 4
 class Layer(layers.Layer):
     """A layer whose channels are multiplied in chunks, and its taps in stages."""
 
-    @cached_property
+    @lazy
     def k_steps(self) -> int:
         """Products of a tap, of one chunk."""
         most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
         return min(self.steps, most, ceil_div(CHUNK_PRODUCTS, self.taps))
 
-    @cached_property
+    @lazy
     def chunks(self) -> int:
         return ceil_div(self.steps, self.k_steps)
 
-    @cached_property
+    @lazy
     def stage_taps(self) -> int:
         """Taps of a stage of weights; sums of numbers in two parts are flushed after each."""
         products = STAGE_PRODUCTS

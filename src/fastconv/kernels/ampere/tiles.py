@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from fastconv.kernels import gpus
 from fastconv.kernels.ampere.layers import Layer
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
 
 BLOCKS = ((4, 2), (8, 1))
@@ -79,11 +79,11 @@ class Tile:
     def block_channels(self) -> int:
         return self.channel_groups * self.product_rows
 
-    @cached_property
+    @lazy
     def halo_rows(self) -> int:
         return self.rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
 
-    @cached_property
+    @lazy
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
         return self.columns + self.layer.column_halo
@@ -96,7 +96,7 @@ class Tile:
         wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.layer.k_steps, 2)
         return (wanted - self.layer.slots * self.halo_rows * self.pitch) % 8
 
-    @cached_property
+    @lazy
     def vectors(self) -> int:
         """Of 16 bytes, that a chunk's input is made of, in one part."""
         layer = self.layer
@@ -174,7 +174,7 @@ class Tile:
     def row_tiles(self) -> int:
         return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.rows)
 
-    @cached_property
+    @lazy
     def image_tiles(self) -> int:
         layer = self.layer
         return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
@@ -183,7 +183,7 @@ class Tile:
     def tiles(self) -> int:
         return self.image_tiles * self.layer.batch
 
-    @cached_property
+    @lazy
     def batch(self) -> int:
         """Units of input that a thread loads at once, beside a stage of weights."""
         layer = self.layer
@@ -208,7 +208,7 @@ class Tile:
             return None
         return replace(self, weight_stages=min(stages, MOST_WEIGHT_STAGES))
 
-    @cached_property
+    @lazy
     def work(self) -> dict[str, float]:
         """What a tile takes a processor, in cycles, if there were nothing else to do."""
         layer, rates = self.layer, gpus.rates(self.gpu)
@@ -252,7 +252,7 @@ class Tile:
         layer = self.layer
         return layer.chunks * self.vectors * layer.vector_channels * layer.operands.scalar_bytes
 
-    @cached_property
+    @lazy
     def tile_cycles(self) -> float:
         work = dict(self.work)
         exposed = EXPOSED_STORES[self.blocks] * work["stores"]

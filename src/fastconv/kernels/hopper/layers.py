@@ -6,11 +6,11 @@ Decided from the layer alone, as all that decides the order of a sum.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.family import Operands
 from fastconv.kernels.hopper.block import OUTPUTS, PRODUCT_BYTES
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import layers
 from fastconv.kernels.tensor.layers import (
     LONG_SUM_PRODUCTS,
@@ -30,12 +30,12 @@ MOST_STAGE_PRODUCTS = 8
 class Layer(layers.Layer):
     """A layer of products with 64 rows of output channels."""
 
-    @cached_property
+    @lazy
     def most_pixels(self) -> int:
         """Of a product: sums, and their totals, have to fit a thread's registers."""
         return 128 if self.compensated else MOST_PIXELS[self.parts]
 
-    @cached_property
+    @lazy
     def stack(self) -> int:
         """Output rows in a product's 64 rows."""
         if self.row_phases > 1:
@@ -45,20 +45,20 @@ class Layer(layers.Layer):
         choices = [n for n in (1, 2, 4, 8) if n * rows <= OUTPUTS and n * self.column_sums <= 8]
         return max(choices or [1], key=lambda n: n * height / (height + n - 1))
 
-    @cached_property
+    @lazy
     def product_channels(self) -> int:
         """Output channels of a product."""
         return OUTPUTS // (self.stack * self.column_sums)
 
-    @cached_property
+    @lazy
     def tap_rows(self) -> int:
         return self.kernel[0] + self.stack - 1
 
-    @cached_property
+    @lazy
     def taps(self) -> int:
         return self.tap_rows * self.kernel[1]
 
-    @cached_property
+    @lazy
     def rolling(self) -> bool:
         """Whether blocks walk down the image: all channels of a few rows have to fit."""
         return (
@@ -68,7 +68,7 @@ class Layer(layers.Layer):
             and 2 * (self.out_size[1] + self.column_halo) > MOST_PIXELS[self.parts]
         )
 
-    @cached_property
+    @lazy
     def k_steps(self) -> int:
         if self.rolling:
             return self.steps
@@ -77,17 +77,17 @@ class Layer(layers.Layer):
         most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
         return min(self.steps, most, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
 
-    @cached_property
+    @lazy
     def chunks(self) -> int:
         return ceil_div(self.steps, self.k_steps)
 
-    @cached_property
+    @lazy
     def stays(self) -> bool:
         """Whether all weights of 128 channels fit beside the rest: no stage is waited for."""
         tap = self.k_steps * self.weight_parts * 2 * PRODUCT_BYTES
         return self.halves and self.taps * tap <= MOST_RESIDENT_BYTES
 
-    @cached_property
+    @lazy
     def stage_taps(self) -> int:
         products = STAGE_PRODUCTS
         if self.parts == 2:
@@ -101,7 +101,7 @@ class Layer(layers.Layer):
         choices = [n for n in divisors(self.taps) if n * self.k_steps <= MOST_STAGE_PRODUCTS]
         return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
 
-    @cached_property
+    @lazy
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
         channels = self.product_channels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import (
@@ -17,6 +16,7 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.layers import Layer
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
 from fastconv.kernels.tensor.layers import LONG_SUM, SHORT_SUM_PRODUCTS
 
@@ -125,7 +125,7 @@ class Spread:
         """Output rows that are walked down one after the other."""
         return ceil_div(self.layer.out_size[0], self.layer.dilation[0])
 
-    @cached_property
+    @lazy
     def step_cycles(self) -> float:
         """What a processor takes for an input row of a strip, of all warpgroups' that it has."""
         layer = self.layer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, PRODUCT_BYTES
 from fastconv.kernels.hopper.layers import MOST_RESIDENT_BYTES, Layer
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
 
 LOADER_WARPS = 3
@@ -83,7 +83,7 @@ class Tile:
             return "pixels"
         return f"{self.raw_slots} {'staged' if self.bulk_loads else 'copied'}"
 
-    @cached_property
+    @lazy
     def pixels(self) -> int:
         return round_up((self.rows - 1) * self.pitch + self.lead + self.columns, 8)
 
@@ -100,7 +100,7 @@ class Tile:
     def stage_rows(self) -> int:
         return 1 if self.layer.rolling else self.halo_rows
 
-    @cached_property
+    @lazy
     def pitch(self) -> int:
         """Pixels from one row to the next, in shared memory."""
         vector, interleave = self.layer.vector, self.layer.interleave
@@ -267,7 +267,7 @@ class Tile:
         raw = self.raw_slots * (self.raw_bytes + 8)
         return LOADER_WARPS * (raw + self.powers_bytes) + 8 * CONSUMERS
 
-    @property
+    @lazy
     def strips(self) -> int:
         return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
 
@@ -275,7 +275,7 @@ class Tile:
     def row_tiles(self) -> int:
         return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
 
-    @cached_property
+    @lazy
     def image_tiles(self) -> int:
         layer = self.layer
         return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
@@ -325,7 +325,7 @@ class Tile:
         columns = self.layer.interleave * self.columns
         return columns % sector != 0 or self.layer.stored_width % sector != 0
 
-    @cached_property
+    @lazy
     def work(self) -> dict[str, float]:
         """What a tile takes a processor, in cycles, if there were nothing else to do."""
         layer = self.layer
@@ -383,7 +383,7 @@ class Tile:
         copies = copy * ceil_div(self.raw_vectors, 32)
         return start + copies + 2 * idle * self.vector_cycles
 
-    @cached_property
+    @lazy
     def tile_cycles(self) -> float:
         passes = ceil_div(self.pixels, self.pass_pixels)
         return TILE_CYCLES + PASS_CYCLES * (passes - 1) + together(*self.work.values())
@@ -391,6 +391,13 @@ class Tile:
     def cycles(self, processors: int) -> float:
         """What the whole layer takes, estimated."""
         return ceil_div(self.tiles, processors) * self.tile_cycles
+
+    def loaded(self, raw_slots: int, bulk_loads: bool) -> Tile:
+        """The same, with input that gets in like this."""
+        if raw_slots == self.raw_slots and bulk_loads == self.bulk_loads:
+            return self
+        shape = (self.channel_groups, self.rows, self.columns, self.lead)
+        return Tile(self.layer, *shape, raw_slots, bulk_loads)
 
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
@@ -423,29 +430,24 @@ class Tile:
             stages = min(stages, max(fewest, self.most_weight_stages))
             more = (left - stages * weight_stage) // input_stage
             most = fewest_inputs + more_inputs
-            return replace(
-                self,
-                pass_pixels=pass_pixels,
-                buffers=buffers,
-                input_stages=min(inputs + more, max(most, inputs)),
-                weight_stages=stages,
-            )
+            # Not dataclasses.replace, which takes three times as long.
+            shape = (self.channel_groups, self.rows, self.columns, self.lead)
+            loads = (self.raw_slots, self.bulk_loads)
+            input_stages = min(inputs + more, max(most, inputs))
+            return Tile(self.layer, *shape, *loads, pass_pixels, buffers, input_stages, stages)
         return None
 
 
 def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the best first."""
-    candidates = (
-        replace(tile, raw_slots=raw_slots, bulk_loads=bulk)
+    budget = gpu.shared_bytes_per_block
+    fitted = (
+        tile.loaded(raw_slots, bulk).fitted(budget)
         for view in views
         for tile in _candidates(view)
+        if tile.pixels <= view.most_pixels
         for raw_slots, bulk in (LOADS if view.lines else LOADS[:1])
         if raw_slots == 0 or bulk or tile.pitch * view.operands.scalar_bytes <= MOST_COPIED_BYTES
-    )
-    fitted = (
-        tile.fitted(gpu.shared_bytes_per_block)
-        for tile in candidates
-        if tile.pixels <= tile.layer.most_pixels
     )
     tiles = sorted(
         filter(None, dict.fromkeys(fitted)), key=lambda tile: tile.cycles(gpu.processors)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
@@ -26,6 +25,7 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper import block, collect
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, THREADS
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
 from fastconv.kernels.tensor.limits import (
     FLUSH_ADDITIONS,
@@ -204,7 +204,7 @@ class Tile:
     def block_segments(self) -> int:
         return self.segments * CONSUMERS // self.channel_groups
 
-    @cached_property
+    @lazy
     def block_planes(self) -> int:
         """That a block's segments lie in, at most."""
         segments, rows = self.block_segments, self.kernel_rows
@@ -212,7 +212,7 @@ class Tile:
             return segments // rows
         return 1 if rows % segments == 0 else (segments - 2) // rows + 2
 
-    @cached_property
+    @lazy
     def count(self) -> int:
         """Tiles of all the weights."""
         height, width = self.problem.kernel_size
@@ -234,7 +234,7 @@ class Tile:
         """Of the workspace: with those of the bias."""
         return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.operands.bias_grad
 
-    @cached_property
+    @lazy
     def most_blocks(self) -> int:
         """Whose sums are in the workspace at once: more of them where weights are that large."""
         return blocks_at_once(self.count, self.block_bytes, WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
@@ -253,7 +253,7 @@ class Tile:
     def new_rows(self) -> int:
         return min(limits.row_advance(self.problem), self.kernel_rows)
 
-    @cached_property
+    @lazy
     def steps(self) -> int:
         """Of a strip of rows."""
         height, width = self.problem.output_size
@@ -263,7 +263,7 @@ class Tile:
         # Rows of one step are aligned alike in all strips.
         return round_up(steps, self.vector // math.gcd(self.vector, self.row_step * width))
 
-    @cached_property
+    @lazy
     def grad_vector(self) -> int:
         """Elements of the copies of the output's gradient."""
         height, width = self.problem.output_size
@@ -274,14 +274,14 @@ class Tile:
             return self.vector
         return self.operands.widest_vector(width)
 
-    @cached_property
+    @lazy
     def lead(self) -> int:
         """Columns by which the copies of a row begin early, at most."""
         if self.grad_vector < self.vector or self.operands.output_channels_last:
             return 0
         return self.vector - math.gcd(self.vector, self.problem.output_size[1])
 
-    @cached_property
+    @lazy
     def shifted(self) -> bool:
         """Whether rows of one stage begin at different distances from multiples of 16 bytes."""
         return not self.operands.output_channels_last and self.grad_vector < self.vector
@@ -293,7 +293,7 @@ class Tile:
             return self.grad_vector == self.vector
         return self.stage_columns * self.operands.scalar_bytes >= LEAST_BULK_BYTES
 
-    @cached_property
+    @lazy
     def row_columns(self) -> int:
         """Of an output row, that are multiplied."""
         return round_up(self.problem.output_size[1] + self.lead, BODY_COLUMNS)
@@ -302,7 +302,7 @@ class Tile:
     def strip_columns(self) -> int:
         return self.strip_stages * self.stage_columns
 
-    @cached_property
+    @lazy
     def strips(self) -> int:
         """Of an output row."""
         return ceil_div(self.row_columns, self.strip_columns)
@@ -323,7 +323,7 @@ class Tile:
 
     # --- Shared memory ---------------------------------------------------------------------------
 
-    @cached_property
+    @lazy
     def vector_input(self) -> bool:
         """Whether four neighbours of the input, in a row or of a pixel, are aligned."""
         if self.operands.input_channels_last:
@@ -336,7 +336,7 @@ class Tile:
             and (one_piece or piece % QUAD == 0)
         )
 
-    @cached_property
+    @lazy
     def tile_columns(self) -> int:
         stride, dilation = self.problem.stride[1], self.problem.dilation[1]
         shift = -(self.lead * stride + self.problem.padding.left) % QUAD
@@ -431,7 +431,7 @@ class Tile:
             self.grad_cycles(columns),
         )
 
-    @cached_property
+    @lazy
     def weights(self) -> tuple[int, int]:
         """By which workers share steps: that of a strip, and of the last one, in 16 cycles."""
         last = self.row_columns - (self.strips - 1) * self.strip_columns

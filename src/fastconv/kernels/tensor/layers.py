@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import NamedTuple, TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Declined, Operands
+from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
 
@@ -200,17 +200,17 @@ class Layer:
             problem.output_size,
         )
 
-    @cached_property
+    @lazy
     def vector(self) -> int:
         """Elements in 16 bytes of a tensor."""
         return self.operands.vector
 
-    @cached_property
+    @lazy
     def vector_channels(self) -> int:
         """Channels in 16 bytes of what is multiplied."""
         return 8 if self.halves else self.vector
 
-    @cached_property
+    @lazy
     def multiplied(self) -> str:
         """What the tensor cores multiply, as tables of rates have it."""
         if self.halves:
@@ -218,20 +218,20 @@ class Layer:
         scalar = self.operands.scalar.removeprefix("fastconv::")
         return "tf32" if scalar == "float" else scalar
 
-    @cached_property
+    @lazy
     def vector_kind(self) -> tuple[int, int]:
         """The same, and a channel's bytes in memory."""
         return self.vector_channels, self.operands.scalar_bytes
 
-    @cached_property
+    @lazy
     def parts(self) -> int:
         return limits.parts(self.operands)
 
-    @cached_property
+    @lazy
     def weight_parts(self) -> int:
         return 3 if self.halves and self.parts == 2 else self.parts
 
-    @cached_property
+    @lazy
     def vector_loads(self) -> bool:
         """Whether 16 bytes of channels are neighbours in memory, and aligned."""
         operands = self.operands
@@ -242,12 +242,12 @@ class Layer:
             and self.folding == (1, 1)
         )
 
-    @cached_property
+    @lazy
     def copied(self) -> bool:
         """Whether these are copied as they are, asynchronously."""
         return self.vector_loads and self.operands.scalar_bytes == 2
 
-    @cached_property
+    @lazy
     def lines(self) -> bool:
         """Whether a tile's rows are pieces of memory, which bulk copies can fetch."""
         operands = self.operands
@@ -258,44 +258,44 @@ class Layer:
             and self.folding == (1, 1)
         )
 
-    @cached_property
+    @lazy
     def interleave(self) -> int:
         """Elements of a stored row for each pixel."""
         return self.placing[1].step if self.placing[1].interleaved else 1
 
-    @cached_property
+    @lazy
     def column_sums(self) -> int:
         return self.placing[1].sums
 
-    @cached_property
+    @lazy
     def stored_width(self) -> int:
         return self.image_size[1] if self.interleave > 1 else self.out_size[1]
 
-    @cached_property
+    @lazy
     def written(self) -> float:
         """Elements that are written for each sum: itself, and zeros around it."""
         rows, columns = self.placing
         return (rows.end - rows.begin) * (columns.end - columns.begin) / columns.sums
 
-    @cached_property
+    @lazy
     def strided_stores(self) -> bool:
         """Whether a stored row's elements are no neighbours in memory."""
         columns = self.placing[1]
         return columns.step > self.interleave and not self.operands.output_channels_last
 
-    @cached_property
+    @lazy
     def whole_rows(self) -> bool:
         """Whether bulk copies can store a row: its elements are neighbours in memory."""
         operands = self.operands
         return operands.aligned and not (operands.output_channels_last or self.strided_stores)
 
-    @cached_property
+    @lazy
     def terms(self) -> float:
         """Of a sum."""
         channels = self.group_in // (self.folding[0] * self.folding[1])
         return channels * self.weight_kernel[0] * self.weight_kernel[1] / self.column_sums
 
-    @cached_property
+    @lazy
     def ties_to_even(self) -> bool:
         """How TF32 rounds numbers in the middle between two: as cuDNN does.
 
@@ -305,51 +305,51 @@ class Layer:
         whole = self.placing == (Placing(), Placing())
         return self.weight_kernel == self.kernel == self.stride == one and whole
 
-    @cached_property
+    @lazy
     def low_products(self) -> bool:
         """Whether the products of low parts count: in short sums, which round little themselves."""
         return self.parts == 2 and self.terms <= SHORT_SUM and not self.halves
 
-    @cached_property
+    @lazy
     def compensated(self) -> bool:
         """Whether totals keep what rounding loses: of long sums."""
         return self.parts == 2 and self.steps * self.taps > LONG_SUM
 
-    @cached_property
+    @lazy
     def watched(self) -> bool:
         """Whether consumers have to know of infinite numbers in the input."""
         return (self.low_products or self.compensated) and not self.halves
 
-    @cached_property
+    @lazy
     def products(self) -> int:
         return 1 if self.parts == 1 else 4 if self.low_products else 3
 
-    @cached_property
+    @lazy
     def row_phases(self) -> int:
         return self.stride[0] // math.gcd(self.stride[0], self.dilation[0])
 
-    @cached_property
+    @lazy
     def row_step(self) -> int:
         return self.dilation[0] // math.gcd(self.stride[0], self.dilation[0])
 
-    @cached_property
+    @lazy
     def column_phases(self) -> int:
         return self.stride[1] // math.gcd(self.stride[1], self.dilation[1])
 
-    @cached_property
+    @lazy
     def column_halo(self) -> int:
         step = self.dilation[1] // math.gcd(self.stride[1], self.dilation[1])
         return (self.kernel[1] - 1) * step // self.column_phases
 
-    @cached_property
+    @lazy
     def slots(self) -> int:
         return min(self.kernel[0], self.row_phases) * min(self.kernel[1], self.column_phases)
 
-    @cached_property
+    @lazy
     def taps(self) -> int:
         return self.kernel[0] * self.kernel[1]
 
-    @cached_property
+    @lazy
     def steps(self) -> int:
         """Of 32 bytes of channels, that the products of a tap need."""
         return ceil_div(self.group_in, 2 * self.vector_channels)

@@ -112,20 +112,7 @@ inline void two_warpgroups_sync(int number,
 
 inline void store_transposed(void* column, const unsigned (&rows)[4],
                              emulator::Site site = emulator::here("store_transposed")) {
-  const int lane = emulator::lane();
-  shared_address(column);
-  if (reinterpret_cast<unsigned long long>(column) % 16) {
-    emulator::fail("store_transposed to a misaligned address");
-  }
-  for (int matrix = 0; matrix < 4; ++matrix) {
-    for (int row = 0; row < 8; ++row) {
-      const auto pair = emulator::exchange(site, ~0u, rows[matrix], 4 * row + lane % 8 / 2).value;
-      if (matrix == lane / 8) {
-        static_cast<unsigned short*>(column)[row] =
-            static_cast<unsigned short>(pair >> lane % 2 * 16);
-      }
-    }
-  }
+  emulator::store_transposed(site, column, rows);
 }
 
 inline void wgmma_fence() { emulator::wgmma_fence(); }

@@ -26,13 +26,7 @@ inline void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
 // What a thread's rows of a matrix in registers are: its quad of lanes holds them.
 inline emulator::Rows rows_in_registers(const unsigned (&left)[4], emulator::Site site) {
   emulator::Rows rows = {left, {left[0], left[1], left[2], left[3]}, {}};
-  for (int k = 0; k < 4; ++k) {
-    for (int i = 0; i < 4; ++i) {
-      const int source = emulator::lane() / 4 * 4 + i;
-      rows.words[k % 2][k / 2 * 4 + i] =
-          static_cast<unsigned>(emulator::exchange(site, ~0u, left[k], source).value);
-    }
-  }
+  emulator::gather_rows(site, rows.words, left);
   return rows;
 }
 
