@@ -23,7 +23,7 @@ from fastconv.kernels.family import Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import correlate, tuned
 from fastconv.kernels.planner import Planner
-from fastconv.kernels.tensor import layers
+from fastconv.kernels.tensor import launches, layers
 from fastconv.problem import Problem
 
 A100, BLACKWELL = gpus.GPUS["sm_80"], gpus.GPUS["sm_100a"]
@@ -343,8 +343,8 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     assert scale.kernel.entry == "scale"
     folded = first["fold_height"] * first["fold_width"]
     inputs = first["groups"] * first["group_in"] // folded
-    assert scale.grid == (min(inputs, correlate.MOST_PACK_BLOCKS), 1, 1)
-    assert pack.grid[0] == min(channels + batch, correlate.MOST_PACK_BLOCKS)
+    assert scale.grid == (min(inputs, launches.MOST_PACK_BLOCKS), 1, 1)
+    assert pack.grid[0] == min(channels + batch, launches.MOST_PACK_BLOCKS)
     assert plan.scratch_bytes == sum(packed) + 4 * (channels + columns + batch * (columns + 2))
 
 
