@@ -26,8 +26,8 @@ import tensor_maps
 from fastconv import jit
 from fastconv.bench.workloads import FOUNDING, SUITES
 from fastconv.jit import compile
-from fastconv.kernels import direct, planner
-from fastconv.kernels.family import Gpu, Kernel, Operands, Plan
+from fastconv.kernels import ampere, direct, gpus, planner
+from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.gpus import H200 as HOPPER
 from fastconv.problem import Problem
@@ -297,6 +297,39 @@ def test_tensor_core_input_grad() -> None:
     assert len(works) > len(FOUNDING) * len(MODES)
     # asym5x9's in ieee keeps 32 bytes of what its loaders look at once for a few pixels.
     _check_tensor_core_kernels(works, most_spilled=48)
+
+
+# GPUs with tensor cores that the kernels of a warp's products take, and what is compiled for them:
+# all workloads for each of them, if there is time (FASTCONV_PLANS, as for plans), or else few.
+AMPERE = [arch for arch, gpu in GPUS.items() if gpus.number(gpu) >= 80]
+AMPERE_WORKS = [
+    Work(workload.name, workload.problem, plan, *mode)
+    for workload in (workload for suite in SUITES.values() for workload in suite)
+    for plan, mode in product((ampere.forward, ampere.input_grad), MODES)
+]
+FEW = 4
+
+
+def _plans(work: Work, gpu: Gpu) -> bool:
+    try:
+        work.planned(gpu)
+    except Declined:
+        return False
+    return True
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", AMPERE)
+def test_products_of_warps(arch: str) -> None:
+    works = AMPERE_WORKS
+    if "FASTCONV_PLANS" not in os.environ:
+        # Of each architecture others; a prime number apart, so of all kinds.
+        first = AMPERE.index(arch) * FEW
+        works = [works[(first + i) * 37 % len(works)] for i in range(FEW)]
+    compiled = _compile([work for work in works if _plans(work, GPUS[arch])], GPUS[arch],
+                        jit.compile_kernel)  # fmt: skip
+    _check(compiled)
+    assert {name: kernel for name, kernel in compiled.items() if _spilled(kernel, 0)} == {}
 
 
 # ResNet-50's downsampling layers; phases that are stored alone, rows between others, and dilated.

@@ -38,6 +38,7 @@ HALVES_INSTRUCTIONS = 28.0
 SCHEDULERS = 4  # instructions of a processor in a cycle
 SHARED_BYTES = 128.0  # that it reads in a cycle
 FLUSH_INSTRUCTIONS = {False: 1.0, True: 5.0}  # of a sum, if totals are compensated or not
+SECTOR = 32  # bytes that memory writes at once
 TILE_CYCLES = 1500.0  # to start and to end a tile
 EXPOSED_STORES = {1: 0.5, 2: 0.2}  # the share of stores that nothing hides, by blocks
 
@@ -226,6 +227,7 @@ class Tile:
         outputs = self.rows * min(self.columns, layer.out_size[1] / self.strips)
         channels = layer.group_out / self.output_groups
         stored = outputs * channels * layer.written * layer.operands.scalar_bytes
+        stored *= self._store_loss
         return {
             "products": steps * layer.products * multiplied / rates.products[layer.multiplied],
             "shared": steps * matrices * 512 / SHARED_BYTES,
@@ -233,6 +235,15 @@ class Tile:
             "loads": (loaded + weights) / rates.l2_bytes,
             "stores": stored / rates.memory_bytes,
         }
+
+    @property
+    def _store_loss(self) -> float:
+        """What more is stored, where runs of neighbours share their first and last sectors."""
+        layer, operands = self.layer, self.layer.operands
+        last = operands.output_channels_last
+        run = (self.product_rows if last else self.columns) * operands.scalar_bytes
+        whole = (layer.group_out if last else layer.image_size[1]) * operands.scalar_bytes
+        return 1.0 if run % SECTOR == whole % SECTOR == 0 else 1.0 + 2 * SECTOR / run
 
     @property
     def _load_instructions(self) -> float:
