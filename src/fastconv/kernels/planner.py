@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from fastconv import native
 from fastconv.kernels import ampere, direct, gpus, hopper
+from fastconv.kernels.ampere.classes import ANATOMIES as AMPERE
 from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.classes import ANATOMIES as HOPPER
@@ -34,7 +35,7 @@ WEIGHT_GRAD: tuple[Planner, ...] = (hopper.weight_grad, direct.weight_grad)
 ON_TRIAL = frozenset({"ampere"})
 """Families that plan only where they are asked for: no GPU has run their kernels yet."""
 
-ANATOMIES = {**HOPPER, **DIRECT}
+ANATOMIES = {**HOPPER, **AMPERE, **DIRECT}
 """What chooses the code of every kernel that a plan can have, by its source."""
 
 VARIABLE = "FASTCONV_FAMILY"
