@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from math import prod
 from random import Random
 from typing import Any
@@ -114,6 +115,33 @@ def test_all_problems_are_planned(request: pytest.FixtureRequest) -> None:
                 slow[net.line_of(work)] = seconds
             _assert_fits(work)
     assert slow == {}
+
+
+def _by(family: str, direction: str) -> Planner:
+    """Plans with one family, on trial or not."""
+
+    def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        found: Plan = getattr(planner, direction)(
+            problem, operands, gpu, planner.Switch(family, None)
+        )
+        return found
+
+    plan.__name__ = direction
+    return plan
+
+
+@pytest.mark.parametrize("family", sorted(planner.ON_TRIAL))
+def test_families_on_trial_plan_too(family: str) -> None:
+    taken = set()
+    for drawn, gpu in zip(_drawn(), cycle(GPUS.values()), strict=False):
+        work = replace(drawn, gpu=gpu, planner=_by(family, drawn.direction))
+        start = time.thread_time()
+        plan = work.plan
+        assert time.thread_time() - start < MOST_SECONDS, net.line_of(drawn)
+        if plan.family == family:
+            taken.add((gpu.architecture, drawn.direction))
+            _assert_fits(work)
+    assert len(taken) > len(GPUS)
 
 
 def test_other_gpus_than_hopper_get_portable_plans() -> None:

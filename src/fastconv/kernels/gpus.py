@@ -6,6 +6,7 @@ And what each architecture does in a cycle, by which a family estimates what its
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from fastconv.kernels.family import Gpu
 
@@ -107,6 +108,7 @@ def named(architecture: str) -> Gpu:
     raise ValueError(f"no GPU {architecture!r}: known are {', '.join(GPUS)}")
 
 
+@cache
 def rates(gpu: Gpu) -> Rates:
     """What a processor of this GPU does in a cycle, or one of the next older architecture's.
 

@@ -21,11 +21,11 @@ MOST_SUMS = {1: 128, 2: 48}  # of a thread, in each set of them
 MOST_PIXELS = 128  # of a warp
 MOST_WEIGHT_STAGES = 4
 FEWEST_WEIGHT_STAGES = 2
-TILE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+TILE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
 # Registers for units of input that are loaded while others are multiplied, by parts.
-UNIT_REGISTERS = {1: 16, 2: 16}
-MOST_COPIES = 16  # under way, which take none
+UNIT_REGISTERS = {1: 12, 2: 8}
+MOST_COPIES = 4  # of which only the addresses take any
 
 # Estimated. Instructions of a warp: to load 32 vectors, copied; loaded as vectors; channel by
 # channel, for each channel, and in any case. More for numbers in two parts, and to scale halves.
@@ -282,7 +282,7 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
         Declined: there are none.
     """
     fitted = (tile.fitted() for view in views for tile in _candidates(view, gpu))
-    tiles = sorted(filter(None, dict.fromkeys(fitted)), key=Tile.cycles)
+    tiles = sorted(filter(None, fitted), key=Tile.cycles)
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
@@ -311,12 +311,10 @@ def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:
 def _shapes(layer: Layer, pixels: int) -> Iterator[tuple[int, int]]:
     """Rows and columns of tiles with at most so many pixels."""
     height, width = ceil_div(layer.out_size[0], layer.row_step), layer.out_size[1]
-    for rows in TILE_ROWS:
-        if rows > min(height, pixels):
+    for rows in (*(rows for rows in TILE_ROWS if rows < height), min(height, TILE_ROWS[-1])):
+        if rows > pixels:
             break
         most = min(pixels // rows, width)
         columns = ceil_div(width, ceil_div(width, most))
         whole = round_up(columns, 8)
         yield rows, whole if whole * rows <= pixels else columns
-    if height * width <= pixels:
-        yield height, width
