@@ -21,4 +21,9 @@ def divisors(n: int) -> list[int]:
 
 def shares(size: int) -> list[int]:
     """What the largest of n equal shares can be, for any n, ascending."""
-    return sorted({ceil_div(size, n) for n in range(1, size + 1)})
+    found, n = [], 1
+    while n <= size:
+        share = ceil_div(size, n)
+        found.append(share)
+        n = (size - 1) // (share - 1) + 1 if share > 1 else size + 1  # the first with a smaller one
+    return found[::-1]

@@ -266,7 +266,7 @@ class Tile:
         raw = self.raw_slots * (self.raw_bytes + 8)
         return LOADER_WARPS * (raw + self.powers_bytes) + 8 * CONSUMERS
 
-    @property
+    @lazy
     def strips(self) -> int:
         return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
 
