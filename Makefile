@@ -22,8 +22,9 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
-# These emulate kernels for half of the time: beside the others. What they say comes last.
-LONGEST := $(addprefix tests/emulator/test_,direct.py emulator.py hopper_collect.py hopper_correlate.py hopper_halves.py hopper_weight_grad.py net.py)
+# Half of the time, mostly in the emulator: beside the others. What these say comes last. A shell has
+# what runs in the background ignore Ctrl-C, which test_command and test_jit are about.
+LONGEST := tests/emulator $(addprefix tests/test_,every_gpu.py export.py planner.py)
 test-cpu: .venv/ready
 	@log=$$(mktemp); $(BIN)/pytest -m "not gpu" $(LONGEST) > $$log 2>&1 & emulator=$$!; \
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(LONGEST)); others=$$?; \

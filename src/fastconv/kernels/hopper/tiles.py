@@ -430,7 +430,7 @@ class Tile:
             stages = min(stages, max(fewest, self.most_weight_stages))
             more = (left - stages * weight_stage) // input_stage
             most = fewest_inputs + more_inputs
-            # Not dataclasses.replace, which takes three times as long.
+            # Not dataclasses.replace, which takes twice as long.
             shape = (self.channel_groups, self.rows, self.columns, self.lead)
             loads = (self.raw_slots, self.bulk_loads)
             input_stages = min(inputs + more, max(most, inputs))
