@@ -3485,14 +3485,16 @@ struct VectorUnit {
   __device__ static int offset(int) { return 0; }
 };
 
-// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
-// pixels.
+// Anything else: one or two vectors of one pixel, channel by channel. Neighbouring lanes load
+// neighbouring pixels.
 struct PixelUnit {
-  static constexpr int kVectors = 2;
-  static constexpr int kCount = kPartPixels / 2;
-  Scalar loaded[2 * kVectorChannels];
+  static constexpr int kVectors = C::unit_vectors;
+  static constexpr int kCount = kPartPixels / kVectors;
+  static constexpr int kElements = kVectors * kVectorChannels;
+  static_assert(kChunkPlanes % kVectors == 0, "units are whole");
+  Scalar loaded[kElements];
 
-  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
     if constexpr (kFolded) {
@@ -3506,11 +3508,10 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j)
-        loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + j * kInChannel);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j) {
+      for (int j = 0; j < kElements; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
         loaded[j] = load_element(source + j * kInChannel, valid);
       }
@@ -3518,7 +3519,7 @@ struct PixelUnit {
   }
   __device__ void load_folded(const Place& place, int channel) {
 #pragma unroll
-    for (int j = 0; j < 2 * kVectorChannels; ++j) {
+    for (int j = 0; j < kElements; ++j) {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
@@ -3565,13 +3566,14 @@ struct Source {
   int column;
   int channel;  // the first, in its group
 
-  __device__ Source(const Scalar* input, const StageCursor& at) {
-    const Item& item = at.item;
-    channel = at.chunk * kChunkChannels;
+  __device__ Source(const Scalar* input, const StageCursor& at)
+      : Source(input, at.item, at.chunk, at.stage) {}
+  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
+    channel = chunk * kChunkChannels;
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_phase * C::stride_height +
-          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 
@@ -3721,6 +3723,7 @@ struct Items {
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
     range = HalfRange();
   }
+  __device__ __forceinline__ void judge(NoRange&, int) const {}
 };
 
 // All lanes' values, combined in a fixed order.
@@ -3840,6 +3843,13 @@ struct Powers {
     *reinterpret_cast<float4*>(power) = halves[0];
     *reinterpret_cast<float4*>(power + 4) = halves[1];
   }
+  // Whether there is such a channel.
+  __device__ __forceinline__ bool strict() const {
+    unsigned signs = 0;
+#pragma unroll
+    for (float one : power) signs |= __float_as_uint(one);
+    return signs >> 31 != 0;
+  }
   __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
     Numbers scaled;
 #pragma unroll
@@ -3882,6 +3892,7 @@ struct HalfRange {
 // What everything else needs of these.
 struct NoPowers {
   __device__ explicit NoPowers(const float*) {}
+  __device__ bool strict() const { return false; }
 };
 struct NoRange {
   __device__ void see(const Words&) {}
@@ -3959,7 +3970,7 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   }
   *reinterpret_cast<Words*>(target) = high;
   if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + part_bytes) = low;
-  if constexpr (C::parts == 2 && kWeight) {
+  if constexpr (kWeight && kSmallerPart) {
     *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
   }
 }
@@ -4036,7 +4047,10 @@ constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 constexpr int kOutputs = C::product_rows;
 constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);  // output channels of them
 constexpr int kProductBytes = kOutputs * 32;
-constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
+// Of halves, the high part comes once more, 2^-11 times as large, where it is not made of the
+// other.
+constexpr bool kSmallerPart = C::halves && C::parts == 2 && C::smaller_part;
+constexpr int kWeightParts = C::parts + kSmallerPart;
 constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
@@ -4060,7 +4074,8 @@ constexpr int kPaddedWidth = C::out_width + kGap;
 // sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
 // each other, and compensated ones. There, loaders mark what has such a number, and who
 // multiplies is careful: what is not finite, and no result, they replace by zero.
-constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
+constexpr bool kWatches = C::watches;
+static_assert(!kWatches || (C::parts == 2 && !C::halves), "");
 
 // --- Work items ----------------------------------------------------------------------------------
 
@@ -4478,6 +4493,13 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
       : "f"(__uint_as_float(__float_as_uint(second) + 0x1000u)),
         "f"(__uint_as_float(__float_as_uint(first) + 0x1000u)));
   return bits;
+}
+
+// Two float16 numbers divided by 2^11, to nearest, ties to even.
+__device__ __forceinline__ unsigned halves_by_2048th(unsigned halves) {
+  unsigned result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0x10001000u));
+  return result;
 }
 
 // The larger of two numbers, or NaN if one is.
@@ -6508,11 +6530,12 @@ FORWARD_FLOAT_TF32_0 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=1, pixels=168, tile_rows=1, block_rows=2, product_rows=64,
-        loaders=96, tile_columns=168, pitch=176, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=True, segment_tiles=24, k_steps=2, stage_taps=3,
-        input_stages=9, weight_stages=4, resident=False, pass_pixels=176, buffers=1, batch=2,
-        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=232440,
-        packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=168,
+        pitch=176, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=True, segment_tiles=24, k_steps=2, stage_taps=3, input_stages=9,
+        weight_stages=4, resident=False, pass_pixels=176, buffers=1, batch=2, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=232440, packed_at=368640,
+        tables_at=552960, table_channels=64, table_columns=32, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_TF32_1 = tuple(
@@ -6529,11 +6552,12 @@ FORWARD_FLOAT_TF32_1 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=2, bulk_loads=True, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=1, pixels=256, tile_rows=1, block_rows=2, product_rows=64,
-        loaders=96, tile_columns=256, pitch=264, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=5,
-        input_stages=2, weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=5,
-        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=228768,
-        packed_at=0, tables_at=552960, table_channels=64, table_columns=32, repairs=True,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=256,
+        pitch=264, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
+        weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=5, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=228768, packed_at=0,
+        tables_at=552960, table_channels=64, table_columns=32, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
@@ -6581,11 +6605,12 @@ INPUT_GRAD_FLOAT_TF32_0 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=2, pixels=256, tile_rows=1, block_rows=4, product_rows=64,
-        loaders=96, tile_columns=256, pitch=264, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
-        input_stages=2, weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=2,
-        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=231800,
-        packed_at=884736, tables_at=1327104, table_channels=32, table_columns=64, repairs=False,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=256,
+        pitch=264, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
+        weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=2, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=231800, packed_at=884736,
+        tables_at=1327104, table_channels=32, table_columns=64, repairs=False,
     ).items()
 )
 INPUT_GRAD_FLOAT_TF32_1 = tuple(
@@ -6602,11 +6627,12 @@ INPUT_GRAD_FLOAT_TF32_1 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=True, raw_slots=2, bulk_loads=True, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=2, pixels=256, tile_rows=1, block_rows=4, product_rows=64,
-        loaders=96, tile_columns=256, pitch=264, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
-        input_stages=2, weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=5,
-        batches_ahead=2, producer_registers=136, consumer_registers=184, shared_bytes=231824,
-        packed_at=0, tables_at=1327104, table_channels=32, table_columns=64, repairs=True,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=256,
+        pitch=264, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
+        weight_stages=3, resident=False, pass_pixels=96, buffers=1, batch=5, batches_ahead=2,
+        producer_registers=136, consumer_registers=184, shared_bytes=231824, packed_at=0,
+        tables_at=1327104, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
@@ -6684,11 +6710,12 @@ FORWARD_FLOAT_IEEE_0 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=1, pixels=128, tile_rows=1, block_rows=2, product_rows=64,
-        loaders=96, tile_columns=128, pitch=136, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=True, segment_tiles=64, k_steps=2, stage_taps=1,
-        input_stages=8, weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=1,
-        batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=223824,
-        packed_at=737280, tables_at=1290240, table_channels=64, table_columns=32, repairs=False,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=128,
+        pitch=136, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=True, segment_tiles=64, k_steps=2, stage_taps=1, input_stages=8,
+        weight_stages=4, resident=False, pass_pixels=128, buffers=1, batch=1, batches_ahead=1,
+        producer_registers=88, consumer_registers=208, shared_bytes=223824, packed_at=737280,
+        tables_at=1290240, table_channels=64, table_columns=32, repairs=False,
     ).items()
 )
 FORWARD_FLOAT_IEEE_1 = tuple(
@@ -6705,11 +6732,12 @@ FORWARD_FLOAT_IEEE_1 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=1, pixels=128, tile_rows=1, block_rows=2, product_rows=64,
-        loaders=96, tile_columns=128, pitch=136, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=5,
-        input_stages=2, weight_stages=2, resident=False, pass_pixels=128, buffers=2, batch=3,
-        batches_ahead=1, producer_registers=72, consumer_registers=216, shared_bytes=215120,
-        packed_at=0, tables_at=1290240, table_channels=64, table_columns=32, repairs=True,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=128,
+        pitch=136, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=5, input_stages=2,
+        weight_stages=2, resident=False, pass_pixels=128, buffers=2, batch=3, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=215120, packed_at=0,
+        tables_at=1290240, table_channels=64, table_columns=32, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
@@ -6757,12 +6785,12 @@ INPUT_GRAD_FLOAT_IEEE_0 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=2, pixels=128, tile_rows=1, block_rows=4, product_rows=64,
-        loaders=96, tile_columns=128, pitch=136, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=3,
-        input_stages=2, weight_stages=3, resident=False, pass_pixels=128, buffers=1, batch=2,
-        batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=229664,
-        packed_at=1769472, tables_at=3096576, table_channels=32, table_columns=64,
-        repairs=False,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=128,
+        pitch=136, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=3, input_stages=2,
+        weight_stages=3, resident=False, pass_pixels=128, buffers=1, batch=2, batches_ahead=1,
+        producer_registers=88, consumer_registers=208, shared_bytes=229664, packed_at=1769472,
+        tables_at=3096576, table_channels=32, table_columns=64, repairs=False,
     ).items()
 )
 INPUT_GRAD_FLOAT_IEEE_1 = tuple(
@@ -6779,11 +6807,12 @@ INPUT_GRAD_FLOAT_IEEE_1 = tuple(
         interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
         staged=False, raw_slots=0, bulk_loads=False, vector_stores=False, bulk_stores=True,
         channel_groups=1, stack=2, pixels=104, tile_rows=1, block_rows=4, product_rows=64,
-        loaders=96, tile_columns=104, pitch=112, lead=0, joint_stores=False, wraps=False,
-        turns=False, plane_padding=0, rolling=False, segment_tiles=1, k_steps=1, stage_taps=6,
-        input_stages=2, weight_stages=2, resident=False, pass_pixels=112, buffers=2, batch=2,
-        batches_ahead=1, producer_registers=72, consumer_registers=216, shared_bytes=225368,
-        packed_at=0, tables_at=3096576, table_channels=32, table_columns=64, repairs=True,
+        loaders=96, unit_vectors=2, smaller_part=True, watches=True, tile_columns=104,
+        pitch=112, lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0,
+        rolling=False, segment_tiles=1, k_steps=1, stage_taps=6, input_stages=2,
+        weight_stages=2, resident=False, pass_pixels=112, buffers=2, batch=2, batches_ahead=1,
+        producer_registers=72, consumer_registers=216, shared_bytes=225368, packed_at=0,
+        tables_at=3096576, table_channels=32, table_columns=64, repairs=True,
     ).items()
 )
 TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(

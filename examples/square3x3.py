@@ -3982,14 +3982,16 @@ struct VectorUnit {
   __device__ static int offset(int) { return 0; }
 };
 
-// Anything else: two vectors of one pixel, channel by channel. Neighbouring lanes load neighbouring
-// pixels.
+// Anything else: one or two vectors of one pixel, channel by channel. Neighbouring lanes load
+// neighbouring pixels.
 struct PixelUnit {
-  static constexpr int kVectors = 2;
-  static constexpr int kCount = kPartPixels / 2;
-  Scalar loaded[2 * kVectorChannels];
+  static constexpr int kVectors = C::unit_vectors;
+  static constexpr int kCount = kPartPixels / kVectors;
+  static constexpr int kElements = kVectors * kVectorChannels;
+  static_assert(kChunkPlanes % kVectors == 0, "units are whole");
+  Scalar loaded[kElements];
 
-  __device__ static int plane(int index) { return index / kPlanePixels * 2; }
+  __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
   __device__ static int pixel(int index) { return index % kPlanePixels; }
   __device__ void load(const Place& place, int channel) {
     if constexpr (kFolded) {
@@ -4003,11 +4005,10 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j)
-        loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + j * kInChannel);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2 * kVectorChannels; ++j) {
+      for (int j = 0; j < kElements; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
         loaded[j] = load_element(source + j * kInChannel, valid);
       }
@@ -4015,7 +4016,7 @@ struct PixelUnit {
   }
   __device__ void load_folded(const Place& place, int channel) {
 #pragma unroll
-    for (int j = 0; j < 2 * kVectorChannels; ++j) {
+    for (int j = 0; j < kElements; ++j) {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
@@ -4062,13 +4063,14 @@ struct Source {
   int column;
   int channel;  // the first, in its group
 
-  __device__ Source(const Scalar* input, const StageCursor& at) {
-    const Item& item = at.item;
-    channel = at.chunk * kChunkChannels;
+  __device__ Source(const Scalar* input, const StageCursor& at)
+      : Source(input, at.item, at.chunk, at.stage) {}
+  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
+    channel = chunk * kChunkChannels;
     group =
         input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
     row = item.row_phase * C::stride_height +
-          C::dilation_height * (item.tile * kTileRows * kRowPhases + at.stage);
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
     column = (item.column - C::lead) * C::stride_width;
   }
 
@@ -4218,6 +4220,7 @@ struct Items {
     if (!__all_sync(~0u, fits) && threadIdx.x % 32 == 0) tables.marks()[image] = 1;
     range = HalfRange();
   }
+  __device__ __forceinline__ void judge(NoRange&, int) const {}
 };
 
 // All lanes' values, combined in a fixed order.
@@ -4337,6 +4340,13 @@ struct Powers {
     *reinterpret_cast<float4*>(power) = halves[0];
     *reinterpret_cast<float4*>(power + 4) = halves[1];
   }
+  // Whether there is such a channel.
+  __device__ __forceinline__ bool strict() const {
+    unsigned signs = 0;
+#pragma unroll
+    for (float one : power) signs |= __float_as_uint(one);
+    return signs >> 31 != 0;
+  }
   __device__ __forceinline__ Numbers scale(const Numbers& vector) const {
     Numbers scaled;
 #pragma unroll
@@ -4379,6 +4389,7 @@ struct HalfRange {
 // What everything else needs of these.
 struct NoPowers {
   __device__ explicit NoPowers(const float*) {}
+  __device__ bool strict() const { return false; }
 };
 struct NoRange {
   __device__ void see(const Words&) {}
@@ -4456,7 +4467,7 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   }
   *reinterpret_cast<Words*>(target) = high;
   if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + part_bytes) = low;
-  if constexpr (C::parts == 2 && kWeight) {
+  if constexpr (kWeight && kSmallerPart) {
     *reinterpret_cast<Words*>(target + 2 * part_bytes) = smaller;
   }
 }
@@ -4533,7 +4544,10 @@ constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 constexpr int kOutputs = C::product_rows;
 constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);  // output channels of them
 constexpr int kProductBytes = kOutputs * 32;
-constexpr int kWeightParts = C::halves && C::parts == 2 ? 3 : C::parts;
+// Of halves, the high part comes once more, 2^-11 times as large, where it is not made of the
+// other.
+constexpr bool kSmallerPart = C::halves && C::parts == 2 && C::smaller_part;
+constexpr int kWeightParts = C::parts + kSmallerPart;
 constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProductBytes;
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
@@ -4557,7 +4571,8 @@ constexpr int kPaddedWidth = C::out_width + kGap;
 // sums would make NaN of the infinities that come of it: short ones, which multiply low parts by
 // each other, and compensated ones. There, loaders mark what has such a number, and who
 // multiplies is careful: what is not finite, and no result, they replace by zero.
-constexpr bool kWatches = C::parts == 2 && !C::halves && (C::low_products || C::compensated);
+constexpr bool kWatches = C::watches;
+static_assert(!kWatches || (C::parts == 2 && !C::halves), "");
 
 // --- Work items ----------------------------------------------------------------------------------
 
@@ -4975,6 +4990,13 @@ __device__ __forceinline__ unsigned round_to_halves(float first, float second) {
       : "f"(__uint_as_float(__float_as_uint(second) + 0x1000u)),
         "f"(__uint_as_float(__float_as_uint(first) + 0x1000u)));
   return bits;
+}
+
+// Two float16 numbers divided by 2^11, to nearest, ties to even.
+__device__ __forceinline__ unsigned halves_by_2048th(unsigned halves) {
+  unsigned result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0x10001000u));
+  return result;
 }
 
 // The larger of two numbers, or NaN if one is.
@@ -7046,8 +7068,9 @@ FORWARD_FLOAT_TF32_0 = tuple(
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=True, raw_slots=1, bulk_loads=True,
         vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=256,
-        tile_rows=1, block_rows=1, product_rows=64, loaders=96, tile_columns=224, pitch=258,
-        lead=32, joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
+        tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
+        smaller_part=True, watches=False, tile_columns=224, pitch=258, lead=32,
+        joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
         segment_tiles=31, k_steps=1, stage_taps=3, input_stages=8, weight_stages=3,
         resident=True, pass_pixels=256, buffers=1, batch=2, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=221400, packed_at=73728,
@@ -7068,8 +7091,9 @@ FORWARD_FLOAT_TF32_1 = tuple(
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=True, raw_slots=2, bulk_loads=True,
         vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=216,
-        tile_rows=1, block_rows=1, product_rows=64, loaders=96, tile_columns=208, pitch=218,
-        lead=8, joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
+        tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
+        smaller_part=True, watches=False, tile_columns=208, pitch=218, lead=8,
+        joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
         segment_tiles=31, k_steps=2, stage_taps=3, input_stages=4, weight_stages=3,
         resident=True, pass_pixels=224, buffers=1, batch=4, batches_ahead=2,
         producer_registers=136, consumer_registers=184, shared_bytes=232112, packed_at=0,
@@ -7174,10 +7198,11 @@ FORWARD_FLOAT_IEEE_0 = tuple(
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
         bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
-        pixels=160, tile_rows=1, block_rows=1, product_rows=64, loaders=96, tile_columns=152,
-        pitch=162, lead=8, joint_stores=False, wraps=True, turns=True, plane_padding=0,
-        rolling=True, segment_tiles=31, k_steps=1, stage_taps=3, input_stages=7,
-        weight_stages=3, resident=True, pass_pixels=160, buffers=1, batch=2, batches_ahead=1,
+        pixels=160, tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
+        smaller_part=True, watches=False, tile_columns=152, pitch=162, lead=8,
+        joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
+        segment_tiles=31, k_steps=1, stage_taps=3, input_stages=7, weight_stages=3,
+        resident=True, pass_pixels=160, buffers=1, batch=2, batches_ahead=1,
         producer_registers=88, consumer_registers=208, shared_bytes=226544, packed_at=147456,
         tables_at=258048, table_channels=128, table_columns=16, repairs=False,
     ).items()
@@ -7196,12 +7221,13 @@ FORWARD_FLOAT_IEEE_1 = tuple(
         column_end=1, column_sums=1, interleave=1, in_channels_last=False,
         out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
         bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
-        pixels=96, tile_rows=1, block_rows=1, product_rows=64, loaders=96, tile_columns=88,
-        pitch=98, lead=8, joint_stores=False, wraps=True, turns=False, plane_padding=0,
-        rolling=True, segment_tiles=31, k_steps=2, stage_taps=1, input_stages=4,
-        weight_stages=9, resident=True, pass_pixels=96, buffers=1, batch=3, batches_ahead=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=224480, packed_at=0,
-        tables_at=258048, table_channels=128, table_columns=16, repairs=True,
+        pixels=96, tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
+        smaller_part=True, watches=False, tile_columns=88, pitch=98, lead=8, joint_stores=False,
+        wraps=True, turns=False, plane_padding=0, rolling=True, segment_tiles=31, k_steps=2,
+        stage_taps=1, input_stages=4, weight_stages=9, resident=True, pass_pixels=96, buffers=1,
+        batch=3, batches_ahead=1, producer_registers=72, consumer_registers=216,
+        shared_bytes=224480, packed_at=0, tables_at=258048, table_channels=128,
+        table_columns=16, repairs=True,
     ).items()
 )
 TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
