@@ -18,14 +18,14 @@ BLOCKS = ((4, 2), (8, 1))
 RESERVED_BYTES = 1024  # of shared memory, by the system, for each block
 MOST_ROWS = {1: 64, 2: 32}  # output channels of a warp's products, by parts
 MOST_SUMS = {1: 128, 2: 48}  # of a thread, in each set of them
-MOST_PIXELS = 128  # of a warp
+MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # of a warp, by rows: their places take registers
 MOST_WEIGHT_STAGES = 4
 FEWEST_WEIGHT_STAGES = 2
 TILE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
 # Registers for units of input that are loaded while others are multiplied, by parts.
-UNIT_REGISTERS = {1: 12, 2: 8}
-MOST_COPIES = 4  # of which only the addresses take any
+UNIT_REGISTERS = {1: 8, 2: 4}
+MOST_COPIES = 2  # of which only the addresses take any
 
 # Estimated. Instructions of a warp: to load 32 vectors, copied; loaded as vectors; channel by
 # channel, for each channel, and in any case. More for numbers in two parts, and to scale halves.
@@ -291,7 +291,7 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
 def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
     for warps, blocks in BLOCKS:
         for rows, groups in _channels(layer, warps):
-            most = min(MOST_PIXELS, MOST_SUMS[layer.parts] * 32 // rows)
+            most = min(MOST_PIXELS[rows], MOST_SUMS[layer.parts] * 32 // rows)
             for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16)):
                 for shape in _shapes(layer, warps // groups * pixels):
                     yield Tile(layer, gpu, warps, blocks, rows, groups, pixels, *shape)
