@@ -1,0 +1,1 @@
+"""Kernels for the tensor cores that all GPUs since Ampere have."""
