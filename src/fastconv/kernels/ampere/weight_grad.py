@@ -7,10 +7,11 @@ memory, it takes the one that is estimated to be fastest.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, divisors, round_up, shares
@@ -42,15 +43,18 @@ OCTET = 8  # input channels
 
 MOST_SUMS = {1: 128, 2: 64}  # of a thread, by parts: with their totals, they have to fit registers
 MOST_UNITS = 16
-MOST_OUTPUTS = 128
 MOST_STRIP_COLUMNS = 128
-MOST_STEP_PIXELS = 512
+STEP_PIXELS = (32, 64, 128, 256, 512)
 MOST_SLICE_PRODUCTS = 4
 MOST_TRANSPOSED = 4  # columns that a thread loads at once
 # Registers of a thread for what it has loaded and not yet written.
-BATCH_REGISTERS = 32
+BATCH_REGISTERS = 16
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_STEPS = 2**30  # of what a launch computes: 32-bit numbers
+# What is looked at: boxes, each with strips of some widths, by waste in such parts of a row.
+MOST_BOXES = 12
+MOST_STRIPS = 5
+WASTE_STEPS = 24
 
 # Estimated cycles of one processor.
 LEAST_ARCHITECTURE = 80
@@ -61,16 +65,16 @@ OTHER_PRODUCT_CYCLES = 8.0
 PORTABLE_PRODUCTS = {80: 40.0}
 OTHER_PORTABLE_PRODUCTS = 70.0
 ISSUE = 4.0  # instructions a cycle
-ROUND_INSTRUCTIONS = {1: 2.0, 2: 12.0}  # of a number, by parts
+ROUND_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # of a number, by parts
 TASK_INSTRUCTIONS = 10.0  # of a copy
 REGISTER_INSTRUCTIONS = 60.0  # of what is loaded and written
 SLICE_INSTRUCTIONS = 20.0
-UNIT_INSTRUCTIONS = 6.0  # to find a unit
+UNIT_INSTRUCTIONS = 5.0  # to find a unit
 BYTES_PER_CYCLE = 14.0  # that arrive from memory if all processors load
 LATENCY_CYCLES = 900.0  # of memory
 STEP_CYCLES = 150.0
 BLOCK_CYCLES = 6000.0  # to start and to end
-SWAP_BYTES = 5.0  # a cycle: of the workspace, written and read again
+SWAP_BYTES = 10.0  # a cycle: of the workspace, written and read again
 FEW = "so few channels or pixels that most of the products would not count"
 
 
@@ -89,7 +93,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         raise Declined(f"tensor-core kernels for {gpu.architecture}")
     limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
     limits.check_reach(problem, operands)
-    most = portable_cycles(problem, gpu) + BLOCK_CYCLES
+    most = portable_cycles(problem, gpu) + 2 * BLOCK_CYCLES
     return plan(choose_tile(problem, operands, gpu, most), gpu)
 
 
@@ -492,15 +496,31 @@ class Tile:
         )
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """What it takes at least, with any steps."""
+        """What it takes about, with steps as good as any."""
         height, width = self.problem.output_size
-        along = self.problem.batch * height * width / self.product_pixels
-        all_blocks = max(
+        pixels = self.problem.batch * height * width
+        along = pixels / self.product_pixels
+        outputs = min(self.block_outputs, self.group_out)
+        channels = min(self.box_octets * OCTET, self.group_in)
+        bytes_ = pixels * (outputs + channels) * self.operands.scalar_bytes
+        together = limits.together(
             self.multiply_cycles(gpu, along),
-            self.shared_cycles(along) if self.problem.stride[1] == 1 else 0.0,
+            along * self.warps_out * self.warps_units * (4 * self.row_tiles + 2 * self.units),
             self.issue_cycles(along),
+            bytes_ / BYTES_PER_CYCLE,
         )
-        return self.count * all_blocks / gpu.processors + BLOCK_CYCLES
+        return self.count * together / gpu.processors + BLOCK_CYCLES
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a box has about as many units as a block can, or all there are."""
+        most = most_units(self.operands, self.row_tiles) * self.warps_units
+        height, width = self.problem.kernel_size
+        all_units = ceil_div(self.group_in, OCTET) * height * width
+        return 2 * self.box_units >= min(most, 2 * all_units)
+
+    def fits(self, gpu: Gpu) -> bool:
+        return self.shared_bytes <= gpu.shared_bytes_per_block
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
@@ -539,58 +559,62 @@ def choose_tile(
     Raises:
         Declined: there is none.
     """
-    best: Tile | None = None
-    least = most_cycles
-    # Best products first: most of the others need not be looked at.
-    bounds = [
-        (box.least_cycles(gpu), i, box) for i, box in enumerate(_boxes(problem, operands, gpu))
-    ]
-    for bound, _, box in sorted(bounds):
-        if bound > least:
-            break
-        for tile in _with_steps(box):
-            if tile.shared_bytes > gpu.shared_bytes_per_block:
-                continue
-            cycles = tile.cycles(gpu)
-            if cycles < least or (cycles == least and best is None):
-                best, least = tile, cycles
+    boxes = [*_boxes(problem, operands)]
+    # Small boxes are for input that would not fit shared memory otherwise.
+    large = [box for box in boxes if box.is_large]
+    best = _best(large, gpu, most_cycles) or _best(boxes, gpu, most_cycles)
     if best is None:
-        fits = least < math.inf
+        fits = most_cycles < math.inf
         raise Declined(FEW if fits else "input rows that do not fit shared memory")
     if best.all_steps >= MOST_STEPS:
         raise Declined(f"{best.all_steps} steps through all images, 2^30 and more")
     return best
 
 
-def _boxes(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[Tile]:
+def _best(boxes: list[Tile], gpu: Gpu, most_cycles: float) -> Tile | None:
+    """Of the first few that fit, with any steps."""
+    best, least, tried = None, most_cycles, 0
+    bounds = [(box.least_cycles(gpu), i, box) for i, box in enumerate(boxes)]
+    for bound, _, box in sorted(bounds):
+        if tried == MOST_BOXES or bound > least:
+            break
+        fitting = [tile for tile in _with_steps(box) if tile.fits(gpu)]
+        tried += bool(fitting)
+        for tile in fitting:
+            cycles = tile.cycles(gpu)
+            if cycles < least or (cycles == least and best is None):
+                best, least = tile, cycles
+    return best
+
+
+def _boxes(problem: Problem, operands: Operands) -> Iterator[Tile]:
     """All ways to cut the weights into boxes that blocks have the sums of."""
     octets = ceil_div(problem.in_channels // problem.groups, OCTET)
     group_out = problem.out_channels // problem.groups
-    sums = MOST_SUMS[limits.parts(operands)]
-    for row_tiles, warps_out in product((1, 2, 4), (1, 2)):
+    taps = [*product(*map(shares, problem.kernel_size))]
+    for row_tiles, warps_out, warps_pixels in product((1, 2, 4), (1, 2), (1, 2, 4, 8)):
         outputs = 16 * row_tiles * warps_out
-        if outputs > MOST_OUTPUTS or (outputs > 16 and outputs >= 2 * group_out):
+        warps_units = WARPS // (warps_out * warps_pixels)
+        if warps_units == 0 or (outputs > 16 and outputs >= 2 * group_out):
             continue
-        most_units = min(sums // (4 * row_tiles), MOST_UNITS)
-        for warps_pixels in (1, 2, 4, 8):
-            warps_units = WARPS // (warps_out * warps_pixels)
-            if warps_units == 0:
-                continue
-            most = most_units * warps_units
-            for rows, columns in product(
-                shares(problem.kernel_size[0]), shares(problem.kernel_size[1])
+        most = most_units(operands, row_tiles) * warps_units
+        for (rows, columns), box_octets in product(taps, shares(octets)):
+            units = rows * columns * box_octets
+            whole = units == octets * problem.kernel_size[0] * problem.kernel_size[1]
+            # Where there are too few weights for all warps, these have different pixels, or nothing
+            # to do where there are too few pixels, too.
+            if units <= most and (
+                whole if warps_pixels > 1 or units < warps_units else units >= warps_units
             ):
-                for box_octets in shares(octets):
-                    units = rows * columns * box_octets
-                    if units > most:
-                        break
-                    # With fewer units than warps, warps have different pixels instead.
-                    if units < warps_units:
-                        continue
-                    yield Tile(
-                        problem, operands, row_tiles, warps_out, warps_units, warps_pixels,
-                        box_octets, rows, columns,
-                    )  # fmt: skip
+                yield Tile(
+                    problem, operands, row_tiles, warps_out, warps_units, warps_pixels,
+                    box_octets, rows, columns,
+                )  # fmt: skip
+
+
+def most_units(operands: Operands, row_tiles: int) -> int:
+    """Of a warp."""
+    return min(MOST_SUMS[limits.parts(operands)] // (4 * row_tiles), MOST_UNITS)
 
 
 def _with_steps(box: Tile) -> Iterator[Tile]:
@@ -607,17 +631,31 @@ def _with_steps(box: Tile) -> Iterator[Tile]:
                 yield replace(step, slice_products=products, rolling=rolling)
 
 
-def _strip_columns(width: int) -> list[int]:
-    """Of strips of about equal widths."""
-    least = ceil_div(width, MOST_STRIP_COLUMNS)
-    return sorted({round_up(ceil_div(width, n), 8) for n in range(least, ceil_div(width, 8) + 1)})
+@cache
+def _strip_columns(width: int) -> tuple[int, ...]:
+    """Of strips of about equal widths: some with which least is wasted; wide ones are better."""
+    columns = {
+        round_up(ceil_div(width, n), 8)
+        for n in range(ceil_div(width, MOST_STRIP_COLUMNS), ceil_div(width, 8) + 1)
+    }
+
+    def waste(columns: int) -> int:
+        return round(WASTE_STEPS * round_up(width, columns) / width)
+
+    return tuple(sorted(columns, key=lambda n: (waste(n), -n))[:MOST_STRIPS]) + (8,)
 
 
 def _step_rows(strip: Tile) -> list[int]:
-    most = MOST_STEP_PIXELS // strip.strip_columns
+    """Of which a step has about as many pixels as are good to have."""
     unit = 2 if strip.row_pairs else 1
-    rows = {round_up(rows, unit) for rows in shares(strip.walk_rows)}
-    return sorted(n for n in rows if n <= most)
+    rows = _shares(strip.walk_rows)
+    most = (max(pixels // strip.strip_columns, 1) for pixels in STEP_PIXELS)
+    return sorted({round_up(rows[bisect(rows, n) - 1], unit) for n in most})
+
+
+@cache
+def _shares(size: int) -> list[int]:
+    return shares(size)
 
 
 def _slice_products(step: Tile) -> int:

@@ -103,8 +103,8 @@ struct GradLoader {
       for (int task = 0; task < GradSheet::kTasks; ++task) {
         if (!GradSheet::exists(task)) continue;
         const Place place = find(step_row, task);
-        copy_async<C::grad_vector * kScalarBytes>(stage + place.target, place.source,
-                                                  place.left > 0);
+        copy_elements<C::grad_vector>(reinterpret_cast<Scalar*>(stage + place.target), place.source,
+                                      place.left > 0);
       }
     }
   }
@@ -279,8 +279,8 @@ struct InLoader {
       for (int task = 0; task < InSheet::kTasks; ++task) {
         if (!InSheet::exists(task)) continue;
         const Place place = find(y, task);
-        copy_async<C::in_vector * kScalarBytes>(target + place.target, place.source,
-                                                place.channels > 0);
+        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target), place.source,
+                                    place.channels > 0);
       }
     }
   }

@@ -20,8 +20,10 @@ __device__ __forceinline__ void convert(unsigned (&high)[kCount], unsigned (&low
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float value = __uint_as_float(high[i]);
-    if constexpr (C::parts == 2) {
+    if constexpr (C::parts == 2 && kRoundsToEven) {
       split(value, high[i], low[i]);
+    } else if constexpr (C::parts == 2) {
+      split_away(value, high[i], low[i]);
     } else {
       high[i] = __float_as_uint(round_operand_to_tf32(value));
     }
@@ -122,6 +124,13 @@ __device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, con
   }
 }
 
+// Of a slice's products, as many as code is written out for: more of them would be loaded at once
+// than there are registers for.
+__host__ __device__ constexpr int unrolled(int products, int most) {
+  return products % most == 0 ? most : unrolled(products, most - 1);
+}
+constexpr int kUnrolled = unrolled(C::slice_products, C::parts == 2 ? 2 : 4);
+
 // What a warp multiplies: where its lanes find it in a step.
 struct Multiplier {
   Warp warp;
@@ -141,23 +150,36 @@ struct Multiplier {
     slice = slice * C::warps_pixels + warp.pixels;
     const int row = slice / kRowSlices * kProductRows;
     const int column = slice % kRowSlices * kSliceColumns;
-    const unsigned char* const grad =
-        step.grad() + left + (row * C::strip_columns + column) * kGradPixel;
+    const unsigned char* grad = step.grad() + left + (row * C::strip_columns + column) * kGradPixel;
     int units[kUnitLoads];
     find_units(units, step.position + row * kLineAdvance + line, right + column * kInPixel);
+#pragma unroll 1
+    for (int k = 0; k < C::slice_products; k += kUnrolled) {
 #pragma unroll
-    for (int k = 0; k < C::slice_products; ++k) {
-      Left rows;
-      load_left(rows, grad + k * (kProductColumns * kGradPixel));
+      for (int i = 0; i < kUnrolled; ++i) {
+        multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
+                        i * (kProductColumns * kInPixel));
+      }
+      grad += kUnrolled * (kProductColumns * kGradPixel);
 #pragma unroll
-      for (int i = 0; i < kUnitLoads; ++i) {
-        Right columns[kUnitsAtOnce];
-        load_right(columns, shared_memory() + units[i] + k * (kProductColumns * kInPixel));
+      for (int& unit : units) unit += kUnrolled * (kProductColumns * kInPixel);
+    }
+  }
+
+  // One product along the pixels, which are `column` bytes beyond where units begin.
+  __device__ static __forceinline__ void multiply_pixels(Sums& sums, const unsigned char* grad,
+                                                         const int (&units)[kUnitLoads],
+                                                         int column) {
+    Left rows;
+    load_left(rows, grad);
 #pragma unroll
-        for (int j = 0; j < kUnitsAtOnce; ++j) {
-          const int unit = i * kUnitsAtOnce + j;
-          if (unit < C::units) multiply(sums + unit * C::row_tiles, rows, columns[j]);
-        }
+    for (int i = 0; i < kUnitLoads; ++i) {
+      Right columns[kUnitsAtOnce];
+      load_right(columns, shared_memory() + units[i] + column);
+#pragma unroll
+      for (int j = 0; j < kUnitsAtOnce; ++j) {
+        const int unit = i * kUnitsAtOnce + j;
+        if (unit < C::units) multiply(sums + unit * C::row_tiles, rows, columns[j]);
       }
     }
   }
@@ -169,10 +191,8 @@ struct Multiplier {
     for (int i = 0; i < kUnitLoads; ++i) {
       int unit = i * kUnitsAtOnce;
       if (kHalves && unit + 1 < C::units) unit += static_cast<int>(threadIdx.x) / 16 % 2;
-      const int found = unit_table()[warp.units * C::units + unit];
-      const int of_unit = first + found / kUnitLine;
-      units[i] =
-          (C::rolling ? ring_line(of_unit) : of_unit) * kLineBytes + found % kUnitLine + in_line;
+      const int found = first * kLineBytes + unit_table()[warp.units * C::units + unit];
+      units[i] = (C::rolling ? ring_byte(found) : found) + in_line;
     }
   }
 };

@@ -183,16 +183,13 @@ constexpr int kLineBytes = kPixelLines ? kLineColumns * C::in_pitch : C::box_oct
 // channels-last. Two stages.
 constexpr int kStageBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
 
-// Where each unit's columns begin in the lines of the first output row: kUnitLine times the line,
-// and bytes.
-constexpr int kUnitLine = 1 << 20;
-
 constexpr int kInput = 0;
-constexpr int kGrad = kInput + round_up(kLines * kLineBytes, 16);
+constexpr int kRingBytes = kLines * kLineBytes;
+constexpr int kGrad = kInput + round_up(kRingBytes, 16);
 constexpr int kUnits = kGrad + 2 * kStageBytes;
 static_assert(kUnits + 4 * kBlockUnits <= C::shared_bytes, "");
-static_assert(kLineBytes < kUnitLine && 2 * kLines < 1 << 11, "");
 
+// Where each unit's columns begin, counted from the first line of an output row.
 __device__ __forceinline__ int* unit_table() {
   return reinterpret_cast<int*>(shared_memory() + kUnits);
 }
@@ -200,12 +197,15 @@ __device__ __forceinline__ void fill_unit_table() {
   for (int i = static_cast<int>(threadIdx.x); i < kBlockUnits; i += kThreads) {
     const Unit unit(i < kBoxUnits ? i : 0);  // what is left over computes something, for nobody
     unit_table()[i] =
-        unit.row * kUnitLine + unit.octet * kOctetBytes + unit.column * (kTapStep * kColumnBytes);
+        unit.row * kLineBytes + unit.octet * kOctetBytes + unit.column * (kTapStep * kColumnBytes);
   }
 }
 
-// A line of the ring.
+// A line of the ring, and a byte of it.
 __device__ __forceinline__ int ring_line(int line) { return line < kLines ? line : line - kLines; }
+__device__ __forceinline__ int ring_byte(int byte) {
+  return byte < kRingBytes ? byte : byte - kRingBytes;
+}
 
 }  // namespace ampere
 }  // namespace fastconv
