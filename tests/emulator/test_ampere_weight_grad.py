@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,23 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.works import ODD_NUMBERS, Case, Planner, Tensors, Work, assert_plain, check, run, some
+from emulator import run as run_launches
+from emulator.works import (
+    LARGE,
+    ODD_NUMBERS,
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_plain,
+    check,
+    float64,
+    run,
+    some,
+)
 from fastconv.kernels.ampere.weight_grad import weight_grad as planned
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.ampere.weight_grad_classes import ANATOMIES
+from fastconv.kernels.family import GEOMETRY, Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
@@ -128,3 +143,116 @@ def _compiled() -> None:
 @pytest.mark.parametrize("work", RUN, ids=str)
 def test_against_float64(work: Work) -> None:
     check(work)
+
+
+@pytest.mark.parametrize("mode", ["tf32", "ieee", "float16"])
+def test_infinity_stays_where_it_is(mode: str) -> None:
+    """In the middle, where all taps see it; and in both tensors, so that they meet."""
+    work = _work(CASES[0], mode, channels_last=mode == "ieee", aligned=False, bias=mode == "ieee")
+    tensors = Tensors.random(work)
+    for channel, number in enumerate(ODD_NUMBERS[:3]):
+        tensors.input[0, channel, 2, 6] = number
+    tensors.grad_output[0, 7, 2, 6] = -torch.inf
+    assert_plain(work, tensors)
+
+
+def test_channels_keep_to_themselves() -> None:
+    """What lies beside them in memory does not count, not even NaN."""
+    work = _work(CASES[0], "bfloat16", channels_last=True, aligned=False, bias=True)
+    tensors = Tensors.random(work)
+    bias = torch.zeros(work.case.weight[0], dtype=work.dtype)
+    expected = run(work, tensors, bias)
+    tensors.grad_output[:, 5] = torch.nan
+    actual = run(work, tensors, bias)
+    assert actual[5].isnan().all()
+    others = [i for i in range(work.case.weight[0]) if i != 5]
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_rounds() -> None:
+    """Weights whose sums the workspace cannot hold at once."""
+    work = FORCED[5]
+    once = work.plan
+    with mock.patch.object(MODULE, "WORKSPACE_BYTES", once.scratch_bytes // 4):
+        assert len(work.plan.launches) > len(once.launches)
+        check(work)
+
+
+def test_padding_far_beyond_the_image() -> None:
+    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    near = Case("a row", (1, 64, 1, 256), (8, 64, 1, 1), (1, 8))
+    far = replace(near, stride=(2**17, 8), padding=(2**18, 0, 0, 0))
+    assert far.padding[0] * 256 * 64 > 2**31
+    assert far.problem.output_size == (3, 32)
+    work = _work(far, "ieee", channels_last=True)
+    tensors = Tensors.random(work)
+    alone = replace(tensors, grad_output=tensors.grad_output[:, :, 2:])
+    actual, expected = run(work, tensors), float64(replace(work, case=near), alone)
+    assert (actual.double() - expected).norm() <= 3e-7 * expected.norm()
+
+
+SPLITS = """
+#include "tensor/operand.cuh"
+extern "C" __global__ void splits(const float* numbers, unsigned* parts) {
+  const int i = static_cast<int>(threadIdx.x);
+  fastconv::tensor::split_away(numbers[i], parts[2 * i], parts[2 * i + 1]);
+}
+"""
+
+
+def test_splits_of_older_gpus(tmp_path: Path) -> None:
+    """Which the emulator, as a newer one, has no other use for."""
+    source = tmp_path / "splits.cuh"
+    source.write_text(SPLITS)
+    kernel = Kernel(str(source), "splits", (("Scalar", "float"),))
+    odd = torch.tensor([0.0, torch.inf, -torch.inf, LARGE, -LARGE, 1e-30, 3.4028234e38])
+    numbers = torch.cat([torch.randn(121) * 10.0 ** torch.randint(-20, 20, (121,)), odd])
+    parts = torch.zeros(128, 2, dtype=torch.int32)
+    launch = Launch(kernel, (1, 1, 1), 128, 0, ("numbers", "parts"))
+    run_launches([launch], {"numbers": numbers, "parts": parts})
+    high, low = (parts & ~0x1FFF).view(torch.float32).double().unbind(1)
+    assert torch.equal(high, high.float().double())
+    assert high.isfinite().all()
+    finite = numbers.isfinite()
+    error = (high + low - numbers.double())[finite].abs()
+    assert (error <= 2.0**-22 * numbers[finite].double().abs()).all()
+    assert torch.equal(low[~finite], numbers[~finite].double())
+
+
+def test_no_order_of_sums_is_left_to_chance() -> None:
+    """As many workers as there are, each with slots of its own."""
+    work = _work(CASES[7], "tf32", bias=True)
+    plan = work.plan
+    workers = plan.launches[0].arguments[5]
+    assert isinstance(workers, int)
+    assert workers > 1
+    tensors = Tensors.random(work)
+    first, second = (run(work, tensors, torch.zeros(17)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "reason"),
+    [
+        ({"scalar": "double", "scalar_bytes": 8}, "sm_80", "float64"),
+        ({}, "sm_75", "tensor-core kernels for sm_75"),
+        ({}, "sm_80", "so few channels"),
+    ],
+)
+def test_declines(changes: dict[str, object], gpu: str, reason: str) -> None:
+    kind = {
+        "scalar": "float", "scalar_bytes": 4, "input_channels_last": False,
+        "output_channels_last": False, "weight_strides": (1, 1, 1, 1), "aligned": True,
+    }  # fmt: skip
+    case = Case("one channel", (64, 1, 64, 64), (1, 1, 3, 3))
+    with pytest.raises(Declined, match=reason):
+        planned(case.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
+
+
+def test_parts_know_all_choices() -> None:
+    """What no part knows would be in no class but those of pairs."""
+    anatomy = ANATOMIES[MODULE.SOURCE]
+    kernel = WORKS[0].plan.launches[0].kernel
+    assert anatomy.sizes - GEOMETRY <= dict(kernel.constants).keys()
+    known = {name for names in anatomy.parts.values() for name in names}
+    assert known == anatomy.choices(kernel).keys()

@@ -559,7 +559,7 @@ def choose_tile(
     Raises:
         Declined: there is none.
     """
-    boxes = [*_boxes(problem, operands)]
+    boxes = [*_boxes(as_one_row(problem), operands)]
     # Small boxes are for input that would not fit shared memory otherwise.
     large = [box for box in boxes if box.is_large]
     best = _best(large, gpu, most_cycles) or _best(boxes, gpu, most_cycles)
@@ -569,6 +569,14 @@ def choose_tile(
     if best.all_steps >= MOST_STEPS:
         raise Declined(f"{best.all_steps} steps through all images, 2^30 and more")
     return best
+
+
+def as_one_row(problem: Problem) -> Problem:
+    """The same of a pointwise layer, whose pixels are all alike: more of them fill whole strips."""
+    if problem.kernel_size == problem.stride == (1, 1) and not any(problem.padding):
+        height, width = problem.input_size
+        return replace(problem, input_size=(1, height * width))
+    return problem
 
 
 def _best(boxes: list[Tile], gpu: Gpu, most_cycles: float) -> Tile | None:
@@ -642,7 +650,8 @@ def _strip_columns(width: int) -> tuple[int, ...]:
     def waste(columns: int) -> int:
         return round(WASTE_STEPS * round_up(width, columns) / width)
 
-    return tuple(sorted(columns, key=lambda n: (waste(n), -n))[:MOST_STRIPS]) + (8,)
+    best = sorted(columns, key=lambda n: (waste(n), -n))[:MOST_STRIPS]
+    return tuple(dict.fromkeys((*best, 8)))
 
 
 def _step_rows(strip: Tile) -> list[int]:

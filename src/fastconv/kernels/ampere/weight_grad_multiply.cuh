@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, con
 __host__ __device__ constexpr int unrolled(int products, int most) {
   return products % most == 0 ? most : unrolled(products, most - 1);
 }
-constexpr int kUnrolled = unrolled(C::slice_products, C::parts == 2 ? 2 : 4);
+constexpr int kUnrolled = unrolled(C::slice_products, C::parts == 2 || kSlots > 24 ? 2 : 4);
 
 // What a warp multiplies: where its lanes find it in a step.
 struct Multiplier {
