@@ -132,7 +132,7 @@ def _works() -> list[Work]:
 
 
 WORKS = _works()
-RUN = [*some(WORKS, one_in=5), *some(FORCED, one_in=2)]
+RUN = [*some(WORKS, one_in=7), *some(FORCED, one_in=2)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,25 +145,24 @@ def test_against_float64(work: Work) -> None:
     check(work)
 
 
-@pytest.mark.parametrize("mode", ["tf32", "ieee", "float16"])
-def test_infinity_stays_where_it_is(mode: str) -> None:
+@pytest.mark.parametrize("work", [FORCED[0], FORCED[2], FORCED[8]], ids=str)
+def test_infinity_stays_where_it_is(work: Work) -> None:
     """In the middle, where all taps see it; and in both tensors, so that they meet."""
-    work = _work(CASES[0], mode, channels_last=mode == "ieee", aligned=False, bias=mode == "ieee")
     tensors = Tensors.random(work)
+    row, column = (size // 2 for size in work.case.input[2:])
     for channel, number in enumerate(ODD_NUMBERS[:3]):
-        tensors.input[0, channel, 2, 6] = number
-    tensors.grad_output[0, 7, 2, 6] = -torch.inf
+        tensors.input[0, channel, row, column] = number
+    tensors.grad_output[0, 7, row, column] = -torch.inf
     assert_plain(work, tensors)
 
 
 def test_channels_keep_to_themselves() -> None:
     """What lies beside them in memory does not count, not even NaN."""
-    work = _work(CASES[0], "bfloat16", channels_last=True, aligned=False, bias=True)
+    work = FORCED[2]
     tensors = Tensors.random(work)
-    bias = torch.zeros(work.case.weight[0], dtype=work.dtype)
-    expected = run(work, tensors, bias)
+    expected = run(work, tensors)
     tensors.grad_output[:, 5] = torch.nan
-    actual = run(work, tensors, bias)
+    actual = run(work, tensors)
     assert actual[5].isnan().all()
     others = [i for i in range(work.case.weight[0]) if i != 5]
     assert torch.equal(actual[others], expected[others])
@@ -171,7 +170,7 @@ def test_channels_keep_to_themselves() -> None:
 
 def test_rounds() -> None:
     """Weights whose sums the workspace cannot hold at once."""
-    work = FORCED[5]
+    work = FORCED[6]
     once = work.plan
     with mock.patch.object(MODULE, "WORKSPACE_BYTES", once.scratch_bytes // 4):
         assert len(work.plan.launches) > len(once.launches)
@@ -217,18 +216,6 @@ def test_splits_of_older_gpus(tmp_path: Path) -> None:
     error = (high + low - numbers.double())[finite].abs()
     assert (error <= 2.0**-22 * numbers[finite].double().abs()).all()
     assert torch.equal(low[~finite], numbers[~finite].double())
-
-
-def test_no_order_of_sums_is_left_to_chance() -> None:
-    """As many workers as there are, each with slots of its own."""
-    work = _work(CASES[7], "tf32", bias=True)
-    plan = work.plan
-    workers = plan.launches[0].arguments[5]
-    assert isinstance(workers, int)
-    assert workers > 1
-    tensors = Tensors.random(work)
-    first, second = (run(work, tensors, torch.zeros(17)) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ static_assert(!C::rolling || kOldLines > 0, "");
 constexpr int kColumnUnit =
     C::box_columns == 1 ? C::stride_width : gcd(C::stride_width, C::dilation_width);
 constexpr int kStride = C::stride_width / kColumnUnit;
-constexpr int kTapStep = C::dilation_width / kColumnUnit;
+constexpr int kTapStep = C::box_columns == 1 ? 0 : C::dilation_width / kColumnUnit;
 // Where copies have more than one column, lines begin at one of their multiples: up to `shift`
 // columns early.
 constexpr int kLineColumns =
