@@ -108,7 +108,7 @@ FORCED = (
     _work(ROLLED, "float16", True, planner=_with(rolling=True, step_rows=2)),
     _work(DILATED, "ieee", True, planner=_with(rolling=True)),
     _work(DILATED, "bfloat16", planner=_with(rolling=True, strip_columns=8)),
-    _work(DEEP, "tf32", planner=_with(box_octets=2, box_rows=2)),
+    _work(DEEP, "tf32", planner=_with(box_channels=16, box_rows=2)),
     _work(DEEP, "float16", bias=True, planner=_with(box_columns=2, warps_out=2)),
     _work(CASES[5], "bfloat16", True, planner=_with(warps_pixels=2)),
     _work(CASES[5], "ieee", bias=True, planner=_with(warps_pixels=4)),

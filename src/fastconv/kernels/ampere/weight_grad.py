@@ -39,7 +39,7 @@ from fastconv.problem import Problem
 SOURCE = "ampere/weight_grad.cuh"
 WARPS = 8
 THREADS = 32 * WARPS
-OCTET = 8  # input channels
+OCTET = 8  # columns of a product; of 16-bit types, these are input channels
 
 MOST_SUMS = {1: 128, 2: 64}  # of a thread, by parts: with their totals, they have to fit registers
 MOST_UNITS = 16
@@ -105,7 +105,7 @@ def architecture(gpu: Gpu) -> int:
 def portable_cycles(problem: Problem, gpu: Gpu) -> float:
     """What the portable kernels take, about."""
     products = PORTABLE_PRODUCTS.get(architecture(gpu), OTHER_PORTABLE_PRODUCTS)
-    return problem.flops / 2 / (products * gpu.processors)
+    return limits.portable_loss(problem) * problem.flops / 2 / (products * gpu.processors)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
@@ -151,7 +151,7 @@ class Tile:
     warps_units: int
     warps_pixels: int
     # The block's weights.
-    box_octets: int
+    box_channels: int
     box_rows: int
     box_columns: int
     # Its pixels.
@@ -192,7 +192,7 @@ class Tile:
 
     @property
     def box_units(self) -> int:
-        return self.box_octets * self.box_rows * self.box_columns
+        return ceil_div(self.box_channels * self.box_rows * self.box_columns, OCTET)
 
     @property
     def units(self) -> int:
@@ -206,7 +206,7 @@ class Tile:
         return (
             self.problem.groups
             * ceil_div(self.group_out, self.block_outputs)
-            * ceil_div(self.group_in, self.box_octets * OCTET)
+            * ceil_div(self.group_in, self.box_channels)
             * ceil_div(height, self.box_rows)
             * ceil_div(width, self.box_columns)
         )
@@ -335,7 +335,7 @@ class Tile:
             # Copies of a pixel's channels go to different banks.
             return 16 * (self.line_columns | self.operands.input_channels_last)
         if self.operands.input_channels_last:
-            least, (along, across) = self.box_octets * OCTET, (1, stride)
+            least, (along, across) = self.box_channels, (1, stride)
             return 4 * min(_pitches(least), key=lambda n: conflicts(along, across * n))
         return 4 * min(_pitches(self.line_columns), key=lambda n: conflicts(n, stride))
 
@@ -343,7 +343,7 @@ class Tile:
     def line_bytes(self) -> int:
         if not self.halves and self.operands.input_channels_last:
             return self.line_columns * self.in_pitch
-        return self.box_octets * self.in_pitch * (1 if self.halves else OCTET)
+        return self.box_channels // (OCTET if self.halves else 1) * self.in_pitch
 
     @cached_property
     def grad_pitch(self) -> int:
@@ -364,7 +364,8 @@ class Tile:
     @cached_property
     def shared_bytes(self) -> int:
         lines = round_up((self.window + self.new_lines) * self.line_bytes, 16)
-        return lines + 2 * self.stage_bytes + 4 * self.units * self.warps_units
+        entries = self.units * self.warps_units * (1 if self.halves else OCTET)
+        return lines + 2 * self.stage_bytes + 4 * entries
 
     # --- Who loads what --------------------------------------------------------------------------
 
@@ -379,7 +380,7 @@ class Tile:
     @cached_property
     def in_sheet(self) -> tuple[int, int]:
         """The same of a line."""
-        channels = self.box_octets * OCTET
+        channels = self.box_channels
         if self.operands.input_channels_last:
             unit = OCTET if self.in_in_registers else self.in_vector
             return channels // unit, self.line_columns
@@ -466,7 +467,7 @@ class Tile:
     def step_bytes(self) -> int:
         """That a step loads."""
         pixels = self.strip_columns * self.step_rows * min(self.block_outputs, self.group_out)
-        channels = min(self.box_octets * OCTET, self.group_in)
+        channels = min(self.box_channels, self.group_in)
         columns = self.new_lines * self.line_columns * channels
         return self.operands.scalar_bytes * (pixels + columns)
 
@@ -501,7 +502,7 @@ class Tile:
         pixels = self.problem.batch * height * width
         along = pixels / self.product_pixels
         outputs = min(self.block_outputs, self.group_out)
-        channels = min(self.box_octets * OCTET, self.group_in)
+        channels = min(self.box_channels, self.group_in)
         bytes_ = pixels * (outputs + channels) * self.operands.scalar_bytes
         together = limits.together(
             self.multiply_cycles(gpu, along),
@@ -516,7 +517,8 @@ class Tile:
         """Whether a box has about as many units as a block can, or all there are."""
         most = most_units(self.operands, self.row_tiles) * self.warps_units
         height, width = self.problem.kernel_size
-        all_units = ceil_div(self.group_in, OCTET) * height * width
+        all_channels = round_up(self.group_in, OCTET) if self.halves else self.group_in
+        all_units = ceil_div(all_channels * height * width, OCTET)
         return 2 * self.box_units >= min(most, 2 * all_units)
 
     def fits(self, gpu: Gpu) -> bool:
@@ -597,7 +599,12 @@ def _best(boxes: list[Tile], gpu: Gpu, most_cycles: float) -> Tile | None:
 
 def _boxes(problem: Problem, operands: Operands) -> Iterator[Tile]:
     """All ways to cut the weights into boxes that blocks have the sums of."""
-    octets = ceil_div(problem.in_channels // problem.groups, OCTET)
+    group_in = problem.in_channels // problem.groups
+    octets = shares(ceil_div(group_in, OCTET))
+    # Columns of float32 may be of any channels and taps: none is idle for want of channels.
+    channels = [
+        min(OCTET * n, group_in if operands.scalar_bytes == 4 else OCTET * n) for n in octets
+    ]
     group_out = problem.out_channels // problem.groups
     taps = [*product(*map(shares, problem.kernel_size))]
     for row_tiles, warps_out, warps_pixels in product((1, 2, 4), (1, 2), (1, 2, 4, 8)):
@@ -606,9 +613,9 @@ def _boxes(problem: Problem, operands: Operands) -> Iterator[Tile]:
         if warps_units == 0 or (outputs > 16 and outputs >= 2 * group_out):
             continue
         most = most_units(operands, row_tiles) * warps_units
-        for (rows, columns), box_octets in product(taps, shares(octets)):
-            units = rows * columns * box_octets
-            whole = units == octets * problem.kernel_size[0] * problem.kernel_size[1]
+        for (rows, columns), box_channels in product(taps, channels):
+            units = ceil_div(rows * columns * box_channels, OCTET)
+            whole = (rows, columns) == problem.kernel_size and box_channels == channels[-1]
             # Where there are too few weights for all warps, these have different pixels, or nothing
             # to do where there are too few pixels, too.
             if units <= most and (
@@ -616,7 +623,7 @@ def _boxes(problem: Problem, operands: Operands) -> Iterator[Tile]:
             ):
                 yield Tile(
                     problem, operands, row_tiles, warps_out, warps_units, warps_pixels,
-                    box_octets, rows, columns,
+                    box_channels, rows, columns,
                 )  # fmt: skip
 
 
@@ -689,7 +696,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "warps_out": tile.warps_out,
         "warps_units": tile.warps_units,
         "warps_pixels": tile.warps_pixels,
-        "box_octets": tile.box_octets,
+        "box_channels": tile.box_channels,
         "box_rows": tile.box_rows,
         "box_columns": tile.box_columns,
         "strip_columns": tile.strip_columns,
@@ -714,8 +721,9 @@ def _constants(tile: Tile) -> dict[str, Constant]:
 
 
 def _why(tile: Tile) -> str:
+    channels = min(tile.box_channels, tile.group_in)
     return (
-        f"tensor cores: boxes of {tile.block_outputs} output channels, "
-        f"{tile.box_octets * OCTET} input channels and {tile.box_rows}x{tile.box_columns} taps, "
+        f"tensor cores: boxes of {tile.block_outputs} output channels, {channels} input channels "
+        f"and {tile.box_rows}x{tile.box_columns} taps, "
         f"{tile.step_rows} rows of {tile.strip_columns} pixels at a time"
     )

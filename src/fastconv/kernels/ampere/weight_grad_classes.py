@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.classes import Anatomy
 from fastconv.kernels.family import GEOMETRY, Constant
 
@@ -17,7 +16,7 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
     row_pairs = halves and c["strip_columns"] % 16 == 8
     one_column = c["box_columns"] == 1
     unit = c["stride_width"] if one_column else gcd(c["stride_width"], c["dilation_width"])
-    box_units = c["box_octets"] * c["box_rows"] * c["box_columns"]
+    box_size = c["box_channels"] * c["box_rows"] * c["box_columns"]
     return {
         "16 bits": halves,
         "grouped": c["groups"] > 1,
@@ -30,20 +29,20 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "row pairs": row_pairs,
         "several tiles": c["row_tiles"] > 1,
         "odd units": c["units"] % 2 == 1,
-        "idle units": box_units < c["units"] * c["warps_units"],
+        "mixed units": c["box_channels"] % 8 > 0,
+        "idle units": box_size < 8 * c["units"] * c["warps_units"],
         "pixels shared": c["warps_pixels"] > 1,
-        "several boxes": box_units
-        < ceil_div(c["group_in"], 8) * c["kernel_height"] * c["kernel_width"],
+        "several boxes": box_size < c["group_in"] * c["kernel_height"] * c["kernel_width"],
     }
 
 
 WEIGHT_GRAD = Anatomy(
     sizes=GEOMETRY
     | {
-        "row_tiles", "units", "warps_out", "warps_units", "warps_pixels", "box_octets", "box_rows",
-        "box_columns", "strip_columns", "step_rows", "steps", "slice_products", "in_lanes",
-        "in_pitch", "in_batch", "shift", "grad_lanes", "grad_pitch", "grad_batch", "flush_steps",
-        "shared_bytes",
+        "row_tiles", "units", "warps_out", "warps_units", "warps_pixels", "box_channels",
+        "box_rows", "box_columns", "strip_columns", "step_rows", "steps", "slice_products",
+        "in_lanes", "in_pitch", "in_batch", "shift", "grad_lanes", "grad_pitch", "grad_batch",
+        "flush_steps", "shared_bytes",
     },
     chosen=_weight_grad,
     parts={
@@ -52,7 +51,7 @@ WEIGHT_GRAD = Anatomy(
         "gradient": ("16 bits", "grad_channels_last", "grad_vector", "gradient through registers",
                      "row step"),
         "multiply": ("Scalar", "parts", "bias", "grad_channels_last", "in_channels_last", "rolling",
-                     "row pairs", "several tiles", "odd units", "pixels shared"),
+                     "row pairs", "several tiles", "odd units", "mixed units", "pixels shared"),
         "reduce": ("Scalar", "bias", "grouped", "several tiles", "idle units", "pixels shared",
                    "several boxes"),
     },

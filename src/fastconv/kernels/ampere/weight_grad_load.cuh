@@ -165,7 +165,7 @@ constexpr long long kFarColumn = max_of<long long>(
                                     elements_of(kColumnBlocks, C::box_columns, C::dilation_width) +
                                     elements_of(kLineColumns + 1, kColumnUnit));
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
-                         elements_of(kBoxChannels + kOctet, kInChannel)>;
+                         elements_of(C::box_channels + kOctet, kInChannel)>;
 
 // Of contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed. Of
 // others it is neighbours in memory: columns, or channels if they are neighbours.
@@ -174,8 +174,8 @@ constexpr int kTaskChannels = kInInRegisters ? kOctet : C::in_channels_last ? C:
 constexpr int kTaskColumns = C::in_channels_last ? 1 : C::in_vector;
 // Of a line.
 using InSheet =
-    Sheet<C::in_channels_last ? kBoxChannels / kTaskChannels : kLineColumns / kTaskColumns,
-          C::in_channels_last ? kLineColumns : kBoxChannels / kTaskChannels, C::in_lanes>;
+    Sheet<C::in_channels_last ? C::box_channels / kTaskChannels : kLineColumns / kTaskColumns,
+          C::in_channels_last ? kLineColumns : C::box_channels / kTaskChannels, C::in_lanes>;
 constexpr int kInTasks = kNewLines * InSheet::kTasks;
 
 // kCount neighbouring elements of 16 bits.
@@ -260,9 +260,7 @@ struct InLoader {
     place.source =
         image + (static_cast<InOffset>(channel) * kInChannel + static_cast<InOffset>(y) * kInRow +
                  static_cast<InOffset>(x) * kInColumn);
-    place.target = (kHalves ? channel / kOctet * kOctetBytes + channel % kOctet * kScalarBytes
-                            : channel * kChannelBytes) +
-                   at * kColumnBytes;
+    place.target = channel_bytes(channel) + at * kColumnBytes;
     const bool exists = is_below(y, C::in_height) && is_below(x, C::in_width);
     place.channels = exists ? channels_left - channel : 0;
     return place;

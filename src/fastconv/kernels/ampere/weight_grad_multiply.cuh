@@ -83,7 +83,7 @@ __device__ __forceinline__ int first_right(int lane) {
   if constexpr (kHalves) {
     return lane % 8 * kInPixel + (kRowPairs ? 0 : lane / 8 % 2 * (8 * kInPixel));
   } else {
-    return lane % 4 * kInPixel + lane / 4 * kChannelBytes;
+    return lane % 4 * kInPixel;
   }
 }
 
@@ -189,9 +189,13 @@ struct Multiplier {
                                              int in_line) const {
 #pragma unroll
     for (int i = 0; i < kUnitLoads; ++i) {
-      int unit = i * kUnitsAtOnce;
-      if (kHalves && unit + 1 < C::units) unit += static_cast<int>(threadIdx.x) / 16 % 2;
-      const int found = first * kLineBytes + unit_table()[warp.units * C::units + unit];
+      int entry = warp.units * C::units + i * kUnitsAtOnce;
+      if constexpr (!kHalves) {
+        entry = entry * kOctet + static_cast<int>(threadIdx.x) % 32 / 4;
+      } else if (i * kUnitsAtOnce + 1 < C::units) {
+        entry += static_cast<int>(threadIdx.x) / 16 % 2;
+      }
+      const int found = first * kLineBytes + unit_table()[entry];
       units[i] = (C::rolling ? ring_byte(found) : found) + in_line;
     }
   }

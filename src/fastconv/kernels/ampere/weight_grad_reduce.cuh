@@ -16,14 +16,15 @@ struct Weight {
   __device__ Weight(const Tile& tile, int slot, int thread, int element) {
     const Warp warp(thread / 32);
     const int lane = thread % 32;
-    const int index = warp.units * C::units + slot / C::row_tiles;
-    const Unit unit(index);
+    const int index =
+        (warp.units * C::units + slot / C::row_tiles) * kOctet + lane % 4 * 2 + element % 2;
+    const Column of_box(index);
     output = tile.output + warp.out * kWarpOutputs + slot % C::row_tiles * 16 + lane / 4 +
              element / 2 * 8;
-    input = tile.channel + unit.octet * kOctet + lane % 4 * 2 + element % 2;
-    row = tile.kernel_row + unit.row;
-    column = tile.kernel_column + unit.column;
-    exists = index < kBoxUnits && output < C::group_out && input < C::group_in &&
+    input = tile.channel + of_box.channel;
+    row = tile.kernel_row + of_box.row;
+    column = tile.kernel_column + of_box.column;
+    exists = index < kBoxSize && output < C::group_out && input < C::group_in &&
              row < C::kernel_height && column < C::kernel_width;
   }
 };

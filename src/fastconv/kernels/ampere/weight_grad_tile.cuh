@@ -14,10 +14,10 @@ constexpr bool kHalves = kScalarBytes == 2;  // elements of 16 bits
 
 // --- The products: what a block computes ---------------------------------------------------------
 
-// A unit is 8 input channels of one tap: the columns of a product. A warp has the sums of `units`
-// units and 16 * row_tiles output channels. The block's warps have different output channels, then
-// different units, then different pixels.
-constexpr int kOctet = 8;  // input channels
+// A unit is the 8 columns of a product: 8 input channels of one tap, or, of float32, channels of
+// several taps. A warp has the sums of `units` units and 16 * row_tiles output channels. The
+// block's warps have different output channels, then different units, then different pixels.
+constexpr int kOctet = 8;  // columns, and input channels
 constexpr int kWarps = C::warps_out * C::warps_units * C::warps_pixels;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpOutputs = 16 * C::row_tiles;
@@ -26,12 +26,11 @@ constexpr int kBlockUnits = C::units * C::warps_units;
 static_assert(kThreads % kBlockOutputs == 0, "as many threads for each channel's bias");
 
 // A block's weights are a box of input channels and taps.
-constexpr int kBoxTaps = C::box_rows * C::box_columns;
-constexpr int kBoxUnits = C::box_octets * kBoxTaps;
-static_assert(kBoxUnits <= kBlockUnits, "a block has the sums of its box");
-constexpr int kBoxChannels = C::box_octets * kOctet;
+constexpr int kBoxSize = C::box_channels * C::box_rows * C::box_columns;
+static_assert(kBoxSize <= kBlockUnits * kOctet, "a block has the sums of its box");
+static_assert(!kHalves || C::box_channels % kOctet == 0, "what is loaded at once");
 
-constexpr int kOctetBlocks = ceil_div(C::group_in, kBoxChannels);
+constexpr int kChannelBlocks = ceil_div(C::group_in, C::box_channels);
 constexpr int kRowBlocks = ceil_div(C::kernel_height, C::box_rows);
 constexpr int kColumnBlocks = ceil_div(C::kernel_width, C::box_columns);
 constexpr int kOutputBlocks = ceil_div(C::group_out, kBlockOutputs);
@@ -44,8 +43,8 @@ struct Tile {
   int group;
 
   __device__ explicit Tile(int index) {
-    channel = index % kOctetBlocks * kBoxChannels;
-    index /= kOctetBlocks;
+    channel = index % kChannelBlocks * C::box_channels;
+    index /= kChannelBlocks;
     kernel_column = index % kColumnBlocks * C::box_columns;
     index /= kColumnBlocks;
     kernel_row = index % kRowBlocks * C::box_rows;
@@ -58,16 +57,16 @@ struct Tile {
   __device__ bool has_bias() const { return channel == 0 && kernel_row == 0 && kernel_column == 0; }
 };
 
-// A unit's place in the box.
-struct Unit {
-  int octet;
+// A product's column: its place in the box.
+struct Column {
+  int channel;
   int row;
   int column;
 
-  __device__ explicit Unit(int index)
-      : octet(index / kBoxTaps),
-        row(index % kBoxTaps / C::box_columns),
-        column(index % C::box_columns) {}
+  __device__ explicit Column(int index)
+      : channel(index % C::box_channels),
+        row(index / C::box_channels / C::box_columns),
+        column(index / C::box_channels % C::box_columns) {}
 };
 
 // A warp's place in the block.
@@ -176,8 +175,13 @@ constexpr int kLineColumns =
 constexpr bool kPixelLines = !kHalves && C::in_channels_last;
 constexpr int kColumnBytes = kHalves ? 16 : kPixelLines ? C::in_pitch : 4;
 constexpr int kChannelBytes = kPixelLines ? 4 : C::in_pitch;  // of float32
-constexpr int kOctetBytes = kHalves ? C::in_pitch : kOctet * kChannelBytes;
-constexpr int kLineBytes = kPixelLines ? kLineColumns * C::in_pitch : C::box_octets * kOctetBytes;
+constexpr int kLineBytes =
+    (kPixelLines ? kLineColumns : C::box_channels / (kHalves ? kOctet : 1)) * C::in_pitch;
+// From a line's beginning to a channel.
+__device__ __forceinline__ int channel_bytes(int channel) {
+  return kHalves ? channel / kOctet * C::in_pitch + channel % kOctet * kScalarBytes
+                 : channel * kChannelBytes;
+}
 
 // The output's gradient, as it lies in memory: [channel][pixel], or [pixel][channel] if it is
 // channels-last. Two stages.
@@ -187,17 +191,21 @@ constexpr int kInput = 0;
 constexpr int kRingBytes = kLines * kLineBytes;
 constexpr int kGrad = kInput + round_up(kRingBytes, 16);
 constexpr int kUnits = kGrad + 2 * kStageBytes;
-static_assert(kUnits + 4 * kBlockUnits <= C::shared_bytes, "");
+constexpr int kEntryColumns = kHalves ? kOctet : 1;
+constexpr int kEntries = kBlockUnits * kOctet / kEntryColumns;
+static_assert(kUnits + 4 * kEntries <= C::shared_bytes, "");
 
-// Where each unit's columns begin, counted from the first line of an output row.
+// Where each column begins, or each unit of 16-bit types, counted from the first line of an output
+// row.
 __device__ __forceinline__ int* unit_table() {
   return reinterpret_cast<int*>(shared_memory() + kUnits);
 }
 __device__ __forceinline__ void fill_unit_table() {
-  for (int i = static_cast<int>(threadIdx.x); i < kBlockUnits; i += kThreads) {
-    const Unit unit(i < kBoxUnits ? i : 0);  // what is left over computes something, for nobody
-    unit_table()[i] =
-        unit.row * kLineBytes + unit.octet * kOctetBytes + unit.column * (kTapStep * kColumnBytes);
+  for (int i = static_cast<int>(threadIdx.x); i < kEntries; i += kThreads) {
+    const int index = i * kEntryColumns;
+    const Column column(index < kBoxSize ? index : 0);  // others compute something, for nobody
+    unit_table()[i] = column.row * kLineBytes + channel_bytes(column.channel) +
+                      column.column * (kTapStep * kColumnBytes);
   }
 }
 
