@@ -86,6 +86,7 @@ CASES = (
 ROLLED = Case("rolled", (1, 9, 13, 24), (16, 9, 5, 3), padding=(2, 2, 1, 1))
 DILATED = Case("rolled dilated", (2, 8, 14, 18), (16, 8, 3, 3), padding=(2, 2, 1, 1),
                dilation=(2, 1))  # fmt: skip
+ODD_OUTPUTS = Case("odd outputs", (1, 8, 4, 12), (9, 8, 1, 3), padding=(0, 0, 1, 1))
 DEEP = Case("deep", (1, 40, 3, 8), (20, 40, 3, 3), padding=(1, 1, 1, 1))
 
 
@@ -113,6 +114,7 @@ FORCED = (
     _work(CASES[5], "bfloat16", True, planner=_with(warps_pixels=2)),
     _work(CASES[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
     _work(CASES[13], "float16", True, planner=_with(row_tiles=4)),
+    replace(_work(ODD_OUTPUTS, "bfloat16"), other_format=True),  # both tensors through registers
 )
 
 

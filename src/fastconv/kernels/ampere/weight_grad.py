@@ -45,7 +45,8 @@ MOST_SUMS = {1: 128, 2: 64}  # of a thread, by parts: with their totals, they ha
 MOST_UNITS = 16
 MOST_STRIP_COLUMNS = 128
 STEP_PIXELS = (32, 64, 128, 256, 512)
-MOST_SLICE_PRODUCTS = 4
+GOOD_SLICE_PRODUCTS = 4
+MOST_SLICE_PRODUCTS = 8
 MOST_TRANSPOSED = 4  # columns that a thread loads at once
 # Registers of a thread for what it has loaded and not yet written.
 BATCH_REGISTERS = 16
@@ -409,7 +410,8 @@ class Tile:
         """Tasks that are in registers at once, of the output's gradient and of the input."""
         both = self.grad_in_registers and self.in_in_registers
         registers = BATCH_REGISTERS // (2 if both else 1)
-        return registers // OCTET, registers // (OCTET * max(self.in_vector // 2, 1))
+        of_input = OCTET * max(self.in_vector // 2, 1)
+        return max(registers // OCTET, 1), max(registers // of_input, 1)
 
     # --- Estimates -------------------------------------------------------------------------------
 
@@ -679,9 +681,9 @@ def _slice_products(step: Tile) -> int:
     of_row = step.strip_columns // step.product_columns
     rows = step.step_rows // (2 if step.row_pairs else 1)
     fits = [n for n in divisors(of_row) if rows * of_row // n % step.warps_pixels == 0]
-    few = [n for n in fits if n <= MOST_SLICE_PRODUCTS]
-    more = [n for n in fits if n <= 2 * MOST_SLICE_PRODUCTS]
-    return 0 if not fits else few[-1] if few[-1:] > [2] else min(more[-1:], default=0)
+    few = max((n for n in fits if n <= GOOD_SLICE_PRODUCTS), default=0)
+    # Where a row has five of them or seven, these are better than one at a time.
+    return few if few > 2 else max((n for n in fits if n <= MOST_SLICE_PRODUCTS), default=0)
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:

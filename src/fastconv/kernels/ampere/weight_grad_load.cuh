@@ -335,6 +335,7 @@ constexpr int kSliceGradTasks = kGradInRegisters ? ceil_div(kGradTasks, kWarpSli
 constexpr int kSliceInTasks = kInInRegisters ? ceil_div(kInTasks, kWarpSlices) : 0;
 constexpr int kGradBatch = kSliceGradTasks < C::grad_batch ? kSliceGradTasks : C::grad_batch;
 constexpr int kInBatch = kSliceInTasks < C::in_batch ? kSliceInTasks : C::in_batch;
+static_assert(C::grad_batch > 0 && C::in_batch > 0, "");
 
 // Where a step's numbers are in shared memory.
 struct StepPlace {
