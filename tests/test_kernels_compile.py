@@ -305,7 +305,7 @@ AMPERE = [arch for arch, gpu in GPUS.items() if gpus.number(gpu) >= 80]
 AMPERE_WORKS = [
     Work(workload.name, workload.problem, plan, *mode)
     for workload in (workload for suite in SUITES.values() for workload in suite)
-    for plan, mode in product((ampere.forward, ampere.input_grad), MODES)
+    for plan, mode in product((ampere.forward, ampere.input_grad, ampere.weight_grad), MODES)
 ]
 FEW = 4
 

@@ -28,7 +28,7 @@ from emulator.works import (
     run,
     some,
 )
-from fastconv.kernels.ampere import correlate
+from fastconv.kernels.ampere import block, correlate
 from fastconv.kernels.ampere.layers import Layer
 from fastconv.kernels.ampere.tiles import Tile
 from fastconv.kernels.family import Gpu, Operands, Plan
@@ -70,7 +70,7 @@ def planner_of(direction: str, choice: Choice | None = None, halves: bool = Fals
 
         with (
             mock.patch.object(correlate, "_tiles", tiles),
-            mock.patch.object(correlate, "PORTABLE_SHARE", 0.0),
+            mock.patch.object(block, "PORTABLE_SHARE", 0.0),
         ):
             return correlate._plan(ways, gpu)
 

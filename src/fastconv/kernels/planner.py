@@ -30,7 +30,11 @@ Planner = Callable[[Problem, Operands, Gpu], Plan]
 
 FORWARD: tuple[Planner, ...] = (hopper.forward, ampere.forward, direct.forward)
 INPUT_GRAD: tuple[Planner, ...] = (hopper.input_grad, ampere.input_grad, direct.input_grad)
-WEIGHT_GRAD: tuple[Planner, ...] = (hopper.weight_grad, direct.weight_grad)
+WEIGHT_GRAD: tuple[Planner, ...] = (
+    hopper.weight_grad,
+    ampere.weight_grad,
+    direct.weight_grad,
+)
 
 ON_TRIAL = frozenset({"ampere"})
 """Families that plan only where they are asked for: no GPU has run their kernels yet."""

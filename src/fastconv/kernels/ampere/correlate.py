@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import chain
 
 from fastconv.kernels import gpus
+from fastconv.kernels.ampere import block
 from fastconv.kernels.ampere.layers import Layer
 from fastconv.kernels.ampere.tiles import Tile, tiles_of
 from fastconv.kernels.arithmetic import ceil_div
@@ -16,10 +17,7 @@ from fastconv.kernels.tensor.launches import Correlation, launches, layer_consta
 from fastconv.kernels.tensor.layers import forward_ways, input_grad_ways, views
 from fastconv.problem import Problem
 
-FIRST_ARCHITECTURE = 80  # sm_80: mma.sync of TF32, ldmatrix and cp.async
 EXPLAINED = 5  # tiles
-# Of the plain cores' rate, what the portable kernels reach: tensor cores have to be worth it.
-PORTABLE_SHARE = 0.5
 # Of a pass: for each layer's launches, and for those that find out whether float16 will do.
 LAYER_COST = 0.05
 HALVES_COST = 0.05
@@ -57,20 +55,14 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return _plan(input_grad_ways(Layer.of(problem, operands), problem, pairs=False), gpu)
 
 
-def check(gpu: Gpu) -> None:
-    """Raises Declined for GPUs that have not what these kernels are made of."""
-    if gpus.number(gpu) < FIRST_ARCHITECTURE:
-        raise Declined(f"tensor-core kernels for {gpu.architecture}")
-
-
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer, operands = layers[0], layers[0].operands
-    check(gpu)
+    block.check(gpu)
     channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
     rates = gpus.rates(gpu)
     counted = _tensor_share(layers) / layer.products
-    if rates.products[layer.multiplied] * counted < PORTABLE_SHARE * rates.float32:
+    if rates.products[layer.multiplied] * counted < block.PORTABLE_SHARE * rates.float32:
         raise Declined(
             f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
         )

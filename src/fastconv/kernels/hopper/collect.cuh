@@ -433,10 +433,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
       const int tap = column / C::group_in;
       const int out = channel + j / 2 * 8;
       if (tap >= C::kernel_width || out >= C::group_out) continue;
-      grad[static_cast<long long>(out) * C::weight_stride_out +
-           static_cast<long long>(column % C::group_in) * C::weight_stride_in +
-           static_cast<long long>(row) * C::weight_stride_height +
-           static_cast<long long>(tap) * C::weight_stride_width] = narrow<Scalar>(values[j]);
+      grad[weight_offset(out, column % C::group_in, row, tap)] = narrow<Scalar>(values[j]);
     }
   }
 }

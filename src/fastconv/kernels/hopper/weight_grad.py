@@ -68,11 +68,7 @@ LATENCY_CYCLES = 1500.0  # of memory
 STEP_CYCLES = 300.0
 BLOCK_CYCLES = 6000.0  # to start and to end
 FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
-# Input channels and taps, below both of which they reach far less.
-LEAST_PORTABLE_CHANNELS = 8
-LEAST_PORTABLE_TAPS = 64
 FEW = "so few channels or pixels that most of the products would not count"
-FEW_CHANNELS_LOSS = (1.6, 5.0)  # below the first, below both
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -113,11 +109,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _portable_cycles(problem: Problem, gpu: Gpu) -> float:
     """What the portable kernels take, about."""
-    taps = problem.kernel_size[0] * problem.kernel_size[1]
-    loss = 1.0
-    if problem.in_channels // problem.groups < LEAST_PORTABLE_CHANNELS:
-        loss = FEW_CHANNELS_LOSS[taps < LEAST_PORTABLE_TAPS]
-    return loss * problem.flops / 2 / (FFMA_PRODUCTS * gpu.processors)
+    return limits.portable_loss(problem) * problem.flops / 2 / (FFMA_PRODUCTS * gpu.processors)
 
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:

@@ -44,12 +44,8 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, i / (kSlots * 128) % kConsumers, i / 128 % kSlots, i % 128, j);
       if (!weight.exists()) continue;
-      grad[static_cast<long long>(tile.group * C::group_out + weight.output) *
-               C::weight_stride_out +
-           static_cast<long long>(weight.input) * C::weight_stride_in +
-           static_cast<long long>(weight.row) * C::weight_stride_height +
-           static_cast<long long>(weight.column) * C::weight_stride_width] =
-          narrow<Scalar>(values[j]);
+      grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
+                         weight.column)] = narrow<Scalar>(values[j]);
     }
   }
 }

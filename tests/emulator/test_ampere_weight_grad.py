@@ -1,0 +1,247 @@
+"""The weight gradient of all tensor cores since Ampere, on the CPU: small odd geometries."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator import run as run_launches
+from emulator.works import (
+    LARGE,
+    ODD_NUMBERS,
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_plain,
+    check,
+    float64,
+    run,
+    some,
+)
+from fastconv.kernels.ampere.classes import ANATOMIES
+from fastconv.kernels.ampere.weight_grad import weight_grad as planned
+from fastconv.kernels.family import GEOMETRY, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.gpus import GPUS
+from fastconv.problem import Problem
+
+# Few processors, so that blocks have several walks each.
+GPU = replace(GPUS["sm_80"], processors=3)
+MODULE = importlib.import_module(planned.__module__)
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """With this kernel, even where it is not the fastest."""
+    plan: Plan = MODULE.plan(MODULE.choose_tile(problem, operands, gpu), gpu)
+    return plan
+
+
+def _with(**wanted: object) -> Planner:
+    """The same with a tile that has these attributes, even where others are faster."""
+
+    def has_all(tile: Any) -> bool:
+        return all(getattr(tile, name) == value for name, value in wanted.items())
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        boxes = MODULE._boxes(problem, operands)
+        tiles = (tile for box in boxes for tile in MODULE._with_steps(box))
+        fitting = (tile for tile in tiles if has_all(tile) and tile.fits(gpu))
+        plan: Plan = MODULE.plan(min(fitting, key=lambda tile: tile.cycles(gpu)), gpu)
+        return plan
+
+    return weight_grad
+
+
+MODES = {
+    "tf32": (torch.float32, "tf32"),
+    "ieee": (torch.float32, "ieee"),
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+}
+
+CASES = (
+    Case("asymmetric", (2, 12, 5, 12), (20, 12, 3, 5), padding=(1, 1, 2, 2)),
+    Case("dilated", (1, 9, 11, 16), (16, 9, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+    Case("strided", (2, 8, 7, 17), (9, 8, 3, 3), stride=(2, 3), padding=(1, 1, 1, 1)),
+    Case("stride beyond the kernel", (1, 9, 15, 19), (8, 9, 2, 3), (5, 2), (3, 4, 0, 9), (1, 4)),
+    Case("stride and dilation share a factor", (1, 8, 13, 24), (9, 8, 3, 3), (4, 2), (3, 0, 1, 2),
+         (2, 4)),
+    Case("pointwise", (1, 20, 4, 12), (40, 20, 1, 1)),
+    Case("pointwise strided", (1, 16, 7, 16), (16, 16, 1, 1), stride=(2, 2)),
+    Case("small images", (5, 16, 7, 7), (17, 16, 3, 3), padding=(1, 1, 1, 1)),
+    Case("grouped", (1, 32, 5, 8), (24, 16, 3, 2), padding=(1, 0, 0, 1), groups=2),
+    Case("one row", (3, 8, 1, 40), (8, 8, 1, 9), padding=(0, 0, 4, 4)),
+    Case("one pixel", (3, 11, 2, 2), (5, 11, 2, 2)),
+    Case("few channels", (1, 3, 9, 9), (10, 3, 3, 3)),
+    Case("wide image", (1, 8, 3, 150), (8, 8, 3, 3), padding=(1, 1, 1, 1)),
+    Case("many outputs", (1, 8, 4, 8), (130, 8, 1, 2)),
+)  # fmt: skip
+ROLLED = Case("rolled", (1, 9, 13, 24), (16, 9, 5, 3), padding=(2, 2, 1, 1))
+DILATED = Case("rolled dilated", (2, 8, 14, 18), (16, 8, 3, 3), padding=(2, 2, 1, 1),
+               dilation=(2, 1))  # fmt: skip
+ODD_OUTPUTS = Case("odd outputs", (1, 8, 4, 12), (9, 8, 1, 3), padding=(0, 0, 1, 1))
+DEEP = Case("deep", (1, 40, 3, 8), (20, 40, 3, 3), padding=(1, 1, 1, 1))
+
+
+def _work(
+    case: Case,
+    mode: str,
+    channels_last: bool = False,
+    aligned: bool = True,
+    bias: bool = False,
+    planner: Planner = weight_grad,
+) -> Work:
+    dtype, precision = MODES[mode]
+    return Work(case, planner, dtype, channels_last, aligned, GPU, precision, bias_grad=bias)
+
+
+# What the planner would choose for larger problems only.
+FORCED = (
+    _work(ROLLED, "tf32", bias=True, planner=_with(rolling=True, step_rows=1)),
+    _work(ROLLED, "bfloat16", planner=_with(rolling=True, strip_columns=24)),
+    _work(ROLLED, "float16", True, planner=_with(rolling=True, step_rows=2)),
+    _work(DILATED, "ieee", True, planner=_with(rolling=True)),
+    _work(DILATED, "bfloat16", planner=_with(rolling=True, strip_columns=8)),
+    _work(DEEP, "tf32", planner=_with(box_channels=16, box_rows=2)),
+    _work(DEEP, "float16", bias=True, planner=_with(box_columns=2, warps_out=2)),
+    _work(CASES[5], "bfloat16", True, planner=_with(warps_pixels=2)),
+    _work(CASES[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
+    _work(CASES[13], "float16", True, planner=_with(row_tiles=4)),
+    replace(_work(ODD_OUTPUTS, "bfloat16"), other_format=True),  # both tensors through registers
+)
+
+
+def _works() -> list[Work]:
+    """Every case in both formats and in one more way, with the modes taking turns."""
+    modes = list(MODES)
+    works = []
+    for i, case in enumerate(CASES):
+        mode, other, third = (modes[(i + j) % 4] for j in range(3))
+        works.append(_work(case, mode, bias=i % 2 == 0))
+        works.append(_work(case, other, channels_last=True, bias=i % 2 == 1))
+        mixed = _work(case, third, channels_last=i % 4 < 2, aligned=i % 2 == 0, bias=True)
+        works.append(replace(mixed, other_format=True))
+    for i, mode in enumerate(modes):
+        works.append(_work(CASES[0], mode, channels_last=i % 2 == 0, aligned=False, bias=True))
+    return works
+
+
+WORKS = _works()
+RUN = [*some(WORKS, one_in=7), *some(FORCED, one_in=2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", RUN, ids=str)
+def test_against_float64(work: Work) -> None:
+    check(work)
+
+
+@pytest.mark.parametrize("work", [FORCED[0], FORCED[2], FORCED[8]], ids=str)
+def test_infinity_stays_where_it_is(work: Work) -> None:
+    """In the middle, where all taps see it; and in both tensors, so that they meet."""
+    tensors = Tensors.random(work)
+    row, column = (size // 2 for size in work.case.input[2:])
+    for channel, number in enumerate(ODD_NUMBERS[:3]):
+        tensors.input[0, channel, row, column] = number
+    tensors.grad_output[0, 7, row, column] = -torch.inf
+    assert_plain(work, tensors)
+
+
+def test_channels_keep_to_themselves() -> None:
+    """What lies beside them in memory does not count, not even NaN."""
+    work = FORCED[2]
+    tensors = Tensors.random(work)
+    expected = run(work, tensors)
+    tensors.grad_output[:, 5] = torch.nan
+    actual = run(work, tensors)
+    assert actual[5].isnan().all()
+    others = [i for i in range(work.case.weight[0]) if i != 5]
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_rounds() -> None:
+    """Weights whose sums the workspace cannot hold at once."""
+    work = FORCED[6]
+    once = work.plan
+    with mock.patch.object(MODULE, "WORKSPACE_BYTES", once.scratch_bytes // 4):
+        assert len(work.plan.launches) > len(once.launches)
+        check(work)
+
+
+def test_padding_far_beyond_the_image() -> None:
+    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    near = Case("a row", (1, 64, 1, 256), (8, 64, 1, 1), (1, 8))
+    far = replace(near, stride=(2**17, 8), padding=(2**18, 0, 0, 0))
+    assert far.padding[0] * 256 * 64 > 2**31
+    assert far.problem.output_size == (3, 32)
+    work = _work(far, "ieee", channels_last=True)
+    tensors = Tensors.random(work)
+    alone = replace(tensors, grad_output=tensors.grad_output[:, :, 2:])
+    actual, expected = run(work, tensors), float64(replace(work, case=near), alone)
+    assert (actual.double() - expected).norm() <= 3e-7 * expected.norm()
+
+
+SPLITS = """
+#include "tensor/operand.cuh"
+extern "C" __global__ void splits(const float* numbers, unsigned* parts) {
+  const int i = static_cast<int>(threadIdx.x);
+  fastconv::tensor::split_away(numbers[i], parts[2 * i], parts[2 * i + 1]);
+}
+"""
+
+
+def test_splits_of_older_gpus(tmp_path: Path) -> None:
+    """Which the emulator, as a newer one, has no other use for."""
+    source = tmp_path / "splits.cuh"
+    source.write_text(SPLITS)
+    kernel = Kernel(str(source), "splits", (("Scalar", "float"),))
+    odd = torch.tensor([0.0, torch.inf, -torch.inf, LARGE, -LARGE, 1e-30, 3.4028234e38])
+    numbers = torch.cat([torch.randn(121) * 10.0 ** torch.randint(-20, 20, (121,)), odd])
+    parts = torch.zeros(128, 2, dtype=torch.int32)
+    launch = Launch(kernel, (1, 1, 1), 128, 0, ("numbers", "parts"))
+    run_launches([launch], {"numbers": numbers, "parts": parts})
+    high, low = (parts & ~0x1FFF).view(torch.float32).double().unbind(1)
+    assert torch.equal(high, high.float().double())
+    assert high.isfinite().all()
+    finite = numbers.isfinite()
+    error = (high + low - numbers.double())[finite].abs()
+    assert (error <= 2.0**-22 * numbers[finite].double().abs()).all()
+    assert torch.equal(low[~finite], numbers[~finite].double())
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "reason"),
+    [
+        ({"scalar": "double", "scalar_bytes": 8}, "sm_80", "float64"),
+        ({}, "sm_75", "tensor-core kernels for sm_75"),
+        ({}, "sm_80", "so few channels"),
+    ],
+)
+def test_declines(changes: dict[str, object], gpu: str, reason: str) -> None:
+    kind = {
+        "scalar": "float", "scalar_bytes": 4, "input_channels_last": False,
+        "output_channels_last": False, "weight_strides": (1, 1, 1, 1), "aligned": True,
+    }  # fmt: skip
+    case = Case("one channel", (64, 1, 64, 64), (1, 1, 3, 3))
+    with pytest.raises(Declined, match=reason):
+        planned(case.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
+
+
+def test_parts_know_all_choices() -> None:
+    """What no part knows would be in no class but those of pairs."""
+    anatomy = ANATOMIES[MODULE.SOURCE]
+    kernel = WORKS[0].plan.launches[0].kernel
+    assert anatomy.sizes - GEOMETRY <= dict(kernel.constants).keys()
+    known = {name for names in anatomy.parts.values() for name in names}
+    assert known == anatomy.choices(kernel).keys()
