@@ -4255,6 +4255,19 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   low = __float_as_uint(round_to_even_tf32(value - rounded));
 }
 
+// The same for operands of products, ties going away from zero: with half of the instructions
+// where rounding to even is not one of them.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kRoundsToEven = true;
+#else
+constexpr bool kRoundsToEven = false;
+#endif
+__device__ __forceinline__ void split_away(float value, unsigned& high, unsigned& low) {
+  constexpr unsigned kLargest = 0x7f7fe000u;  // which adding half of the last bit leaves finite
+  high = (__float_as_uint(limited(value, __uint_as_float(kLargest))) + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(round_operand_to_tf32(value - __uint_as_float(high)));
+}
+
 __device__ __forceinline__ bool is_finite(float value) {
   return fabsf(value) < __uint_as_float(0x7f800000u);
 }
@@ -4897,12 +4910,8 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, in
     for (int j = 0; j < 4; ++j) {
       const Weight weight(tile, i / (kSlots * 128) % kConsumers, i / 128 % kSlots, i % 128, j);
       if (!weight.exists()) continue;
-      grad[static_cast<long long>(tile.group * C::group_out + weight.output) *
-               C::weight_stride_out +
-           static_cast<long long>(weight.input) * C::weight_stride_in +
-           static_cast<long long>(weight.row) * C::weight_stride_height +
-           static_cast<long long>(weight.column) * C::weight_stride_width] =
-          narrow<Scalar>(values[j]);
+      grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
+                         weight.column)] = narrow<Scalar>(values[j]);
     }
   }
 }
@@ -5658,9 +5667,9 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
 """
 
 SOURCES["hopper/workspace.cuh"] = r"""
-// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
-// sums each and a warpgroup's side by side, which a second kernel adds up in a fixed order.
+// What wgmma's sums need on their way to the workspace.
 #include "include/sm90.cuh"
+#include "tensor/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -5671,58 +5680,11 @@ __device__ __forceinline__ void hold_sums(float (&sums)[kRows][kSums]) {
   for (int i = 0; i < kRows; ++i) hold_registers(sums[i]);
 }
 
-template <int kRows, int kSums>
-__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
-  }
-}
-
-// Adds a thread's sums to its slots of the workspace, or sets those.
-template <bool kSet, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
-#pragma unroll
-  for (int i = 0; i < kRows * kSums / 4; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
-    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
-    if constexpr (kSet) {
-      slots[i * 128] = values;
-    } else {
-      add_to_memory(slots + i * 128, values);
-    }
-  }
-}
+// Adds a thread's sums to its slots, or sets those; a warpgroup's lie side by side.
 template <int kRows, int kSums>
 __device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots, bool set) {
   hold_sums(sums);
-  if (set) {
-    flush<true>(sums, slots);
-  } else {
-    flush<false>(sums, slots);
-  }
-}
-
-// Of four neighbouring lanes, which have pixels of the same channels.
-__device__ __forceinline__ float sum_of_four_lanes(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  value += __shfl_xor_sync(~0u, value, 2);
-  return value;
-}
-
-// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
-__device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
-  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-  for (int worker = 0; worker < workers; ++worker) {
-    const float4 partial = first[worker * distance];
-    total.x += partial.x;
-    total.y += partial.y;
-    total.z += partial.z;
-    total.w += partial.w;
-  }
-  return total;
+  tensor::flush<128>(sums, slots, set);
 }
 
 }  // namespace hopper
@@ -5984,6 +5946,80 @@ struct Ring {
 };
 
 }  // namespace hopper
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/workspace.cuh"] = r"""
+// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
+// sums each and its neighbours' side by side, which a second kernel adds up in a fixed order.
+#include "tensor/operand.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+template <int kRows, int kSums>
+__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// Adds a thread's sums to its slots of the workspace, or sets those; kThreads have theirs there,
+// side by side.
+template <int kThreads, bool kSet, int kRows, int kSums>
+__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kRows * kSums / 4; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * kThreads] = values;
+    } else {
+      add_to_memory(slots + i * kThreads, values);
+    }
+  }
+}
+template <int kThreads, int kRows, int kSums>
+__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots, bool set) {
+  if (set) {
+    flush<kThreads, true>(sums, slots);
+  } else {
+    flush<kThreads, false>(sums, slots);
+  }
+}
+
+// Of four neighbouring lanes, which have pixels of the same channels.
+__device__ __forceinline__ float sum_of_four_lanes(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  value += __shfl_xor_sync(~0u, value, 2);
+  return value;
+}
+
+// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
+__device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+  for (int worker = 0; worker < workers; ++worker) {
+    const float4 partial = first[worker * distance];
+    total.x += partial.x;
+    total.y += partial.y;
+    total.z += partial.z;
+    total.w += partial.w;
+  }
+  return total;
+}
+
+// Where a weight lies; `output` counts the channels of all groups.
+__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
+  return static_cast<long long>(output) * C::weight_stride_out +
+         static_cast<long long>(input) * C::weight_stride_in +
+         static_cast<long long>(row) * C::weight_stride_height +
+         static_cast<long long>(column) * C::weight_stride_width;
+}
+
+}  // namespace tensor
 }  // namespace fastconv
 """
 
