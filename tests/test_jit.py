@@ -229,11 +229,12 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
     def test_signal_during_the_first_compilation(self, number: int, status: int) -> None:
         """Not the compiler's to handle, which would call exit() beneath its own threads."""
         program = f"""
-import os, threading, time
+import os, signal, threading, time
 from fastconv import jit
 from fastconv.jit import compile
 from test_jit import scale
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells' background jobs ignore
 function = "__device__ int f{{}}(int x) {{{{ return x + {{}}; }}}}"
 kernel = scale(body="\\n".join(function.format(i, i) for i in range(50_000)))
 thread = threading.Thread(target=jit.compile_kernel, args=(kernel, "sm_80"), daemon=True)
