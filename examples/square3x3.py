@@ -4754,11 +4754,6 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
 
 // The same for operands of products, ties going away from zero: with half of the instructions
 // where rounding to even is not one of them.
-#if __CUDA_ARCH__ >= 900
-constexpr bool kRoundsToEven = true;
-#else
-constexpr bool kRoundsToEven = false;
-#endif
 __device__ __forceinline__ void split_away(float value, unsigned& high, unsigned& low) {
   constexpr unsigned kLargest = 0x7f7fe000u;  // which adding half of the last bit leaves finite
   high = (__float_as_uint(limited(value, __uint_as_float(kLargest))) + 0x1000u) & 0xffffe000u;

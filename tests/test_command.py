@@ -253,6 +253,8 @@ def test_tables_do_without_signs_that_cannot_be_shown(
 INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells' background jobs ignore
+
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":

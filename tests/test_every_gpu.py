@@ -276,6 +276,9 @@ def _compiled(kernel: Kernel, arch: str) -> jit.Compiled:
 
 
 MOST_SPILLED = 64  # bytes of a thread
+# Weight gradients of a few inputs and kernel rows of four taps, on small images: a thread reads all
+# windows at once. Slower, not wrong.
+KNOWN_TO_SPILL = {"5x3x17x17 1x3x4x4 padding=1,2,1,2"}
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -295,6 +298,8 @@ def test_plans_compile_within_registers(arch: str) -> None:
             threads = launch.block * int(constants["blocks_per_sm"])
             found = f"{registers:4} registers {compiled.spill_bytes:5} spilled"
             print(f"{arch:8} {found} {work.case.name}")
-            if registers * threads > REGISTERS or (compiled.spill_bytes or 0) > MOST_SPILLED:
+            spills = (compiled.spill_bytes or 0) > MOST_SPILLED
+            expected = work.case.name in KNOWN_TO_SPILL
+            if registers * threads > REGISTERS or spills != expected:
                 faults[compile.describe(launch.kernel)] = (registers, compiled.spill_bytes)
     assert faults == {}

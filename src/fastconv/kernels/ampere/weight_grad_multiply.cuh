@@ -14,6 +14,13 @@ using Sums = float[kSlots][4];
 using Left = unsigned[C::parts][C::row_tiles][4];
 using Right = unsigned[C::parts][2];
 
+// Whether rounding to even is one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kRoundsToEven = true;
+#else
+constexpr bool kRoundsToEven = false;
+#endif
+
 // float32 as the tensor core wants it: rounded to TF32, or in two such parts.
 template <int kCount>
 __device__ __forceinline__ void convert(unsigned (&high)[kCount], unsigned (&low)[kCount]) {
