@@ -217,18 +217,6 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace hopper
 }  // namespace fastconv
 
-__global__ void __launch_bounds__(1024)
-    scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
-  using namespace fastconv::hopper;
-  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
-}
-
-__global__ void __launch_bounds__(256)
-    pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
-         int batch) {
-  fastconv::tensor::pack(weight, input, scratch, batch);
-}
-
 __global__ void __launch_bounds__(384, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {
@@ -1845,8 +1833,9 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
 """
 
 SOURCES["tensor/weights.cuh"] = r"""
-// Weights, packed as the tensor cores want them. Before they are packed as float16, a kernel finds
-// the input channels' scales; the one that packs them finds those of output channels and of images.
+// Weights, packed as the tensor cores want them, with the kernels that do it. Before they are
+// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
+// of output channels and of images.
 #include "tensor/input.cuh"
 
 namespace fastconv {
@@ -2153,6 +2142,18 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
 
 }  // namespace tensor
 }  // namespace fastconv
+
+__global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
+  using namespace fastconv::tensor;
+  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
+}
+
+__global__ void __launch_bounds__(256)
+    pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
+         int batch) {
+  fastconv::tensor::pack(weight, input, scratch, batch);
+}
 """
 
 SOURCES["hopper/correlate_load.cuh"] = r"""

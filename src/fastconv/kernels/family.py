@@ -251,6 +251,13 @@ class Gpu:
     shared_bytes_per_block: int
     shared_bytes_per_processor: int
 
+    def shared_budget(self, blocks: int) -> int:
+        """Bytes of shared memory for each of ``blocks`` blocks on one processor."""
+        reserved = 1024  # by the system, for each block
+        return min(
+            self.shared_bytes_per_block, self.shared_bytes_per_processor // blocks - reserved
+        )
+
 
 @dataclass(frozen=True)
 class Operands:

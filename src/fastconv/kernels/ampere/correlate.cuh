@@ -134,18 +134,6 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 }  // namespace ampere
 }  // namespace fastconv
 
-extern "C" __global__ void __launch_bounds__(1024)
-    scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
-  using namespace fastconv::tensor;
-  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
-         int batch) {
-  fastconv::tensor::pack(weight, input, scratch, batch);
-}
-
 extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, Config::blocks)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
 
 from fastconv.kernels import gpus
 from fastconv.kernels.ampere import block
@@ -13,7 +12,7 @@ from fastconv.kernels.ampere.tiles import Tile, tiles_of
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Constant, Declined, Gpu, Operands, Plan
 from fastconv.kernels.tensor import limits
-from fastconv.kernels.tensor.launches import Correlation, launches, layer_constants
+from fastconv.kernels.tensor.launches import Correlation, best_way, launches, layer_constants
 from fastconv.kernels.tensor.layers import forward_ways, input_grad_ways, views
 from fastconv.problem import Problem
 
@@ -77,17 +76,12 @@ def _tensor_share(layers: list[Layer]) -> float:
 
 
 def _plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
-    """The way that takes an image the least; sums differ, so the batch must not decide."""
-    possible, reasons = [], []
-    for layers in ways:
-        try:
-            _check(layers, gpu)
-            possible.append((layers, [_tiles(layer, gpu) for layer in layers]))
-        except Declined as reason:
-            reasons.append(reason)
-    if not possible:
-        raise reasons[0]
-    return _plan_of(*min(possible, key=lambda way: _cost(*way)), gpu)
+    return _plan_of(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost), gpu)
+
+
+def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
+    _check(layers, gpu)
+    return [_tiles(layer, gpu) for layer in layers]
 
 
 @lru_cache(maxsize=64)
@@ -112,12 +106,8 @@ def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], gpu: Gpu) -> Pl
         repairs = _correlation(repairing)
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing)}",)
     chosen = [of_layer[0] for of_layer in tiles]
-    of_layers, scratch = zip(
-        *(launches(_correlation(tile), repairs) for tile in chosen), strict=True
-    )
     return Plan(
-        tuple(chain.from_iterable(of_layers)),
-        max(scratch),  # a layer's launches are done with it when the next one's begin
+        *launches([_correlation(tile) for tile in chosen], repairs),
         "ampere",
         _why(chosen),
         explanation,

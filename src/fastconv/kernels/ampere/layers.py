@@ -9,9 +9,7 @@ from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import layers
 from fastconv.kernels.tensor.layers import (
-    LONG_SUM_PRODUCTS,
     SHORT_SUM_PRODUCTS,
-    STAGE_PRODUCTS,
 )
 
 CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
@@ -28,17 +26,9 @@ class Layer(layers.Layer):
         return min(self.steps, most, ceil_div(CHUNK_PRODUCTS, self.taps))
 
     @lazy
-    def chunks(self) -> int:
-        return ceil_div(self.steps, self.k_steps)
-
-    @lazy
     def stage_taps(self) -> int:
         """Taps of a stage of weights; sums of numbers in two parts are flushed after each."""
-        products = STAGE_PRODUCTS
-        if self.parts == 2:
-            products = LONG_SUM_PRODUCTS if self.compensated else products
-            products = SHORT_SUM_PRODUCTS if self.low_products else products
-        choices = [n for n in divisors(self.taps) if n * self.k_steps <= products]
+        choices = [n for n in divisors(self.taps) if n * self.k_steps <= self.stage_products]
         return max(choices or [1])
 
     @property

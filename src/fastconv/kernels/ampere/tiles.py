@@ -15,7 +15,6 @@ from fastconv.kernels.tensor.limits import together
 BLOCKS = ((4, 2), (8, 1))
 """Warps of a block, and blocks of a processor: their registers are all that there are."""
 
-RESERVED_BYTES = 1024  # of shared memory, by the system, for each block
 MOST_ROWS = {1: 64, 2: 32}  # output channels of a warp's products, by parts
 MOST_SUMS = {1: 128, 2: 48}  # of a thread, in each set of them
 MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # of a warp, by rows: their places take registers
@@ -92,10 +91,7 @@ class Tile:
     @property
     def plane_padding(self) -> int:
         """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
-        if not self.layer.vector_loads:
-            return 0
-        wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.layer.k_steps, 2)
-        return (wanted - self.layer.slots * self.halo_rows * self.pitch) % 8
+        return self.layer.plane_padding(self.layer.slots * self.halo_rows * self.pitch)
 
     @lazy
     def vectors(self) -> int:
@@ -197,10 +193,7 @@ class Tile:
 
     def fitted(self) -> Tile | None:
         """With as many stages of weights as fit shared memory; None if too few do."""
-        gpu = self.gpu
-        budget = gpu.shared_bytes_per_block
-        if self.blocks > 1:
-            budget = gpu.shared_bytes_per_processor // self.blocks - RESERVED_BYTES
+        budget = self.gpu.shared_budget(self.blocks)
         stages = (budget - self.input_bytes - self.staging_bytes) // self.weight_bytes
         everything = self.all_weight_stages
         if self.alone and stages >= everything:
@@ -265,9 +258,8 @@ class Tile:
 
     @lazy
     def tile_cycles(self) -> float:
-        work = dict(self.work)
-        exposed = EXPOSED_STORES[self.blocks] * work["stores"]
-        return TILE_CYCLES / self.blocks + exposed + together(*work.values())
+        exposed = EXPOSED_STORES[self.blocks] * self.work["stores"]
+        return TILE_CYCLES / self.blocks + exposed + together(*self.work.values())
 
     def cycles(self) -> float:
         """What the whole layer takes, estimated."""

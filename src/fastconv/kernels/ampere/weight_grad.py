@@ -21,8 +21,6 @@ from fastconv.kernels.family import (
     Constant,
     Declined,
     Gpu,
-    Kernel,
-    Launch,
     Operands,
     Plan,
     blocks_at_once,
@@ -30,11 +28,10 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.launches import weight_grad_launches
 from fastconv.kernels.tensor.limits import (
     FLUSH_ADDITIONS,
     FLUSH_PRODUCTS,
-    MOST_REDUCE_BLOCKS,
-    REDUCE_THREADS,
     WORKSPACE_BYTES,
 )
 from fastconv.problem import Problem
@@ -104,31 +101,19 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient so."""
     tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
-    constants = tuple(_constants(tile).items())
-    launches: list[Launch] = []
-    for first in range(0, tile.count, tiles_at_once):
-        tiles = min(tiles_at_once, tile.count - first)
-        launches.append(
-            Launch(
-                Kernel(SOURCE, "weight_grad", constants),
-                (tiles * workers, 1, 1),
-                THREADS,
-                tile.shared_bytes,
-                ("grad_output", "input", "scratch", first, tiles, workers, tile.problem.batch),
-            )
-        )
-        slots = tiles * tile.slots * THREADS // tile.warps_pixels
-        launches.append(
-            Launch(
-                Kernel(SOURCE, "reduce", constants),
-                (min(ceil_div(slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
-                REDUCE_THREADS,
-                0,
-                ("scratch", "output", "bias_grad", first, tiles, workers),
-            )
-        )
+    launches = weight_grad_launches(
+        SOURCE,
+        tuple(_constants(tile).items()),
+        tile.count,
+        tiles_at_once,
+        workers,
+        THREADS,
+        tile.shared_bytes,
+        tile.slots * THREADS // tile.warps_pixels,
+        tile.problem.batch,
+    )
     scratch = tiles_at_once * workers * tile.block_bytes
-    return Plan(tuple(launches), scratch, "ampere", _why(tile))
+    return Plan(launches, scratch, "ampere", _why(tile))
 
 
 @dataclass(frozen=True)

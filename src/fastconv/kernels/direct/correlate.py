@@ -19,7 +19,6 @@ from fastconv.kernels.direct.tiling import (
     part_sizes,
     pitch_padding,
     power_of_two_for,
-    shared_budget,
 )
 from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan, problem_constants
 from fastconv.problem import Problem
@@ -328,7 +327,7 @@ def _choose_tile(
             lanes,
         ),
     )  # fmt: skip
-    budget = shared_budget(gpu, blocks_per_sm)
+    budget = gpu.shared_budget(blocks_per_sm)
     stages = _stages(rows, columns, operands.vector, group_in)
     for tight, (stage_channels, stage_taps, part_taps) in product((False, True), stages):
         vector = 1

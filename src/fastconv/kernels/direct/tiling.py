@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.family import Gpu
 
 FAMILY = "direct"
 WHY = "plain CUDA cores: any geometry and dtype, on every GPU"
@@ -47,12 +46,6 @@ def part_sizes(taps: int, step: int, vector: int) -> list[int]:
         sizes.append(size)
         count *= 2
     return [*sizes, 1]
-
-
-def shared_budget(gpu: Gpu, blocks: int) -> int:
-    """Bytes of shared memory for each of ``blocks`` blocks on one processor."""
-    reserved = 1024  # by the system, for each block
-    return min(gpu.shared_bytes_per_block, gpu.shared_bytes_per_processor // blocks - reserved)
 
 
 def pitch_padding(

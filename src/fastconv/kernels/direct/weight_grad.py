@@ -17,7 +17,6 @@ from fastconv.kernels.direct.tiling import (
     part_sizes,
     pitch_padding,
     power_of_two_for,
-    shared_budget,
 )
 from fastconv.kernels.family import (
     Constant,
@@ -227,7 +226,7 @@ def _choose_tile(problem: Problem, operands: Operands, gpu: Gpu) -> Tile:
             if tile.window > MOST_WINDOW:
                 break
             for smaller in _stages(tile):
-                if smaller.shared_bytes <= shared_budget(gpu, smaller.blocks_per_sm):
+                if smaller.shared_bytes <= gpu.shared_budget(smaller.blocks_per_sm):
                     return smaller
     raise AssertionError("a single tap has no halo and fits every GPU")
 

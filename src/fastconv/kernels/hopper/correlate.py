@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -25,7 +25,7 @@ from fastconv.kernels.hopper.block import OUTPUTS, THREADS
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segment_tiles, tiles_of
 from fastconv.kernels.tensor import limits
-from fastconv.kernels.tensor.launches import Correlation, launches, layer_constants
+from fastconv.kernels.tensor.launches import Correlation, best_way, launches, layer_constants
 from fastconv.kernels.tensor.layers import views
 
 EXPLAINED = 5  # tiles
@@ -66,7 +66,7 @@ def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
     Raises:
         Declined: it cannot be computed so.
     """
-    return _cost(_best_way(ways, gpu))
+    return _cost(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost))
 
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
@@ -90,7 +90,7 @@ def _tensor_share(layers: list[Layer]) -> float:
 
 def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     """For every tile that fits, the best first; of several layers, each one's next best at once."""
-    layers, tiles = _best_way(ways, gpu)
+    layers, tiles = best_way(ways, partial(_checked_tiles, gpu=gpu), _cost)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
     repairs = None
@@ -100,11 +100,8 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
         explanation += (f"beyond float16's range, in TF32: {_explain(repairing, gpu)}",)
     for rank in range(max(map(len, tiles))):
         chosen = [of_layer[min(rank, len(of_layer) - 1)] for of_layer in tiles]
-        found = (launches(_correlation(tile, gpu), repairs) for tile in chosen)
-        of_layers, scratch = zip(*found, strict=True)
         yield Plan(
-            tuple(chain.from_iterable(of_layers)),
-            max(scratch),  # a layer's launches are done with it when the next one's begin
+            *launches([_correlation(tile, gpu) for tile in chosen], repairs),
             "hopper",
             _why(chosen),
             explanation,
@@ -121,26 +118,12 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     return tuple(tiles_of(views(layer), gpu))
 
 
-def _best_way(ways: list[list[Layer]], gpu: Gpu) -> tuple[list[Layer], list[tuple[Tile, ...]]]:
-    """The layers of the way that takes an image the least, and each one's tiles, the best first.
-
-    Sums differ between ways, so the batch must not decide.
-    """
-    possible, reasons = [], []
-    for layers in ways:
-        try:
-            _check(layers, gpu)
-            possible.append((layers, [_tiles(layer, gpu) for layer in layers]))
-        except Declined as reason:
-            reasons.append(reason)
-    if not possible:
-        raise reasons[0]
-
-    return min(possible, key=_cost)
+def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
+    _check(layers, gpu)
+    return [_tiles(layer, gpu) for layer in layers]
 
 
-def _cost(way: tuple[list[Layer], list[tuple[Tile, ...]]]) -> float:
-    layers, tiles = way
+def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
     fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
     more = LAYER_COST * len(layers)
     if not layers[0].halves:

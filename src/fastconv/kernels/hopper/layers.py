@@ -13,9 +13,7 @@ from fastconv.kernels.hopper.block import OUTPUTS, PRODUCT_BYTES
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import layers
 from fastconv.kernels.tensor.layers import (
-    LONG_SUM_PRODUCTS,
     SHORT_SUM_PRODUCTS,
-    STAGE_PRODUCTS,
 )
 from fastconv.problem import Problem
 
@@ -78,10 +76,6 @@ class Layer(layers.Layer):
         return min(self.steps, most, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
 
     @lazy
-    def chunks(self) -> int:
-        return ceil_div(self.steps, self.k_steps)
-
-    @lazy
     def stays(self) -> bool:
         """Whether all weights of 128 channels fit beside the rest: no stage is waited for."""
         tap = self.k_steps * self.weight_parts * 2 * PRODUCT_BYTES
@@ -89,11 +83,7 @@ class Layer(layers.Layer):
 
     @lazy
     def stage_taps(self) -> int:
-        products = STAGE_PRODUCTS
-        if self.parts == 2:
-            products = LONG_SUM_PRODUCTS if self.compensated else products
-            products = SHORT_SUM_PRODUCTS if self.low_products else products
-        wanted = products / self.k_steps
+        wanted = self.stage_products / self.k_steps
         if self.parts == 2 and self.rolling and not self.stays:
             # One consumer should multiply while the other stores, and they can drift apart by no
             # more than the stages there are.

@@ -139,10 +139,7 @@ class Tile:
     @property
     def plane_padding(self) -> int:
         """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
-        if not self.layer.vector_loads:
-            return 0
-        wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.layer.k_steps, 2)
-        return (wanted - self.layer.slots * self.stage_rows * self.pitch) % 8
+        return self.layer.plane_padding(self.layer.slots * self.stage_rows * self.pitch)
 
     @property
     def input_bytes(self) -> int:

@@ -16,8 +16,6 @@ from fastconv.kernels.family import (
     Constant,
     Declined,
     Gpu,
-    Kernel,
-    Launch,
     Operands,
     Plan,
     blocks_at_once,
@@ -27,11 +25,10 @@ from fastconv.kernels.hopper import block, collect
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, THREADS
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.launches import weight_grad_launches
 from fastconv.kernels.tensor.limits import (
     FLUSH_ADDITIONS,
     FLUSH_PRODUCTS,
-    MOST_REDUCE_BLOCKS,
-    REDUCE_THREADS,
     WORKSPACE_BYTES,
 )
 from fastconv.problem import Problem
@@ -114,34 +111,21 @@ def _portable_cycles(problem: Problem, gpu: Gpu) -> float:
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient with ``weight_grad.cuh``."""
-    problem = tile.problem
     tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
-    kernel = tuple(_constants(tile).items())
-    launches: list[Launch] = []
-    for first in range(0, tile.count, tiles_at_once):
-        tiles = min(tiles_at_once, tile.count - first)
-        launches.append(
-            Launch(
-                Kernel("hopper/weight_grad.cuh", "weight_grad", kernel),
-                (tiles * workers, 1, 1),
-                THREADS,
-                tile.shared_bytes,
-                ("grad_output", "input", "scratch", first, tiles, workers, problem.batch),
-            )
-        )
-        slots = tiles * tile.slot_bytes // 16
-        launches.append(
-            Launch(
-                Kernel("hopper/weight_grad.cuh", "reduce", kernel),
-                (min(ceil_div(slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
-                REDUCE_THREADS,
-                0,
-                ("scratch", "output", "bias_grad", first, tiles, workers),
-            )
-        )
+    launches = weight_grad_launches(
+        "hopper/weight_grad.cuh",
+        tuple(_constants(tile).items()),
+        tile.count,
+        tiles_at_once,
+        workers,
+        THREADS,
+        tile.shared_bytes,
+        tile.slot_bytes // 16,
+        tile.problem.batch,
+    )
     scratch = tiles_at_once * workers * tile.block_bytes
-    return Plan(tuple(launches), scratch, "hopper", _why(tile))
+    return Plan(launches, scratch, "hopper", _why(tile))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""Launches of correlations on tensor cores: what finds scales, packs weights, computes, repairs."""
+"""Launches of kernels on tensor cores.
+
+Of correlations: what finds scales, packs weights, computes and repairs. Of weight gradients: what
+computes sums, and what adds them up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import (
@@ -14,11 +19,14 @@ from fastconv.kernels.family import (
     Launch,
     geometry_constants,
 )
-from fastconv.kernels.tensor.layers import Layer
+from fastconv.kernels.tensor.layers import AnyLayer, Layer
+from fastconv.kernels.tensor.limits import MOST_REDUCE_BLOCKS, REDUCE_THREADS
 
 PACK_THREADS = 256
 SCALE_THREADS = 1024
 MOST_PACK_BLOCKS = 4096
+
+AnyTile = TypeVar("AnyTile")
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,39 @@ class _Place(NamedTuple):
     repairs: bool = False
 
 
-def launches(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Launch, ...], int]:
-    """Of a layer, with what repairs it; and the workspace that they need, in bytes."""
+def best_way(
+    ways: list[list[AnyLayer]],
+    tiles_of: Callable[[list[AnyLayer]], list[tuple[AnyTile, ...]]],
+    cost: Callable[[list[AnyLayer], list[tuple[AnyTile, ...]]], float],
+) -> tuple[list[AnyLayer], list[tuple[AnyTile, ...]]]:
+    """The layers of the way that costs an image the least, and each one's tiles, the best first.
+
+    Sums differ between ways, so the batch must not decide.
+
+    Raises:
+        Declined: ``tiles_of`` has raised it for all of them.
+    """
+    possible, reasons = [], []
+    for layers in ways:
+        try:
+            possible.append((layers, tiles_of(layers)))
+        except Declined as reason:
+            reasons.append(reason)
+    if not possible:
+        raise reasons[0]
+    return min(possible, key=lambda way: cost(*way))
+
+
+def launches(
+    layers: Sequence[Correlation], repairs: Correlation | None
+) -> tuple[tuple[Launch, ...], int]:
+    """Of a pass's layers, with what repairs them; and the workspace that they need, in bytes."""
+    found, scratch = zip(*(_of_layer(one, repairs) for one in layers), strict=True)
+    # A layer's launches are done with the workspace when the next one's begin.
+    return tuple(chain.from_iterable(found)), max(scratch)
+
+
+def _of_layer(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Launch, ...], int]:
     if repairs is None:
         return _pair(one, _Place()), one.packed_bytes
     layer = one.layer
@@ -152,3 +191,40 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
     }
+
+
+def weight_grad_launches(
+    source: str,
+    constants: tuple[tuple[str, Constant], ...],
+    count: int,
+    tiles_at_once: int,
+    workers: int,
+    threads: int,
+    shared_bytes: int,
+    slots: int,
+    batch: int,
+) -> tuple[Launch, ...]:
+    """Of ``count`` tiles of a weight, each summed by so many workers, ``slots`` of 16 bytes each.
+
+    They come in rounds, for which the workspace has room.
+    """
+    found: list[Launch] = []
+    for first in range(0, count, tiles_at_once):
+        tiles = min(tiles_at_once, count - first)
+        found += (
+            Launch(
+                Kernel(source, "weight_grad", constants),
+                (tiles * workers, 1, 1),
+                threads,
+                shared_bytes,
+                ("grad_output", "input", "scratch", first, tiles, workers, batch),
+            ),
+            Launch(
+                Kernel(source, "reduce", constants),
+                (min(ceil_div(tiles * slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
+                REDUCE_THREADS,
+                0,
+                ("scratch", "output", "bias_grad", first, tiles, workers),
+            ),
+        )
+    return tuple(found)

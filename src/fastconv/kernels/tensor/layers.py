@@ -350,6 +350,29 @@ class Layer:
         return self.kernel[0] * self.kernel[1]
 
     @lazy
+    def k_steps(self) -> int:
+        """Products of a tap, of one chunk of channels: for a family to say."""
+        raise NotImplementedError
+
+    @lazy
+    def chunks(self) -> int:
+        return ceil_div(self.steps, self.k_steps)
+
+    @lazy
+    def stage_products(self) -> int:
+        """Products of a stage of weights, about."""
+        if self.low_products:
+            return SHORT_SUM_PRODUCTS
+        return LONG_SUM_PRODUCTS if self.compensated else STAGE_PRODUCTS
+
+    def plane_padding(self, pixels: int) -> int:
+        """Pixels between planes of so many, so that lanes that write a pixel's hit other banks."""
+        if not self.vector_loads:
+            return 0
+        wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.k_steps, 2)
+        return (wanted - pixels) % 8
+
+    @lazy
     def steps(self) -> int:
         """Of 32 bytes of channels, that the products of a tap need."""
         return ceil_div(self.group_in, 2 * self.vector_channels)

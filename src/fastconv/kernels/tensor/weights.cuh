@@ -1,5 +1,6 @@
-// Weights, packed as the tensor cores want them. Before they are packed as float16, a kernel finds
-// the input channels' scales; the one that packs them finds those of output channels and of images.
+// Weights, packed as the tensor cores want them, with the kernels that do it. Before they are
+// packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
+// of output channels and of images.
 #pragma once
 #include "tensor/input.cuh"
 
@@ -307,3 +308,15 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
 
 }  // namespace tensor
 }  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* weight, unsigned char* scratch, int batch) {
+  using namespace fastconv::tensor;
+  if constexpr (C::halves) find_columns(weight, Tables{scratch, batch}.columns());
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    pack(const Config::Scalar* weight, const Config::Scalar* input, unsigned char* scratch,
+         int batch) {
+  fastconv::tensor::pack(weight, input, scratch, batch);
+}
