@@ -30,7 +30,7 @@ from emulator.works import (
 )
 from fastconv.kernels.ampere import block, correlate
 from fastconv.kernels.ampere.layers import Layer
-from fastconv.kernels.ampere.tiles import Tile
+from fastconv.kernels.ampere.tiles import TEAMS, Tile
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.tensor.layers import forward_ways, input_grad_ways
@@ -99,9 +99,11 @@ def _streamed(tile: Tile) -> bool:
     return not tile.resident
 
 
-def _of(rows: int, groups: int, warps: int = 4) -> Choice:
-    wanted = (rows, groups, warps)
-    return lambda tile: (tile.product_rows, tile.channel_groups, tile.warps) == wanted
+def _of(warps: int, loaders: int, rows: int, pixels: int, groups: int) -> Choice:
+    wanted = (warps, loaders, rows, pixels, groups)
+    return lambda tile: wanted == (
+        tile.warps, tile.loaders, tile.product_rows, tile.pixels, tile.channel_groups
+    )  # fmt: skip
 
 
 EVERYWHERE = Case(
@@ -113,6 +115,7 @@ DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1
 GROUPED = Case("grouped", (2, 20, 6, 13), (40, 10, 3, 3), padding=(1, 1, 1, 1), groups=2)
 FIRST = Case("first layer", (1, 3, 23, 23), (24, 3, 7, 7), (4, 4), (2, 2, 2, 2))
 WIDE = Case("wide", (1, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
+ALIGNED = Case("aligned", (1, 20, 5, 96), (64, 20, 3, 3), padding=(1, 1, 1, 1))
 TINY = Case("one pixel", (1, 1, 1, 1), (1, 1, 1, 1))
 
 # The kinds of sums that numbers in two parts have: with products of low parts, without, and
@@ -135,10 +138,18 @@ WORKS = [
       for mode in MODES),
     _input_grad(DEEP, "tf32", gpu=LITTLE),
     # Every shape of a warp's products, and of a block's.
-    *(_forward(WIDE, mode, choice=_of(rows, groups, warps))
-      for mode, rows, groups, warps in (
-          ("tf32", 64, 1, 4), ("tf32", 32, 2, 8), ("tf32", 16, 4, 4), ("float16", 64, 1, 8),
-          ("float16", 16, 8, 8), ("ieee", 32, 2, 8), ("ieee", 16, 1, 4), ("ieee", 16, 4, 4))),
+    *(_forward(case, mode, choice=_of(*shape), channels_last=last)
+      for case, mode, shape, last in (
+          (WIDE, "tf32", (4, 3, 64, 64, 1), False), (ALIGNED, "tf32", (8, 3, 32, 96, 2), False),
+          (WIDE, "tf32", (4, 7, 16, 128, 4), True), (ALIGNED, "tf32", (4, 11, 32, 64, 1), False),
+          (ALIGNED, "float16", (8, 3, 64, 48, 1), False),
+          (ALIGNED, "float16", (4, 3, 32, 48, 2), False),
+          (WIDE, "float16", (8, 3, 64, 48, 1), True),
+          (EVERYWHERE, "float16", (8, 3, 16, 64, 8), False),
+          (WIDE, "ieee", (4, 3, 32, 48, 2), False), (ALIGNED, "ieee", (8, 3, 32, 32, 1), False),
+          (WIDE, "ieee", (4, 11, 16, 32, 1), True), (WIDE, "ieee", (4, 7, 16, 64, 4), False))),
+    # Stages of weights with several flushes; rows of an even width.
+    _forward(Case("even", (1, 16, 5, 66), (32, 16, 5, 5), padding=(2, 2, 2, 2)), "ieee"),
     # Strides: phases of the input, of the gradient; folded channels; positions without taps.
     *(_forward(STRIDED, mode, channels_last=last)
       for mode, last in (("tf32", False), ("bfloat16", True), ("ieee", True))),
@@ -167,7 +178,7 @@ WORKS = [
 ]  # fmt: skip
 RUN = some(WORKS, one_in=5)
 ALONE = [_forward(replace(WIDE, input=(1, 20, 5, 41)), "bfloat16", gpu=LITTLE)]
-TILES = [_forward(WIDE, "ieee"), _forward(WIDE, "ieee", choice=_of(16, 2, 8))]
+TILES = [_forward(WIDE, "ieee"), _forward(WIDE, "ieee", choice=_of(4, 7, 16, 64, 2))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,7 +202,10 @@ def test_works_cover_all_branches() -> None:
         assert {one[name] for one in of} == {False, True}, name
     assert {one["product_rows"] for one in of} == {16, 32, 64}
     assert {one["store_vector"] for one in of} >= {1, 4, 8}
-    assert {(one["warps"], one["blocks"]) for one in of} == {(4, 2), (8, 1)}
+    assert {one["channel_groups"] for one in of} == {1, 2, 4, 8}
+    assert {(one["warps"], one["loaders"] // 32) for one in of} == set(TEAMS)
+    assert any(one["stage_taps"] > one["flush_taps"] for one in of if one["parts"] == 2)
+    assert any(one["period_taps"] % one["flush_taps"] for one in of if one["parts"] == 2)
 
 
 @pytest.mark.parametrize("work", ALONE, ids=str)

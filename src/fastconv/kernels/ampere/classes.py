@@ -21,6 +21,7 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     slots = min(c["kernel_height"], row_phases) * min(c["kernel_width"], column_phases)
     rows = c["block_rows"] + (c["kernel_height"] - 1) // row_phases
     units = 2 * c["k_steps"] * (slots * rows * c["pitch"] + c["plane_padding"])
+    units //= 1 if c["vector_loads"] else c["unit_vectors"]
     batch = c["loaders"] * c["batch"]
     stages = c["kernel_height"] * c["kernel_width"] // c["stage_taps"]
     pixels = c["block_rows"] * c["tile_columns"]
@@ -34,7 +35,8 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several chunks": c["group_in"] > chunk,
         "whole chunks": c["group_in"] % chunk == 0,
         "several stages": stages > 1,
-        "batches beyond stages": ceil_div(units, batch) > stages,
+        "several flushes": c["parts"] == 2 and c["stage_taps"] > c["flush_taps"],
+        "several batches": units > batch,
         "whole batches": units % batch == 0,
         "idle pixels": pixels < c["warps"] // c["channel_groups"] * c["pixels"],
         "several passes": c["pixels"] > c["pass_pixels"],
@@ -50,9 +52,10 @@ CORRELATE = Anatomy(
         "fold_height", "fold_width", "weight_height", "weight_width", "last_tap_row",
         "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
-        "column_begin", "column_end", "column_sums", "interleave", "warps", "blocks", "pixels",
+        "column_begin", "column_end", "column_sums", "interleave", "warps", "pixels",
         "block_rows", "tile_columns", "pitch", "plane_padding", "k_steps", "stage_taps",
-        "weight_stages", "loaders", "unit_vectors", "batch", "pass_pixels", "shared_bytes",
+        "period_taps", "flush_taps", "input_stages", "weight_stages", "loaders", "unit_vectors",
+        "batch", "batches_ahead", "pass_pixels", "buffers", "shared_bytes",
         "packed_at", "tables_at", "table_channels", "table_columns",
     },
     chosen=_correlate,
@@ -60,11 +63,12 @@ CORRELATE = Anatomy(
         "load": (
             "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
             "folded", "phases", "repairs", "whole chunks", "whole batches",
-            "batches beyond stages",
+            "several batches",
         ),
         "multiply": (
             "Scalar", "parts", "halves", "low_products", "compensated", "resident",
             "product_rows", "channel_groups", "several chunks", "several stages", "phases",
+            "several flushes",
         ),
         "store": (
             "16 bits", "halves", "out_channels_last", "store_vector", "several passes",

@@ -8,20 +8,21 @@
 // that a tap is nothing but another start address, and a tile's pixels may lie anywhere in it:
 // several short rows are as good as a long one.
 //
-// Blocks walk over tiles. All warps load, and all multiply: beside each stage of weights, which are
-// copied some stages ahead, they load a part of the next chunk's input.
-//
-//   stage of weights   0      1      2      0      1      2    …
-//   products           chunk 0              chunk 1
-//   input loaded       chunk 1              chunk 2, or the next tile's first
+// One block per processor, whose warps work at the same time:
+//   one streams packed weights through a ring of stages, by asynchronous copies
+//   3, 7 or 11 load input pixels, round or split them, and write them to a ring of input stages,
+//   each of which has the halo tile of a chunk of channels (tensor/load.cuh)
+//   4 or 8 multiply, and store their sums through shared memory
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa. A thread keeps the sums of
-// high parts' products, which it adds to totals after every stage, for the tensor core truncates as
-// it accumulates; and those of products with a low part, which are so small that it does no harm.
+// high parts' products, which it adds to totals after every flush_taps taps, for the tensor core
+// truncates as it accumulates; and those of products with a low part, which are so small that it
+// does no harm.
 #pragma once
-#include "ampere/correlate_load.cuh"
 #include "ampere/correlate_multiply.cuh"
 #include "ampere/correlate_store.cuh"
+#include "ampere/correlate_weights.cuh"
+#include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
 namespace fastconv {
@@ -33,28 +34,33 @@ struct Accumulators {
   Sums sums;
 
   __device__ __forceinline__ void start() { clear(sums); }
+  // Adds the products of a stage of weights.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const unsigned char* input, int tap) {
-    warp.multiply(sums, weights, input, tap);
+                                           const Taps& taps) {
+    warp.multiply(sums, weights, taps);
   }
-  __device__ __forceinline__ void end_stage() {}
   __device__ __forceinline__ const Sums& result() { return sums; }
 };
 
 template <>
 struct Accumulators<2> {
-  Sums totals, sums, low;
+  Sums totals, low;
 
   __device__ __forceinline__ void start() {
     clear(totals);
-    clear(sums);
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const unsigned char* input, int tap) {
-    warp.multiply_split(sums, low, weights, input, tap);
+                                           const Taps& taps) {
+    Sums sums;
+    clear(sums);
+#pragma unroll
+    for (int j = 0; j < C::stage_taps; ++j) {
+      warp.multiply_split(sums, low, weights + j * kTapBytes, taps[j]);
+      constexpr int kPeriod = C::period_taps;
+      if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+    }
   }
-  __device__ __forceinline__ void end_stage() { flush(totals, sums, low); }
   __device__ __forceinline__ const Sums& result() {
 #pragma unroll
     for (int i = 0; i < kRowProducts; ++i) {
@@ -68,73 +74,63 @@ struct Accumulators<2> {
   }
 };
 
-__device__ __forceinline__ unsigned char* input_stage(int stage) {
-  return shared_memory() + kInputRing + stage * kInputBytes;
+// Some warps: multiply what the others load, and store the sums.
+__device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* output,
+                                               const Items& items) {
+  const Multiplier warp;
+  Ring<C::input_stages> input(0);
+  Ring<C::weight_stages> weights(0);
+  int next;
+#pragma unroll 1
+  for (int index = items.first(); index < items.count(); index = next) {
+    next = items.after(index);  // early: it takes a look at memory
+    const Item item(index);
+    const Target target(output, item, 0, warp.channel_group, 0);
+    const Finishes finishes(bias, items, item, target, warp.lane);  // early, too
+    Accumulators<C::parts> accumulators;
+    accumulators.start();
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      barrier_wait(&barriers().input_full[input.stage], input.parity);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        // Weights that stay are there for good after the first phase.
+        barrier_wait(&barriers().weights_full[weights.stage], C::resident ? 0 : weights.parity);
+        accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
+                              Taps(Input::stage(input.stage), stage * C::stage_taps));
+        if constexpr (!C::resident) arrive_as_warp(&barriers().weights_empty[weights.stage]);
+        weights.advance();
+      }
+      arrive_as_warp(&barriers().input_empty[input.stage]);
+      input.advance();
+    }
+    store(accumulators.result(), finishes, target, warp);
+  }
 }
-
-// Copies under way beyond those that the next stage of weights needs. Of a chunk's first stage all
-// have to be complete, if input is copied too.
-constexpr int kAhead = C::resident ? 0 : C::weight_stages - 2;
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch) {
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
-  const Multiplier warp;
-  Loader loader(input, items);
-  WeightStream weights(scratch + C::packed_at, items);
-  loader.fill(input_stage(0));
-#pragma unroll 1
-  for (int i = 0; i < (C::resident ? kTileStages : C::weight_stages - 1); ++i) {
-    weights.start();
-    copy_async_commit();
+  if (threadIdx.x == 0) init_barriers();
+  __syncthreads();
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (warp >= kFirstMultiplier) {
+    multiply_tiles(bias, output, items);
+  } else if (warp == 0) {
+    stream_weights(scratch + C::packed_at, items);
+  } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+    copy_input<Input>(input, items);
+  } else {
+    load_input<Input>(input, items);
   }
-  int buffer = 0;
-  int slot = 0;
-#pragma unroll 1
-  for (int index = items.first(); index < items.count(); index = items.after(index)) {
-    Accumulators<C::parts> accumulators;
-    accumulators.start();
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll 1
-      for (int stage = 0; stage < kWeightStages; ++stage) {
-        if (stage == 0 && (kCopied || C::resident)) {
-          copy_async_wait<0>();
-        } else if (!C::resident) {
-          copy_async_wait<kAhead>();
-        }
-        // What others have loaded is there, and what is loaded over has been read.
-        if (stage == 0 || !C::resident) __syncthreads();
-        if constexpr (!C::resident) weights.start();
-        unsigned char* const next = input_stage(buffer ^ 1);
-        if (stage < kBatches) loader.start(stage, next);
-        copy_async_commit();
-        accumulators.multiply(warp, shared_memory() + kWeightRing + slot * kWeightBytes,
-                              input_stage(buffer), stage * C::stage_taps);
-        accumulators.end_stage();
-        if (stage < kBatches) loader.finish(stage, next);
-        if (++slot == C::weight_stages) slot = 0;
-      }
-      // What the stages had no registers for.
-#pragma unroll 1
-      for (int i = kWeightStages; i < kBatches; ++i) {
-        loader.start(i, input_stage(buffer ^ 1));
-        loader.finish(i, input_stage(buffer ^ 1));
-      }
-      if (kCopied && kBatches > kWeightStages) copy_async_commit();
-      buffer ^= 1;
-    }
-    store(accumulators.result(), bias, output, items, Item(index), warp);
-  }
-  copy_async_wait<0>();
 }
 
 }  // namespace ampere
 }  // namespace fastconv
 
-extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, Config::blocks)
+extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {
   fastconv::ampere::correlate(input, scratch, bias, output, batch);

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from fastconv.kernels import gpus
 from fastconv.kernels.ampere import block
 from fastconv.kernels.ampere.layers import Layer
-from fastconv.kernels.ampere.tiles import Tile, tiles_of
+from fastconv.kernels.ampere.tiles import INPUT_STAGES, Tile, tiles_of
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Constant, Declined, Gpu, Operands, Plan
 from fastconv.kernels.tensor import limits
@@ -136,11 +136,11 @@ def _explanation(tiles: tuple[Tile, ...]) -> list[str]:
 
 def _explain(tile: Tile) -> str:
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
-    rounds = ceil_div(tile.tiles, tile.gpu.processors * tile.blocks)
+    rounds = ceil_div(tile.tiles, tile.gpu.processors)
     return (
         f"{tile.cycles():.3g}: {tile.block_channels} channels x {tile.rows} rows x "
         f"{tile.columns} pixels by {tile.warps} warps of {tile.product_rows} x {tile.pixels}, "
-        f"{rounds} rounds of {tile.blocks}: {work}; {tile.shared_bytes // 1024} KiB shared"
+        f"{tile.loaders} that load, {rounds} rounds: {work}; {tile.shared_bytes // 1024} KiB shared"
     )
 
 
@@ -153,8 +153,8 @@ def _correlation(tile: Tile) -> Correlation:
         layer,
         "ampere/correlate.cuh",
         _constants(tile),
-        min(tile.tiles, tile.gpu.processors * tile.blocks),
-        tile.threads,
+        min(tile.tiles, tile.gpu.processors),
+        32 * tile.all_warps,
         tile.shared_bytes,
         blocks * layer.chunks * layer.taps * tile.tap_bytes,
         blocks * tile.block_channels,
@@ -168,7 +168,6 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         **layer_constants(layer),
         **ABSENT,
         "warps": tile.warps,
-        "blocks": tile.blocks,
         "product_rows": tile.product_rows,
         "channel_groups": tile.channel_groups,
         "pixels": tile.pixels,
@@ -177,13 +176,18 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "pitch": tile.pitch,
         "plane_padding": tile.plane_padding,
         "k_steps": layer.k_steps,
-        "stage_taps": layer.stage_taps,
+        "stage_taps": tile.stage_taps,
+        "period_taps": layer.period_taps,
+        "flush_taps": layer.flush_taps,
+        "input_stages": INPUT_STAGES,
         "weight_stages": tile.weight_stages,
         "resident": tile.resident,
-        "loaders": tile.threads,
-        "unit_vectors": 1,
+        "loaders": 32 * tile.loaders,
+        "unit_vectors": 2,
         "batch": tile.batch,
+        "batches_ahead": 1,
         "pass_pixels": tile.pass_pixels,
+        "buffers": tile.buffers,
         "store_vector": tile.store_vector,
         "shared_bytes": tile.shared_bytes,
     }

@@ -6,7 +6,9 @@ namespace fastconv {
 namespace ampere {
 
 using Sums = float[kRowProducts][kColumnProducts][4];
+constexpr int kPairs = kColumnProducts / 2;  // of eights of pixels
 using Left = unsigned[kRowProducts][4];
+using Right = unsigned[kPairs][4];
 
 __device__ __forceinline__ void clear(Sums& sums) {
 #pragma unroll
@@ -19,13 +21,31 @@ __device__ __forceinline__ void clear(Sums& sums) {
   }
 }
 
-// Where a tap's first pixel lies in a stage, in 16 bytes.
-__device__ __forceinline__ int tap_offset(int tap) {
+// Where a tap's first pixel lies in a stage of input, in bytes.
+__host__ __device__ constexpr int tap_offset(int tap) {
   const int row = tap / C::kernel_width;
   const int column = tap % C::kernel_width;
-  return (row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
-         row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases;
+  return ((row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
+          row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
+         16;
 }
+// Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
+// the kernel, or parts of one.
+constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
+                         (C::kernel_width % C::stage_taps == 0 && kColumnPhases == 1) ||
+                         kWeightStages == 1;
+
+// The taps of a stage of weights, in a stage of input.
+struct Taps {
+  const unsigned char* input;
+  int first;
+
+  __device__ Taps(const unsigned char* input_stage, int first)
+      : input(kSteady ? input_stage + tap_offset(first) : input_stage), first(first) {}
+  __device__ __forceinline__ const unsigned char* operator[](int j) const {
+    return input + (kSteady ? tap_offset(j) : tap_offset(first + j));
+  }
+};
 
 // What low parts are limited to before they are multiplied by each other: no finite one is larger.
 constexpr float kMostLow = 0x1p116f;
@@ -36,18 +56,18 @@ struct Multiplier {
   int warp;
   int lane;
   int channel_group;
-  int first_pixel;                  // of the tile
-  int weights;                      // in a stage, in bytes
-  int pixels[kColumnProducts / 2];  // in a stage, for the first tap, in bytes
+  int first_pixel;     // of the tile
+  int weights;         // in a stage, in bytes
+  int pixels[kPairs];  // in a stage, for the first tap, in bytes
 
   __device__ Multiplier() {
-    warp = static_cast<int>(threadIdx.x) / 32;
+    warp = static_cast<int>(threadIdx.x) / 32 - kFirstMultiplier;
     lane = static_cast<int>(threadIdx.x) % 32;
     channel_group = warp % C::channel_groups;
     first_pixel = warp / C::channel_groups * C::pixels;
     weights = channel_group * kProductBytes + (lane / 16 * kOutputs + lane % 16) * 16;
 #pragma unroll
-    for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
+    for (int pair = 0; pair < kPairs; ++pair) {
       int pixel = first_pixel + 16 * pair + lane / 16 * 8 + lane % 8;
       if (pixel >= kTilePixels) pixel = 0;  // whose sums are dropped
       const int place = pixel / C::tile_columns * C::pitch + pixel % C::tile_columns;
@@ -59,67 +79,91 @@ struct Multiplier {
 #pragma unroll
     for (int i = 0; i < kRowProducts; ++i) load_matrices(left[i], product + weights + i * 256);
   }
+  __device__ __forceinline__ void load_right(Right& right, const unsigned char* planes) const {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) load_matrices(right[pair], planes + pixels[pair]);
+  }
 
+  // The products of 16 channels with two times 8 pixels.
+  __device__ __forceinline__ static void add(Sums& sums, int i, int pair, const unsigned (&left)[4],
+                                             const unsigned (&right)[4]) {
+    const unsigned first[2] = {right[0], right[1]};
+    const unsigned second[2] = {right[2], right[3]};
+    mma(Factor{}, sums[i][2 * pair], left, first);
+    mma(Factor{}, sums[i][2 * pair + 1], left, second);
+  }
   // The products of `left` with two times 8 pixels.
   __device__ __forceinline__ static void add(Sums& sums, const Left& left,
                                              const unsigned (&right)[4], int pair) {
-    const unsigned first[2] = {right[0], right[1]};
-    const unsigned second[2] = {right[2], right[3]};
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) {
-      mma(Factor{}, sums[i][2 * pair], left[i], first);
-      mma(Factor{}, sums[i][2 * pair + 1], left[i], second);
-    }
+    for (int i = 0; i < kRowProducts; ++i) add(sums, i, pair, left[i], right);
   }
 
-  // The products of one stage of weights.
+  // The products of a stage of weights. Each step's operands are loaded while those of the one
+  // before are multiplied: the smaller one at once, to registers of its own, the other piece by
+  // piece, as registers become free.
   __device__ __forceinline__ void multiply(Sums& sums, const unsigned char* weight_stage,
-                                           const unsigned char* input_stage, int first_tap) const {
+                                           const Taps& taps) const {
+    constexpr int kSteps = C::stage_taps * C::k_steps;
+    const auto product = [&](int step) {
+      return weight_stage + step * (C::channel_groups * kProductBytes);
+    };
+    const auto planes = [&](int step) {
+      return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
+    };
+    constexpr bool kRowsFirst = kPairs <= kRowProducts;
+    Left left[kRowsFirst ? 1 : 2];
+    Right right[kRowsFirst ? 2 : 1];
+    load_left(left[0], product(0));
+    load_right(right[0], planes(0));
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      const unsigned char* const tap = input_stage + tap_offset(first_tap + j) * 16;
+    for (int step = 0; step < kSteps; ++step) {
+      const bool more = step + 1 < kSteps;
+      if constexpr (kRowsFirst) {
+        if (more) load_right(right[(step + 1) % 2], planes(step + 1));
 #pragma unroll
-      for (int k = 0; k < C::k_steps; ++k) {
-        Left left;
-        load_left(left, weight_stage + (j * C::k_steps + k) * (C::channel_groups * kProductBytes));
+        for (int i = 0; i < kRowProducts; ++i) {
 #pragma unroll
-        for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
-          unsigned right[4];
-          load_matrices(right, tap + pixels[pair] + 2 * k * kPlaneBytes);
-          add(sums, left, right, pair);
+          for (int pair = 0; pair < kPairs; ++pair) {
+            add(sums, i, pair, left[0][i], right[step % 2][pair]);
+          }
+          if (more) load_matrices(left[0][i], product(step + 1) + weights + i * 256);
+        }
+      } else {
+        if (more) load_left(left[(step + 1) % 2], product(step + 1));
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          add(sums, left[step % 2], right[0][pair], pair);
+          if (more) load_matrices(right[0][pair], planes(step + 1) + pixels[pair]);
         }
       }
     }
   }
 
-  // The same of numbers in two parts: the products of two high parts to `sums`, those of a high and
-  // a low one, which are far smaller, to `low`.
+  // The products of a tap, of numbers in two parts: of two high parts to `sums`, of a high and a
+  // low one, which are far smaller, to `low`.
   __device__ __forceinline__ void multiply_split(Sums& sums, Sums& low,
-                                                 const unsigned char* weight_stage,
-                                                 const unsigned char* input_stage,
-                                                 int first_tap) const {
+                                                 const unsigned char* tap_weights,
+                                                 const unsigned char* tap_input) const {
     constexpr int kPart = C::channel_groups * kProductBytes;
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      const unsigned char* const tap = input_stage + tap_offset(first_tap + j) * 16;
+    for (int k = 0; k < C::k_steps; ++k) {
+      Left left, left_low;
+      load_left(left, tap_weights + 2 * k * kPart);
+      load_left(left_low, tap_weights + (2 * k + 1) * kPart);
+      Left smaller;
+      make_smaller(smaller, left);
 #pragma unroll
-      for (int k = 0; k < C::k_steps; ++k) {
-        const unsigned char* const product = weight_stage + (j * C::k_steps + k) * (2 * kPart);
-        Left left, left_low;
-        load_left(left, product);
-        load_left(left_low, product + kPart);
-#pragma unroll
-        for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
-          const unsigned char* const place = tap + pixels[pair] + 2 * k * kPlaneBytes;
-          unsigned right[4], right_low[4];
-          load_matrices(right, place);
-          load_matrices(right_low, place + kPartPixels * 16);
-          // Infinite ones first: an infinity's other products, which may overflow, change nothing.
-          add_enlarged(low, left, right_low, pair);
-          add(low, left_low, right, pair);
-          if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
-          add(sums, left, right, pair);
-        }
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const unsigned char* const place = tap_input + pixels[pair] + 2 * k * kPlaneBytes;
+        unsigned right[4], right_low[4];
+        load_matrices(right, place);
+        load_matrices(right_low, place + kPartPixels * 16);
+        // Infinite ones first: an infinity's other products, which may overflow, change nothing.
+        add(low, smaller, right_low, pair);
+        add(low, left_low, right, pair);
+        if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
+        add(sums, left, right, pair);
       }
     }
   }
@@ -141,20 +185,14 @@ struct Multiplier {
     return __float_as_uint(limited(__uint_as_float(low), kMostLow));
   }
 
-  // Products with the input's low parts, which are enlarged where they are halves: so weights are
-  // made as much smaller.
-  __device__ __forceinline__ static void add_enlarged(Sums& low, const Left& left,
-                                                      const unsigned (&right)[4], int pair) {
-    if constexpr (C::halves) {
-      Left smaller;
+  // Weights for the input's low parts, which are enlarged where they are halves.
+  __device__ __forceinline__ static void make_smaller(Left& smaller, const Left& left) {
 #pragma unroll
-      for (int i = 0; i < kRowProducts; ++i) {
+    for (int i = 0; i < kRowProducts; ++i) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) smaller[i][k] = halves_by_2048th(left[i][k]);
+      for (int k = 0; k < 4; ++k) {
+        smaller[i][k] = C::halves ? halves_by_2048th(left[i][k]) : left[i][k];
       }
-      add(low, smaller, right, pair);
-    } else {
-      add(low, left, right, pair);
     }
   }
 };

@@ -6,50 +6,105 @@
 namespace fastconv {
 namespace ampere {
 
-// How the sums of a lane's rows become outputs: those of products' upper and lower 8 rows.
-using Finishes = Finish[kRowProducts][2];
+// How the sums of a warp's rows become outputs: each lane knows it of every 32nd row.
+struct Finishes {
+  static constexpr int kRows = ceil_div(kOutputs, 32);  // of a lane
+  Finish of[kRows];
 
-using Stored = Vector<Scalar, C::store_vector>;
+  __device__ Finishes(const Scalar* bias, const Items& items, const Item& item,
+                      const Target& target, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = 32 * i + lane;
+      if (kOutputs % 32 == 0 || row < kOutputs) of[i] = finish_of(bias, items, item, target, row);
+    }
+  }
+  // The one that a lane needs, of eight rows.
+  __device__ __forceinline__ Finish of_eight(int eight, int lane) const {
+    const int source = eight % 4 * 8 + lane / 4;
+    Finish finish;
+    finish.bias = __shfl_sync(~0u, of[eight / 4].bias, source);
+    if constexpr (C::halves) finish.factor = __shfl_sync(~0u, of[eight / 4].factor, source);
+    return finish;
+  }
+};
+
+using Stored = Bits<C::store_vector * kScalarBytes>::type;
 static_assert(C::store_vector == 1 || C::out_channels_last || kStoredStep == 1, "neighbours");
 
-// Stores a vector of what is staged: of a channel, and of one of the tile's pixels.
-__device__ __forceinline__ void store_staged(const Target& target, const Scalar* staged, int row,
-                                             int pixel) {
-  const int line = pixel / C::tile_columns;
-  const int column = target.column + pixel % C::tile_columns;
-  const bool valid = pixel < kTilePixels && column < C::out_width && target.exists(row, line);
-  target.store(row, line, column, *reinterpret_cast<const Stored*>(staged), valid);
-}
+// One of the tile's pixels, where a lane stores.
+struct Spot {
+  int line, column;
+  bool valid;
+
+  __device__ Spot(const Target& target, int pixel) {
+    line = pixel / C::tile_columns;
+    column = target.column + pixel % C::tile_columns;
+    valid = pixel < kTilePixels && column < C::out_width;
+  }
+  __device__ __forceinline__ void store(const Target& target, const Scalar* staged,
+                                        int channel) const {
+    target.store(channel, line, column, *reinterpret_cast<const Stored*>(staged),
+                 valid && target.exists(channel, line));
+  }
+};
+
+__host__ __device__ constexpr int power_of_two_in(int n) { return n & -n; }
 
 // Contiguous outputs: the rows of 8 channels at a time.
 __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
                                            Scalar* staging, const Target& target,
                                            const Multiplier& warp) {
-  constexpr int kVectors = C::pass_pixels / C::store_vector;  // of a channel
+  // Lanes share a channel's row, as many as there can be without a remainder: so each stores the
+  // same pixels of all channels.
+  constexpr int kVectors = C::pass_pixels / C::store_vector;
+  constexpr int kLanes = power_of_two_in(kVectors) < 32 ? power_of_two_in(kVectors) : 32;
   const int lane = warp.lane;
 #pragma unroll
-  for (int i = 0; i < 2 * kRowProducts * kPasses; ++i) {
-    const int product = i / (2 * kPasses);
-    const int half = i / kPasses % 2;
-    const int pass = i % kPasses;
-    __syncwarp();  // the last ones have been read
-    Scalar* const row = staging + lane / 4 * kRowPitch + lane % 4 * 2;
+  for (int turn = 0; turn < kPasses; ++turn) {
 #pragma unroll
-    for (int j = 0; j < C::pass_pixels / 8; ++j) {
-      const float* const pair = sums[product][pass * (C::pass_pixels / 8) + j] + 2 * half;
-      const Finish& finish = finishes[product][half];
-      *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
-          narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
-    }
-    __syncwarp();
-#pragma unroll 2
-    for (int at = lane; at < 8 * kVectors; at += 32) {
-      const int channel = at / kVectors;
-      const int pixel = at % kVectors * C::store_vector;
-      store_staged(target, staging + channel * kRowPitch + pixel, 16 * product + 8 * half + channel,
-                   warp.first_pixel + pass * C::pass_pixels + pixel);
+    for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
+      if (C::buffers == 1) __syncwarp();  // the last ones have been read
+      Scalar* const buffer = staging + eight % C::buffers * 8 * kRowPitch;
+      Scalar* const row = buffer + lane / 4 * kRowPitch + lane % 4 * 2;
+      const Finish finish = finishes.of_eight(eight, lane);
+#pragma unroll
+      for (int j = 0; j < C::pass_pixels / 8; ++j) {
+        const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
+        *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
+            narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int part = 0; part < kVectors / kLanes; ++part) {
+        const int pixel = (part * kLanes + lane % kLanes) * C::store_vector;
+        const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+#pragma unroll
+        for (int first = 0; first < 8; first += 32 / kLanes) {
+          const int channel = first + lane / kLanes;
+          if (kLanes < 4 && channel >= 8) break;
+          spot.store(target, buffer + channel * kRowPitch + pixel, 8 * eight + channel);
+        }
+      }
     }
   }
+}
+
+// A lane's sums of two pixels and a channel, in the staging space.
+__device__ __forceinline__ void stage_pixels(float* pixel, float first, float second) {
+  pixel[0] = first;
+  pixel[kPixelPitch] = second;
+}
+// 16-bit types: lanes of neighbouring channels change numbers, so that each has both channels of
+// one pixel.
+template <class Half>
+__device__ __forceinline__ void stage_pixels(Half* pixel, float first, float second) {
+  const unsigned own = narrow_pair(Half{}, first, second);
+  const unsigned other = __shfl_xor_sync(~0u, own, 4);
+  const bool odd = threadIdx.x / 4 % 2 != 0;
+  Half* const target = odd ? pixel + kPixelPitch - 1 : pixel;
+  *reinterpret_cast<unsigned*>(target) =
+      odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
 }
 
 // Channels-last outputs: all channels of some pixels at a time.
@@ -59,19 +114,16 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
   constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
   const int lane = warp.lane;
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int turn = 0; turn < kPasses; ++turn) {
     __syncwarp();  // the last ones have been read
 #pragma unroll
-    for (int j = 0; j < C::pass_pixels / 8; ++j) {
+    for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
+      const Finish finish = finishes.of_eight(eight, lane);
 #pragma unroll
-      for (int product = 0; product < kRowProducts; ++product) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int pixel = 8 * j + lane % 4 * 2 + k % 2;
-          const int channel = 16 * product + k / 2 * 8 + lane / 4;
-          const float sum = sums[product][pass * (C::pass_pixels / 8) + j][k];
-          staging[pixel * kPixelPitch + channel] = narrow<Scalar>(finishes[product][k / 2](sum));
-        }
+      for (int j = 0; j < C::pass_pixels / 8; ++j) {
+        const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
+        stage_pixels(staging + (8 * j + lane % 4 * 2) * kPixelPitch + 8 * eight + lane / 4,
+                     finish(pair[0]), finish(pair[1]));
       }
     }
     __syncwarp();
@@ -79,21 +131,14 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
     for (int at = lane; at < C::pass_pixels * kVectors; at += 32) {
       const int pixel = at / kVectors;
       const int channel = at % kVectors * C::store_vector;
-      store_staged(target, staging + pixel * kPixelPitch + channel, channel,
-                   warp.first_pixel + pass * C::pass_pixels + pixel);
+      const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+      spot.store(target, staging + pixel * kPixelPitch + channel, channel);
     }
   }
 }
 
-__device__ __forceinline__ void store(const Sums& sums, const Scalar* bias, Scalar* output,
-                                      const Items& items, const Item& item,
-                                      const Multiplier& warp) {
-  const Target target(output, item, 0, warp.channel_group, 0);
-  Finishes finishes;
-#pragma unroll
-  for (int i = 0; i < 2 * kRowProducts; ++i) {
-    finishes[i / 2][i % 2] = finish_of(bias, items, item, target, 8 * i + warp.lane / 4);
-  }
+__device__ __forceinline__ void store(const Sums& sums, const Finishes& finishes,
+                                      const Target& target, const Multiplier& warp) {
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warp.warp * kStagingBytes);
   if constexpr (C::out_channels_last) {

@@ -14,6 +14,7 @@ from fastconv.kernels.tensor.layers import (
 
 CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
 MOST_K_STEPS = 4
+MOST_STAGE_PRODUCTS = {1: 12, 2: 7}  # of a stage of weights, by parts: they are written out
 
 
 class Layer(layers.Layer):
@@ -26,12 +27,31 @@ class Layer(layers.Layer):
         return min(self.steps, most, ceil_div(CHUNK_PRODUCTS, self.taps))
 
     @lazy
-    def stage_taps(self) -> int:
-        """Taps of a stage of weights; sums of numbers in two parts are flushed after each."""
-        choices = [n for n in divisors(self.taps) if n * self.k_steps <= self.stage_products]
-        return max(choices or [1])
+    def stages_taps(self) -> list[int]:
+        """How many taps a stage of weights may have, the most first."""
+        choices = [n for n in self._few_taps if n % self.period_taps == 0]
+        return sorted(choices, reverse=True)
 
-    @property
-    def stages(self) -> int:
-        """Of weights, in a chunk."""
-        return self.taps // self.stage_taps
+    @lazy
+    def period_taps(self) -> int:
+        """Taps after which it repeats when the sums of numbers in two parts are flushed.
+
+        So many that few flushes are early.
+        """
+        if self.parts == 1:
+            return 1
+        return max(self._few_taps, key=lambda n: n / self._flushes(n))
+
+    @lazy
+    def flush_taps(self) -> int:
+        """Taps after which they are, in a period."""
+        return ceil_div(self.period_taps, self._flushes(self.period_taps))
+
+    @lazy
+    def _few_taps(self) -> list[int]:
+        most = MOST_STAGE_PRODUCTS[self.parts]
+        few = [n for n in divisors(self.taps) if n * self.k_steps <= most]
+        return few or [1]
+
+    def _flushes(self, taps: int) -> int:
+        return ceil_div(taps, max(1, self.stage_products // self.k_steps))

@@ -12,34 +12,47 @@ from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
 
-BLOCKS = ((4, 2), (8, 1))
-"""Warps of a block, and blocks of a processor: their registers are all that there are."""
+TEAMS = ((4, 3), (8, 3), (8, 7), (4, 7), (4, 11))
+"""Warps of a block that multiply, and that load input; another one streams weights."""
 
-MOST_ROWS = {1: 64, 2: 32}  # output channels of a warp's products, by parts
-MOST_SUMS = {1: 128, 2: 48}  # of a thread, in each set of them
+# What a thread of so many warps has registers for: output channels of a warp's products, and sums
+# in each set of them, by parts.
+MOST_SUMS = {8: {1: 128, 2: 48}, 12: {1: 96, 2: 32}, 16: {1: 64, 2: 16}}
+MOST_ROWS = {1: 64, 2: 32}
 MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # of a warp, by rows: their places take registers
+INPUT_STAGES = 2
 MOST_WEIGHT_STAGES = 4
 FEWEST_WEIGHT_STAGES = 2
 TILE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
-# Registers for units of input that are loaded while others are multiplied, by parts.
-UNIT_REGISTERS = {1: 8, 2: 4}
-MOST_COPIES = 2  # of which only the addresses take any
+# Of a loading thread, for what it has under way, by warps. One batch: who waits for one waits for
+# all that were begun, so that a second would gain nothing.
+BATCH_REGISTERS = {8: 96, 12: 64, 16: 48}
 
-# Estimated. Instructions of a warp: to load 32 vectors, copied; loaded as vectors; channel by
-# channel, for each channel, and in any case. More for numbers in two parts, and to scale halves.
-COPY_INSTRUCTIONS = 14.0
-VECTOR_INSTRUCTIONS = 24.0
-CHANNEL_INSTRUCTIONS = 2.5
-PIXEL_INSTRUCTIONS = 22.0
-SPLIT_INSTRUCTIONS = 4.0
-HALVES_INSTRUCTIONS = 28.0
-SCHEDULERS = 4  # instructions of a processor in a cycle
-SHARED_BYTES = 128.0  # that it reads in a cycle
-FLUSH_INSTRUCTIONS = {False: 1.0, True: 5.0}  # of a sum, if totals are compensated or not
-SECTOR = 32  # bytes that memory writes at once
-TILE_CYCLES = 1500.0  # to start and to end a tile
-EXPOSED_STORES = {1: 0.5, 2: 0.2}  # the share of stores that nothing hides, by blocks
+# Estimated cycles of a warp that multiplies: from a stage of weights to the next; for a sum that is
+# flushed, compensated or not; to end a tile, for each sum, and for each vector of them.
+STAGE_CYCLES = 90.0
+FLUSH_CYCLES = {False: 1.2, True: 6.0}
+TILE_CYCLES = 900.0
+SUM_CYCLES = 2.0
+VECTOR_CYCLES = 14.0
+EXPOSED = {4: 1.0, 8: 0.6}  # what of that no other warp of the same scheduler hides
+# What products take of what they would take alone, by parts; and the operands they read.
+PRODUCT_SHARE = {1: 0.93, 2: 1.2}
+OPERAND_SHARE = 0.49
+SHARED_BYTES = 128.0  # that a processor reads in a cycle
+# Of a warp that loads: a vector that is copied as it is, one that is loaded, a pixel's two, each of
+# their numbers, more for numbers in two parts and to scale halves; and how long memory takes.
+COPY_CYCLES = 6.0
+VECTOR_LOAD_CYCLES = 50.0
+PIXEL_CYCLES = 60.0
+NUMBER_CYCLES = 10.0
+SPLIT_CYCLES = 6.0
+HALVES_CYCLES = 4.0
+LATENCY_CYCLES = 1200.0
+# Of memory that is written: a sector, and what one costs more that is written in two pieces.
+SECTOR = 32
+PARTIAL_BYTES = 150.0
 
 
 @dataclass(frozen=True)
@@ -48,13 +61,14 @@ class Tile:
 
     layer: Layer
     gpu: Gpu
-    warps: int
-    blocks: int  # of a processor
+    warps: int  # that multiply
+    loaders: int
     product_rows: int
     channel_groups: int
     pixels: int  # of a warp
     rows: int
     columns: int
+    stage_taps: int = 0
     weight_stages: int = 0
 
     @property
@@ -63,12 +77,12 @@ class Tile:
         height, width = self.layer.out_size
         return (
             f"{height}x{width} in {self.rows}x{self.columns} "
-            f"{self.warps}x{self.product_rows}x{self.pixels}/{self.channel_groups}"
+            f"{self.warps}+{self.loaders}x{self.product_rows}x{self.pixels}/{self.channel_groups}"
         )
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
+    def all_warps(self) -> int:
+        return self.warps + self.loaders + 1
 
     @property
     def tile_pixels(self) -> int:
@@ -106,11 +120,11 @@ class Tile:
 
     @property
     def weight_bytes(self) -> int:
-        return self.layer.stage_taps * self.tap_bytes
+        return self.stage_taps * self.tap_bytes
 
     @property
     def all_weight_stages(self) -> int:
-        return self.layer.chunks * self.layer.stages
+        return self.layer.chunks * self.layer.taps // self.stage_taps
 
     @property
     def resident(self) -> bool:
@@ -132,7 +146,7 @@ class Tile:
         operands = self.layer.operands
         if operands.output_channels_last:
             return 32 // operands.scalar_bytes
-        return next(n for n in (64, 48, 32, 16) if self.pixels % n == 0)
+        return next(n for n in (64, 32, 48, 16) if self.pixels % n == 0)
 
     @property
     def store_vector(self) -> int:
@@ -146,22 +160,34 @@ class Tile:
         return operands.widest_vector(layer.image_size[1], layer.out_size[1], self.columns)
 
     @property
+    def buffers(self) -> int:
+        """Of a warp, where outputs are contiguous: two where nothing else would hide the wait."""
+        return 2 if self.warps == 4 else 1
+
+    @property
     def staging_bytes(self) -> int:
         operands = self.layer.operands
         if operands.output_channels_last:
             elements = self.pass_pixels * (self.product_rows + operands.vector)
         else:
-            elements = 8 * (round_up(self.pass_pixels, 32) + 8)
+            elements = self.buffers * 8 * (round_up(self.pass_pixels, 32) + 8)
         return self.warps * elements * operands.scalar_bytes
 
     @property
     def input_bytes(self) -> int:
-        """Of both stages."""
-        return 2 * self.layer.parts * self.vectors * 16
+        """Of all stages, with their barriers."""
+        return INPUT_STAGES * (self.layer.parts * self.vectors * 16 + 16)
+
+    @property
+    def powers_bytes(self) -> int:
+        """Of what loaders multiply a chunk's channels by."""
+        layer = self.layer
+        return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.halves
 
     @property
     def shared_bytes(self) -> int:
-        return self.input_bytes + self.weight_stages * self.weight_bytes + self.staging_bytes
+        weights = self.weight_stages * (self.weight_bytes + 16)
+        return self.input_bytes + weights + self.staging_bytes + self.powers_bytes
 
     @property
     def strips(self) -> int:
@@ -180,91 +206,112 @@ class Tile:
     def tiles(self) -> int:
         return self.image_tiles * self.layer.batch
 
+    @property
+    def units(self) -> int:
+        """That loaders load: vectors, or a pixel's two."""
+        return self.vectors if self.layer.vector_loads else self.vectors // 2
+
+    @property
+    def unit_registers(self) -> int:
+        return 4 if self.layer.vector_loads else 2 * self.layer.vector_channels
+
     @lazy
     def batch(self) -> int:
-        """Units of input that a thread loads at once, beside a stage of weights."""
-        layer = self.layer
-        if layer.copied:
-            most = MOST_COPIES
-        else:
-            registers = 4 if layer.vector_loads else layer.vector_channels
-            most = max(1, UNIT_REGISTERS[layer.parts] // registers)
-        return min(most, ceil_div(self.vectors, self.threads * layer.stages))
+        """Units that a thread loads at once: so many that few are left over for the last batch."""
+        units = ceil_div(self.units, 32 * self.loaders)  # of a thread
+        most = BATCH_REGISTERS[self.all_warps] // self.unit_registers
+        return ceil_div(units, ceil_div(units, most))
 
     def fitted(self) -> Tile | None:
-        """With as many stages of weights as fit shared memory; None if too few do."""
-        budget = self.gpu.shared_budget(self.blocks)
-        stages = (budget - self.input_bytes - self.staging_bytes) // self.weight_bytes
-        everything = self.all_weight_stages
-        if self.alone and stages >= everything:
-            return replace(self, weight_stages=everything)
-        if stages < FEWEST_WEIGHT_STAGES:
-            return None
-        return replace(self, weight_stages=min(stages, MOST_WEIGHT_STAGES))
+        """With the largest stages of weights of which enough fit shared memory; None if none do."""
+        for taps in self.layer.stages_taps:
+            tile = replace(self, stage_taps=taps)
+            room = self.gpu.shared_budget(1) - tile.shared_bytes
+            stages = room // (tile.weight_bytes + 16)
+            if self.alone and stages >= tile.all_weight_stages:
+                return replace(tile, weight_stages=tile.all_weight_stages)
+            if stages >= FEWEST_WEIGHT_STAGES:
+                return replace(tile, weight_stages=min(stages, MOST_WEIGHT_STAGES))
+        return None
 
     @lazy
     def work(self) -> dict[str, float]:
         """What a tile takes a processor, in cycles, if there were nothing else to do."""
         layer, rates = self.layer, gpus.rates(self.gpu)
-        products = self.product_rows // 16 * (self.pixels // 8) * self.warps
         steps = layer.chunks * layer.k_steps * layer.taps
         multiplied = self.tile_pixels * self.block_channels * 2 * layer.vector_channels
         matrices = self.warps * (self.product_rows + self.pixels) // 16 * layer.parts
-        issued = float(steps * (products * layer.products + matrices))
+        sums = self.product_rows * self.pixels // 32  # of a thread
+        ends = self.all_weight_stages * STAGE_CYCLES + TILE_CYCLES
         if layer.parts == 2:
-            sums = products * 4 * FLUSH_INSTRUCTIONS[layer.compensated]
-            issued += layer.chunks * layer.stages * sums
-        issued += layer.chunks * self.vectors / 32 * self._load_instructions
-        loaded = self._loaded_bytes
+            flushes = layer.chunks * layer.taps / layer.flush_taps
+            ends += flushes * sums * FLUSH_CYCLES[layer.compensated]
+        ends += sums * (SUM_CYCLES + VECTOR_CYCLES / self.store_vector)
         weights = 0 if self.resident else layer.chunks * layer.taps * self.tap_bytes
         outputs = self.rows * min(self.columns, layer.out_size[1] / self.strips)
         channels = layer.group_out / self.output_groups
         stored = outputs * channels * layer.written * layer.operands.scalar_bytes
-        stored *= self._store_loss
+        products = steps * layer.products * multiplied / rates.products[layer.multiplied]
+        operands = steps * matrices * 512 / SHARED_BYTES
         return {
-            "products": steps * layer.products * multiplied / rates.products[layer.multiplied],
-            "shared": steps * matrices * 512 / SHARED_BYTES,
-            "issue": issued / SCHEDULERS,
-            "loads": (loaded + weights) / rates.l2_bytes,
-            "stores": stored / rates.memory_bytes,
+            "multiply": EXPOSED[self.warps] * ends
+            + PRODUCT_SHARE[layer.parts] * products
+            + OPERAND_SHARE * operands,
+            "load": self._load_cycles,
+            "read": (self._loaded_bytes + weights) / rates.l2_bytes,
+            "write": stored * self._store_loss / rates.memory_bytes,
         }
 
     @property
     def _store_loss(self) -> float:
-        """What more is stored, where runs of neighbours share their first and last sectors."""
+        """What more is written, where pieces of rows share their first and last sectors."""
         layer, operands = self.layer, self.layer.operands
-        last = operands.output_channels_last
-        run = (self.product_rows if last else self.columns) * operands.scalar_bytes
-        whole = (layer.group_out if last else layer.image_size[1]) * operands.scalar_bytes
-        return 1.0 if run % SECTOR == whole % SECTOR == 0 else 1.0 + 2 * SECTOR / run
+        size, last = operands.scalar_bytes, operands.output_channels_last
+        run = (self.product_rows if last else self._run_pixels) * size
+        whole = (layer.group_out if last else layer.image_size[1]) * size
+        return 1.0 if run % SECTOR == whole % SECTOR == 0 else 1.0 + 2 * PARTIAL_BYTES / run
 
     @property
-    def _load_instructions(self) -> float:
-        """To load 32 vectors of input."""
-        layer = self.layer
+    def _run_pixels(self) -> float:
+        """Neighbours that are stored together: rows may be cut where a warp's pixels end."""
+        pixels = self.rows * self.columns
+        if self.columns % self.pass_pixels == 0:
+            return self.columns
+        cuts = {*range(0, pixels, self.columns), *range(0, pixels, self.pass_pixels)}
+        return pixels / len(cuts)
+
+    @property
+    def _load_cycles(self) -> float:
+        """Of the warps that load."""
+        layer, threads = self.layer, 32 * self.loaders
         if layer.copied:
-            return COPY_INSTRUCTIONS
-        numbers = layer.vector_channels
-        split = SPLIT_INSTRUCTIONS * numbers * (layer.parts - 1)
-        if layer.vector_loads:
-            return VECTOR_INSTRUCTIONS + split
-        scale = HALVES_INSTRUCTIONS if layer.halves else 0
-        return PIXEL_INSTRUCTIONS + CHANNEL_INSTRUCTIONS * numbers + split + scale
+            copies = self.vectors / threads * COPY_CYCLES
+            return layer.chunks * (copies + LATENCY_CYCLES / INPUT_STAGES)
+        numbers = self.unit_registers
+        of_unit = VECTOR_LOAD_CYCLES if layer.vector_loads else PIXEL_CYCLES
+        of_unit += NUMBER_CYCLES * numbers
+        of_unit += (
+            SPLIT_CYCLES * numbers * (layer.parts - 1) + HALVES_CYCLES * numbers * layer.halves
+        )
+        batches = ceil_div(self.units, threads * self.batch)
+        return layer.chunks * batches * (LATENCY_CYCLES + self.batch * of_unit)
 
     @property
     def _loaded_bytes(self) -> float:
+        """Each line of each channel, or of all of them, has a sector that it needs a part of."""
         layer = self.layer
-        return layer.chunks * self.vectors * layer.vector_channels * layer.operands.scalar_bytes
+        channels = 2 * layer.k_steps * layer.vector_channels
+        lines = layer.slots * self.halo_rows * (4 if layer.vector_loads else channels)
+        loaded = self.vectors * layer.vector_channels * layer.operands.scalar_bytes
+        return layer.chunks * (loaded + lines * SECTOR)
 
     @lazy
     def tile_cycles(self) -> float:
-        exposed = EXPOSED_STORES[self.blocks] * self.work["stores"]
-        return TILE_CYCLES / self.blocks + exposed + together(*self.work.values())
+        return together(*self.work.values())
 
     def cycles(self) -> float:
         """What the whole layer takes, estimated."""
-        rounds = ceil_div(self.tiles, self.gpu.processors * self.blocks)
-        return rounds * self.blocks * self.tile_cycles
+        return ceil_div(self.tiles, self.gpu.processors) * self.tile_cycles
 
 
 def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
@@ -281,12 +328,15 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
 
 
 def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
-    for warps, blocks in BLOCKS:
+    for warps, loaders in TEAMS:
+        if layer.copied and 32 * loaders % (2 * layer.k_steps):
+            continue  # a thread stays in its plane
+        most_sums = MOST_SUMS[warps + loaders + 1][layer.parts]
         for rows, groups in _channels(layer, warps):
-            most = min(MOST_PIXELS[rows], MOST_SUMS[layer.parts] * 32 // rows)
+            most = min(MOST_PIXELS[rows], most_sums * 32 // rows)
             for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16)):
                 for shape in _shapes(layer, warps // groups * pixels):
-                    yield Tile(layer, gpu, warps, blocks, rows, groups, pixels, *shape)
+                    yield Tile(layer, gpu, warps, loaders, rows, groups, pixels, *shape)
 
 
 def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:

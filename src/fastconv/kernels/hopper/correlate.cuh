@@ -51,10 +51,10 @@
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
 // truncates as it accumulates, so sums move to registers of their own after every stage of weights.
 #pragma once
-#include "hopper/correlate_load.cuh"
 #include "hopper/correlate_multiply.cuh"
 #include "hopper/correlate_stage.cuh"
 #include "hopper/correlate_store.cuh"
+#include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
 namespace fastconv {
@@ -150,9 +150,9 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
       if constexpr (C::staged) {
         stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
       } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
-        copy_input(input, items);
+        copy_input<Input>(input, items);
       } else {
-        load_input(input, items);
+        load_input<Input>(input, items);
       }
     } else if (threadIdx.x == 0) {
       stream_weights(scratch + C::packed_at, items);

@@ -5,7 +5,7 @@
 // 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
 // rows may begin anywhere.
 #pragma once
-#include "hopper/correlate_load.cuh"
+#include "tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -149,7 +149,8 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
 // vectors, and `of_chunk` is its first channel.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
-                                        const ChunkPowers& powers, int of_chunk, Range& range) {
+                                        const ChunkPowers<kPowersCopied>& powers, int of_chunk,
+                                        Range& range) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
@@ -180,7 +181,8 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
 
 // Looks at every number of those channels of a piece in which each counts.
 __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
-                                        const ChunkPowers& powers, int of_chunk, Range& range) {
+                                        const ChunkPowers<kPowersCopied>& powers, int of_chunk,
+                                        Range& range) {
 #pragma unroll 1
   for (int i = 0; i < kPieceChannels; ++i) {
     const float power = powers.powers[of_chunk + i];
@@ -218,13 +220,13 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
   Ring<C::raw_slots> arrived(0);
-  ChunkPowers powers(warp);
+  ChunkPowers<kPowersCopied> powers(Input::powers(warp));
   int piece = warp;
   for (StageCursor stage(items); stage.more(); stage.advance()) {
     const Source source(input, stage);
     Range range;
     powers.load(items, stage.item.image, source.column_of(stage.item.group));
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    Input::wait(at);
     for (; piece < kPieces; piece += kLoaderWarps) {
       const int of_chunk = piece % C::k_steps * kPieceChannels;
       const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
@@ -235,19 +237,16 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
         __syncwarp();
       }
       const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
-      convert(Piece(source, piece), arrived_raw,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scales, powers, of_chunk,
-              range);
+      convert(Piece(source, piece), arrived_raw, Input::stage(at.stage), lane, scales, powers,
+              of_chunk, range);
       if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
       __syncwarp();
       fetch_next(arrived.stage);
       arrived.advance();
     }
     piece -= kPieces;
-    judge(items, range, stage.item.image, at.stage);
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+    judge<Input>(items, range, stage.item.image, at.stage);
+    Input::show(at.stage);
     at.advance();
   }
 }

@@ -98,18 +98,27 @@ __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity;
+// The ring of input stages, for those who load it (tensor/load.cuh).
+struct Input {
+  static constexpr int kStages = C::input_stages;
+  static constexpr bool kPowersCopied = hopper::kPowersCopied;
 
-  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+  __device__ __forceinline__ static unsigned char* stage(int stage) {
+    return shared_memory() + kInputRing + stage * kInputBytes;
+  }
+  __device__ __forceinline__ static float* powers(int warp) {
+    return reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes);
+  }
+  __device__ __forceinline__ static void wait(const Ring<kStages>& at) {
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+  }
+  __device__ __forceinline__ static void show(int stage) {
+    fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().input_full[stage]);
+  }
+  __device__ __forceinline__ static void mark(int stage, int warp, bool watched) {
+    watch().marks[stage][warp] = watched;
   }
 };
 

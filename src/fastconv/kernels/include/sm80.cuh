@@ -7,7 +7,7 @@ namespace fastconv {
 
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
-// Stores an element if it is `valid`; or 16 bytes, at once and without a branch.
+// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
 template <class T>
 __device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
   if (valid) *global = value;
@@ -20,6 +20,16 @@ __device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool
       "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
       "}" ::"l"(global),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(uint2* global, const uint2& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.b32 [%0], {%1, %2};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(static_cast<int>(valid))
       : "memory");
 }
 
@@ -208,6 +218,58 @@ __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const 
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
                : "r"(shared_address(row))
                : "memory");
+}
+
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
+// comes after this.
+__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
+// what they copied, but not what the thread has written itself.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"  // may sleep
+#else
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#endif
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
 }
 
 }  // namespace fastconv

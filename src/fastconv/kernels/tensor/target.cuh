@@ -145,8 +145,8 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   }
   if constexpr (C::halves) {
     constexpr int kOfGroup = C::table_channels / C::groups;
-    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
-                    items.tables.images()[item.image];
+    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
+                    inverse(items.tables.images()[item.image]);  // a power of two
   }
   return finish;
 }

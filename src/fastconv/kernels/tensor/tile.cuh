@@ -119,6 +119,24 @@ struct Item {
   }
 };
 
+// --- Stages
+// ---------------------------------------------------------------------------------------
+
+// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // --- Channels ------------------------------------------------------------------------------------
 
 // A channel of the group as the products have it: one of the input's, at one of its phases.

@@ -1,36 +1,38 @@
-// Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
+// Warps that load input, chunk by chunk, for others to multiply: to registers and from there to
+// shared memory, transposed, rounded or split; or copied asynchronously as it is.
+//
+// A family's `Input` tells where: its stages are a ring, each of which loaders wait for until it is
+// empty, and show when it is full. Warp 0 has other things to do; loaders are those after it.
 #pragma once
-#include "hopper/correlate_tile.cuh"
 #include "tensor/input.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
-constexpr int kLoaders = 32 * kLoaderWarps;  // threads
-static_assert(kLoaders == C::loaders, "");
+constexpr int kLoaders = C::loaders;  // threads
 
-// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
+// What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
+template <bool kCopied>
 struct ChunkPowers {
   const float* powers;
   unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
   bool strict = false;  // whether one is negative
 
-  __device__ explicit ChunkPowers(int warp)
-      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
+  __device__ explicit ChunkPowers(float* copy) : powers(copy) {}
 
   __device__ __forceinline__ void load(const Items& items, int image, int column) {
     const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
     if (!C::halves || at == begin) return;
     at = begin;
     const float* const source = items.tables.powers(image) + column;
-    if constexpr (!kPowersCopied) powers = source;
+    if constexpr (!kCopied) powers = source;
     strict = false;
     __syncwarp();  // the last ones have been read
 #pragma unroll
     for (int first = 0; first < kChunkChannels; first += 32) {
       const int i = first + static_cast<int>(threadIdx.x) % 32;
       const float power = i < kChunkChannels ? source[i] : 0.0f;
-      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
+      if (kCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
       strict = strict || power < 0.0f;
     }
     strict = __any_sync(~0u, strict);
@@ -42,15 +44,18 @@ struct ChunkPowers {
 
 // Marks what a warp has seen since the last call: the image if float16 has not all of its numbers,
 // or the stage if they are not all finite.
+template <class Input>
 __device__ __forceinline__ void judge(const Items& items, HalfRange& range, int image, int) {
   items.judge(range, image);
 }
+template <class Input>
 __device__ __forceinline__ void judge(const Items&, LowRange& range, int, int stage) {
   const bool watched = !__all_sync(~0u, range.finite());
   const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
-  if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
+  if (threadIdx.x % 32 == 0) Input::mark(stage, warp, watched);
   range = LowRange();
 }
+template <class Input>
 __device__ __forceinline__ void judge(const Items&, NoRange&, int, int) {}
 
 // The same, and through the batches of each stage.
@@ -84,8 +89,9 @@ struct Batch {
   }
 
   // Writes them to a stage.
+  template <class Powers>
   __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
-                                        const ChunkPowers& powers, Range& range) const {
+                                        const Powers& powers, Range& range) const {
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
       const int index = thread + kLoaders * (batch * C::batch + k);
@@ -103,15 +109,15 @@ struct Batch {
   }
 };
 
-// Three warps: load all input stages, a few batches ahead of what they write.
+// Loads all input stages, a few batches ahead of what is written.
+template <class Input>
 __device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
-  const int lane = thread % 32;
   Batch batches[C::batches_ahead];
   Range range;
-  ChunkPowers powers(thread / 32);
+  ChunkPowers<Input::kPowersCopied> powers(Input::powers(thread / 32));
   LoadCursor next(items);
-  Ring<C::input_stages> at(1);
+  Ring<Input::kStages> at(1);
   int under_way = 0;
   int batch = 0;
 #pragma unroll
@@ -134,16 +140,13 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
       --under_way;
       if (batch == 0) {
         powers.load(items, batches[i].image, batches[i].column);
-        barrier_wait(&barriers().input_empty[at.stage], at.parity);
+        Input::wait(at);
       }
-      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, powers,
-                       range);
+      batches[i].store(Input::stage(at.stage), batch, thread, powers, range);
       if (++batch == kBatches) {
         batch = 0;
-        judge(items, range, batches[i].image, at.stage);
-        fence_async_shared();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+        judge<Input>(items, range, batches[i].image, at.stage);
+        Input::show(at.stage);
         at.advance();
       }
     }
@@ -182,25 +185,24 @@ struct LineCopy {
 
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
+template <class Input>
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const LineCopy copy(thread);
-  Ring<C::input_stages> at(1);
-  Ring<C::input_stages> landed(0);
+  Ring<Input::kStages> at(1);
+  Ring<Input::kStages> landed(0);
   const auto arrive = [&] {
-    fence_async_shared();
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
+    Input::show(landed.stage);
     landed.advance();
   };
-  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;                          // stages
+  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;                           // stages
   constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
   int under_way = 0;
   for (StageCursor next(items); next.more(); next.advance()) {
     const Source source(input, next);
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
-    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
+    Input::wait(at);
+    unsigned char* const stage = Input::stage(at.stage);
 #pragma unroll kLinesAtOnce
     for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
     copy_async_commit();
@@ -215,5 +217,5 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
   if (under_way > 0) arrive();
 }
 
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv

@@ -1,0 +1,44 @@
+// Weights on their way to shared memory.
+#pragma once
+#include "ampere/correlate_tile.cuh"
+#include "tensor/scale.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// A stage of weights, copied by a warp. Who waits for its barrier sees them.
+__device__ __forceinline__ void copy_weights(int stage, const unsigned char* source, int lane) {
+  constexpr int kVectors = kWeightBytes / 16;
+  constexpr int kAtOnce = 8;
+  unsigned char* const target = shared_memory() + kWeightRing + stage * kWeightBytes;
+#pragma unroll kAtOnce
+  for (int i = lane; i < kVectors; i += 32) copy_async<16>(target + i * 16, source + i * 16, true);
+  barrier_arrive_after_copies(&barriers().weights_full[stage]);
+}
+
+// One warp: sends every tile's weights through the ring, or all weights once if they fit.
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (C::resident) {
+    static_assert(!C::resident || C::weight_stages == kTileStages, "all of them fit");
+    for (int i = 0; i < kTileStages; ++i) copy_weights(i, packed + i * kWeightBytes, lane);
+  } else {
+    Ring<C::weight_stages> at(1);
+    for (int index = items.first(); index < items.count(); index = items.after(index)) {
+      const Item item(index);
+      const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kOutputs);
+      const unsigned char* source =
+          packed + static_cast<long long>(part) * kTileStages * kWeightBytes;
+#pragma unroll 1
+      for (int i = 0; i < kTileStages; ++i) {
+        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+        copy_weights(at.stage, source, lane);
+        source += kWeightBytes;
+        at.advance();
+      }
+    }
+  }
+}
+
+}  // namespace ampere
+}  // namespace fastconv
