@@ -70,6 +70,19 @@ __device__ __forceinline__ void multiply_slice(State& state, const Multiplier& m
   }
 }
 
+// Makes a step ready that has been copied, of its lines from `first_line` on: the next barrier
+// shows it to all. The bias's gradient is of numbers as they were, which other threads have copied.
+__device__ __forceinline__ void finish(State& state, const Loader& loader, const StepPlace& step,
+                                       int first_line, bool has_bias) {
+  if (kConvertsGrad && has_bias) {
+    copy_async_wait<0>();
+    __syncthreads();
+    state.bias += bias_of_step(step);
+    __syncthreads();
+  }
+  loader.convert_copied(step, first_line);
+}
+
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
                                             float4* workspace, const Work& work) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -83,16 +96,19 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       workspace + static_cast<long long>(blockIdx.x) * (kSlots * kThreads) + thread;
   const long long first = work.first_step(worker);
   const int steps = static_cast<int>(work.first_step(worker + 1) - first);
+  // After which slice a warp makes the next step ready: half of them do while others multiply.
+  const int last =
+      kWarpSlices == 1 || has_bias || thread >= kThreads / 2 ? kWarpSlices - 1 : kWarpSlices - 2;
   Cursor at(first);
   StepPlace step;
   State state;
   if (steps > 0) {
     loader.move_to(at);
     loader.load_all(step);
+    finish(state, loader, step, 0, has_bias);
   }
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    copy_async_wait<0>();
     // The step is there, and nobody reads what comes before it.
     __syncthreads();
     at.advance();
@@ -109,14 +125,16 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       if (ahead) loader.load_slice(next, slice);
       multiply_slice(state, multiplier, step, slice);
       if (ahead) loader.store_slice(next, slice);
+      if (ahead && slice == last) finish(state, loader, next, kOldLines, has_bias);
     }
-    if (has_bias) state.bias += bias_of_step(step);
+    if (!kConvertsGrad && has_bias) state.bias += bias_of_step(step);
     if (++state.steps == C::flush_steps) state.flush_to(slots);
     if (C::rolling && more && !ahead) {
       __syncthreads();
       next.position = 0;
       loader.move_to(at);
       loader.load_all(next);
+      finish(state, loader, next, 0, has_bias);
     }
     step = next;
   }

@@ -60,8 +60,15 @@ WASTE_STEPS = 24
 # Estimated cycles of one processor.
 PRODUCT = 16 * 8 * 8  # multiply-adds of TF32; 16-bit types' have twice as many, in as many cycles
 ISSUE = 4.0  # instructions a cycle
-ROUND_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # of a number, by parts
+# Of what goes on beside the slowest: as measured on an H200, where tiles that read less from shared
+# memory are faster even with more products, and of copies from memory.
+OVERLAP_LOSS = 0.35
+COPY_LOSS = 0.1
+SPLIT_INSTRUCTIONS = 6.0  # of a number of the input, each time
+CONVERT_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # of a number, once, by parts
 TASK_INSTRUCTIONS = 10.0  # of a copy
+CONVERT_TASK_INSTRUCTIONS = 5.0  # of what was copied at once
+SHARED_BYTES_PER_CYCLE = 128.0
 REGISTER_INSTRUCTIONS = 60.0  # of what is loaded and written
 SLICE_INSTRUCTIONS = 20.0
 UNIT_INSTRUCTIONS = 5.0  # to find a unit
@@ -336,7 +343,7 @@ class Tile:
     def stage_bytes(self) -> int:
         pixels = self.strip_columns * self.step_rows
         last = self.operands.output_channels_last
-        return self.grad_pitch * (pixels if last else self.block_outputs)
+        return self.parts * self.grad_pitch * (pixels if last else self.block_outputs)
 
     @lazy
     def shared_bytes(self) -> int:
@@ -413,7 +420,7 @@ class Tile:
 
     def shared_cycles(self, along: float) -> float:
         """What its operands take shared memory."""
-        reads = 4 * self.row_tiles + 2 * self.units * self.right_conflicts
+        reads = 4 * self.parts * self.row_tiles + 2 * self.units * self.right_conflicts
         return along * self.warps_out * self.warps_units * reads
 
     def issue_cycles(self, along: float) -> float:
@@ -422,10 +429,9 @@ class Tile:
         if self.halves:
             loads = self.row_tiles + self.units / 2
         else:
-            numbers = 4 * self.row_tiles + 2 * self.units
             left = 4 if self.operands.output_channels_last else 1
-            loads = left * self.row_tiles + 2 * self.units
-            loads += numbers * ROUND_INSTRUCTIONS[self.parts]
+            loads = left * self.parts * self.row_tiles + 2 * self.units
+            loads += 2 * self.units * (SPLIT_INSTRUCTIONS if self.parts == 2 else 0)
         return along * (self.block_products + warps * loads) / ISSUE
 
     @property
@@ -442,24 +448,45 @@ class Tile:
         return WARPS * instructions / ISSUE
 
     @property
-    def step_bytes(self) -> int:
-        """That a step loads."""
-        pixels = self.strip_columns * self.step_rows * min(self.block_outputs, self.group_out)
+    def convert_cycles(self) -> float:
+        """What it takes to issue the instructions that convert what a step has loaded."""
+        if self.halves:
+            return 0.0
+        tasks, numbers = self.grad_tasks, self.grad_tasks * self.grad_vector
+        if self.parts == 1:
+            tasks, numbers = tasks + self.in_tasks, numbers + self.in_tasks * self.in_vector
+        instructions = numbers * CONVERT_INSTRUCTIONS[self.parts]
+        return WARPS * (instructions + tasks * CONVERT_TASK_INSTRUCTIONS) / ISSUE
+
+    @property
+    def grad_bytes(self) -> int:
+        """That a step loads of the output's gradient."""
+        outputs = min(self.block_outputs, self.group_out)
+        return self.operands.scalar_bytes * self.strip_columns * self.step_rows * outputs
+
+    @property
+    def in_bytes(self) -> int:
         channels = min(self.box_channels, self.group_in)
-        columns = self.new_lines * self.line_columns * channels
-        return self.operands.scalar_bytes * (pixels + columns)
+        return self.operands.scalar_bytes * self.new_lines * self.line_columns * channels
+
+    @property
+    def fill_cycles(self) -> float:
+        """What it takes shared memory to be written, read and written again to convert it."""
+        times = (1, 1) if self.halves else (3, 3) if self.parts == 1 else (4, 1)
+        return (times[0] * self.grad_bytes + times[1] * self.in_bytes) / SHARED_BYTES_PER_CYCLE
 
     def step_cycles(self, gpu: Gpu) -> float:
         along = float(self.step_products)
         find = SLICE_INSTRUCTIONS + UNIT_INSTRUCTIONS * self.units
-        issue = self.issue_cycles(along) + self.load_cycles + WARPS * self.slices * find / ISSUE
+        issue = self.issue_cycles(along) + WARPS * self.slices * find / ISSUE
         together = limits.together(
             self.multiply_cycles(gpu, along),
-            self.shared_cycles(along),
-            issue,
-            self.step_bytes / BYTES_PER_CYCLE,
+            self.shared_cycles(along) + self.fill_cycles,
+            issue + self.load_cycles + self.convert_cycles,
+            loss=OVERLAP_LOSS,
         )
-        return STEP_CYCLES + max(together, LATENCY_CYCLES)
+        arrives = max(LATENCY_CYCLES, (self.grad_bytes + self.in_bytes) / BYTES_PER_CYCLE)
+        return STEP_CYCLES + limits.together(together, arrives, loss=COPY_LOSS)
 
     def cycles(self, gpu: Gpu) -> float:
         """What all of it takes, about."""
@@ -486,9 +513,10 @@ class Tile:
             self.multiply_cycles(gpu, along),
             along * self.warps_out * self.warps_units * (4 * self.row_tiles + 2 * self.units),
             self.issue_cycles(along),
-            bytes_ / BYTES_PER_CYCLE,
+            loss=OVERLAP_LOSS,
         )
-        return self.count * together / gpu.processors + BLOCK_CYCLES
+        least = limits.together(together, bytes_ / BYTES_PER_CYCLE, loss=COPY_LOSS)
+        return self.count * least / gpu.processors + BLOCK_CYCLES
 
     @property
     def is_large(self) -> bool:
@@ -657,7 +685,10 @@ def _slice_products(step: Tile) -> int:
     of_row = step.strip_columns // step.product_columns
     rows = step.step_rows // (2 if step.row_pairs else 1)
     fits = [n for n in divisors(of_row) if rows * of_row // n % step.warps_pixels == 0]
-    few = max((n for n in fits if n <= GOOD_SLICE_PRODUCTS), default=0)
+    # With two slices and more, warps take turns at other things than products.
+    several = 2 * step.warps_pixels
+    good = MOST_SLICE_PRODUCTS if not step.halves else GOOD_SLICE_PRODUCTS
+    few = max((n for n in fits if n <= good and rows * of_row // n >= several), default=0)
     # Where a row has five of them or seven, these are better than one at a time.
     return few if few > 2 else max((n for n in fits if n <= MOST_SLICE_PRODUCTS), default=0)
 

@@ -184,8 +184,9 @@ __device__ __forceinline__ int channel_bytes(int channel) {
 }
 
 // The output's gradient, as it lies in memory: [channel][pixel], or [pixel][channel] if it is
-// channels-last. Two stages.
-constexpr int kStageBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+// channels-last; then, with two parts, all the low ones. Two stages.
+constexpr int kPartBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+constexpr int kStageBytes = C::parts * kPartBytes;
 
 constexpr int kInput = 0;
 constexpr int kRingBytes = kLines * kLineBytes;
