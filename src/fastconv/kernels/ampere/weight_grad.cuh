@@ -9,7 +9,8 @@
 //
 //   16-bit types   matrices of 8 pixels by 8 channels, 16 bytes of each pixel, are transposed as
 //                  they are loaded (ldmatrix); pixels may lie anywhere.
-//   float32        lanes load single elements, and round or split them.
+//   float32        lanes load single elements. These have been rounded, or split, in shared memory,
+//                  by the threads that copied them there; of two parts, the input's are split here.
 //
 // The output's gradient lies in shared memory as it does in memory, pixels or channels being
 // neighbours. The input does so, too, but for contiguous 16-bit tensors, which are transposed on
@@ -27,7 +28,7 @@
 // of all blocks in a fixed order: the same bits every time.
 //
 // With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
-// shared memory.
+// shared memory before it is rounded.
 #pragma once
 #include "ampere/weight_grad_reduce.cuh"
 

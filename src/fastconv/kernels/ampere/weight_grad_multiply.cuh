@@ -117,7 +117,9 @@ __device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, con
 
 // Of a slice's products, as many as code is written out for, so that the next one's numbers are
 // loaded while one is computed: more of them would be loaded at once than there are registers for.
-constexpr int kMostUnrolled = kHalves ? (kSlots > 24 ? 2 : 4) : C::parts == 2 ? 4 : 8;
+constexpr int kMostUnrolled = kHalves         ? (kSlots > 24 ? 2 : 4)
+                              : C::parts == 2 ? (kByMatrices ? 4 : 2)
+                                              : 8;
 constexpr int kUnrolled = C::slice_products < kMostUnrolled ? C::slice_products : kMostUnrolled;
 
 // What a warp multiplies: where its lanes find it in a step.
