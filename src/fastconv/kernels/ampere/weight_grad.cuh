@@ -9,7 +9,8 @@
 //
 //   16-bit types   matrices of 8 pixels by 8 channels, 16 bytes of each pixel, are transposed as
 //                  they are loaded (ldmatrix); pixels may lie anywhere.
-//   float32        lanes load single elements, and round or split them.
+//   float32        lanes load single elements. These have been rounded, or split, in shared memory,
+//                  by the threads that copied them there; of two parts, the input's are split here.
 //
 // The output's gradient lies in shared memory as it does in memory, pixels or channels being
 // neighbours. The input does so, too, but for contiguous 16-bit tensors, which are transposed on
@@ -27,7 +28,7 @@
 // of all blocks in a fixed order: the same bits every time.
 //
 // With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
-// shared memory.
+// shared memory before it is rounded.
 #pragma once
 #include "ampere/weight_grad_reduce.cuh"
 
@@ -70,6 +71,19 @@ __device__ __forceinline__ void multiply_slice(State& state, const Multiplier& m
   }
 }
 
+// Makes a step ready that has been copied, of its lines from `first_line` on: the next barrier
+// shows it to all. The bias's gradient is of numbers as they were, which other threads have copied.
+__device__ __forceinline__ void finish(State& state, const Loader& loader, const StepPlace& step,
+                                       int first_line, bool has_bias) {
+  if (kConvertsGrad && has_bias) {
+    copy_async_wait<0>();
+    __syncthreads();
+    state.bias += bias_of_step(step);
+    __syncthreads();
+  }
+  loader.convert_copied(step, first_line);
+}
+
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
                                             float4* workspace, const Work& work) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -83,16 +97,19 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       workspace + static_cast<long long>(blockIdx.x) * (kSlots * kThreads) + thread;
   const long long first = work.first_step(worker);
   const int steps = static_cast<int>(work.first_step(worker + 1) - first);
+  // After which slice a warp makes the next step ready: half of them do while others multiply.
+  const int last =
+      kWarpSlices == 1 || has_bias || thread >= kThreads / 2 ? kWarpSlices - 1 : kWarpSlices - 2;
   Cursor at(first);
   StepPlace step;
   State state;
   if (steps > 0) {
     loader.move_to(at);
     loader.load_all(step);
+    finish(state, loader, step, 0, has_bias);
   }
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    copy_async_wait<0>();
     // The step is there, and nobody reads what comes before it.
     __syncthreads();
     at.advance();
@@ -109,14 +126,16 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       if (ahead) loader.load_slice(next, slice);
       multiply_slice(state, multiplier, step, slice);
       if (ahead) loader.store_slice(next, slice);
+      if (ahead && slice == last) finish(state, loader, next, kOldLines, has_bias);
     }
-    if (has_bias) state.bias += bias_of_step(step);
+    if (!kConvertsGrad && has_bias) state.bias += bias_of_step(step);
     if (++state.steps == C::flush_steps) state.flush_to(slots);
     if (C::rolling && more && !ahead) {
       __syncthreads();
       next.position = 0;
       loader.move_to(at);
       loader.load_all(next);
+      finish(state, loader, next, 0, has_bias);
     }
     step = next;
   }
@@ -130,7 +149,7 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
 }  // namespace ampere
 }  // namespace fastconv
 
-extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, fastconv::ampere::kBlocks)
     weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
                 int first_tile, int tiles, int workers, int batch) {
   fastconv::ampere::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});

@@ -1,6 +1,7 @@
 // Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
 // 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
-// is loaded before the slice is multiplied, and written after that.
+// is loaded before the slice is multiplied, and written after that. What has been copied of float32
+// is converted in place, by the thread that copied it.
 #pragma once
 #include "ampere/weight_grad_tile.cuh"
 
@@ -29,6 +30,52 @@ struct Sheet {
 
 __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// --- float32 as the tensor core wants it ---------------------------------------------------------
+
+// Whether rounding to even is one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kRoundsToEven = true;
+#else
+constexpr bool kRoundsToEven = false;
+#endif
+
+__device__ __forceinline__ void split_operand(float value, unsigned& high, unsigned& low) {
+  if constexpr (kRoundsToEven) {
+    split(value, high, low);
+  } else {
+    split_away(value, high, low);
+  }
+}
+
+// Numbers are rounded, or split, where they lie in shared memory: once, not for every product that
+// they are in. The input's are not split: that would take twice the room, and most of a product's
+// numbers are the output's gradient.
+constexpr bool kConvertsGrad = !kHalves;
+constexpr bool kConvertsInput = !kHalves && C::parts == 1;
+constexpr int kConvertedAtOnce = C::parts == 2 ? 2 : 4;  // vectors, beside the sums in registers
+
+// Neighbours in shared memory; if they are split, `low` bytes from where their low parts go.
+template <int kCount, int kParts>
+__device__ __forceinline__ void convert(unsigned char* first, int low) {
+  using Numbers = Vector<float, kCount>;
+  Numbers numbers = *reinterpret_cast<const Numbers*>(first);
+  Numbers rest;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& number = numbers.element[i];
+    if constexpr (kParts == 2) {
+      unsigned parts[2];
+      split_operand(number, parts[0], parts[1]);
+      number = __uint_as_float(parts[0]);
+      rest.element[i] = __uint_as_float(parts[1]);
+    } else {
+      number = round_operand_to_tf32(number);
+    }
+  }
+  *reinterpret_cast<Numbers*>(first) = numbers;
+  if constexpr (kParts == 2) *reinterpret_cast<Numbers*>(first + low) = rest;
 }
 
 // --- The output's gradient -----------------------------------------------------------------------
@@ -105,6 +152,18 @@ struct GradLoader {
         const Place place = find(step_row, task);
         copy_elements<C::grad_vector>(reinterpret_cast<Scalar*>(stage + place.target), place.source,
                                       place.left > 0);
+      }
+    }
+  }
+
+  // What this thread has copied.
+  __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
+#pragma unroll 1
+    for (int step_row = 0; step_row < C::step_rows; ++step_row) {
+#pragma unroll kConvertedAtOnce
+      for (int task = 0; task < GradSheet::kTasks; ++task) {
+        if (!GradSheet::exists(task)) continue;
+        convert<C::grad_vector, C::parts>(stage + find(step_row, task).target, kPartBytes);
       }
     }
   }
@@ -283,6 +342,20 @@ struct InLoader {
     }
   }
 
+  // What this thread has copied of them.
+  __device__ __forceinline__ void convert_copied(int position, int first, int end) const {
+#pragma unroll 1
+    for (int line = first; line < end; ++line) {
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes;
+#pragma unroll kConvertedAtOnce
+      for (int task = 0; task < InSheet::kTasks; ++task) {
+        if (!InSheet::exists(task)) continue;
+        convert<C::in_vector, 1>(target + find(0, task).target, 0);
+      }
+    }
+  }
+
   template <int kTasks>
   struct Batch {
     Neighbours<kTaskColumns> elements[kTasks][kOctet];
@@ -370,6 +443,13 @@ struct Loader {
     if constexpr (!kGradInRegisters) grad.copy(to.grad());
     if constexpr (!kInInRegisters) in.copy(to.position, first_line, kWindow);
     copy_async_commit();
+  }
+
+  // Waits for what this thread has copied of a step, and converts it.
+  __device__ __forceinline__ void convert_copied(const StepPlace& to, int first_line) const {
+    copy_async_wait<0>();
+    if constexpr (kConvertsGrad) grad.convert_copied(to.grad());
+    if constexpr (kConvertsInput) in.convert_copied(to.position, first_line, kWindow);
   }
 
   // Loads a slice's share of what goes through registers; all but the last of it is written at

@@ -14,29 +14,6 @@ using Sums = float[kSlots][4];
 using Left = unsigned[C::parts][C::row_tiles][4];
 using Right = unsigned[C::parts][2];
 
-// Whether rounding to even is one instruction.
-#if __CUDA_ARCH__ >= 900
-constexpr bool kRoundsToEven = true;
-#else
-constexpr bool kRoundsToEven = false;
-#endif
-
-// float32 as the tensor core wants it: rounded to TF32, or in two such parts.
-template <int kCount>
-__device__ __forceinline__ void convert(unsigned (&high)[kCount], unsigned (&low)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float value = __uint_as_float(high[i]);
-    if constexpr (C::parts == 2 && kRoundsToEven) {
-      split(value, high[i], low[i]);
-    } else if constexpr (C::parts == 2) {
-      split_away(value, high[i], low[i]);
-    } else {
-      high[i] = __float_as_uint(round_operand_to_tf32(value));
-    }
-  }
-}
-
 // --- The output's gradient: rows of products -----------------------------------------------------
 
 constexpr bool kByMatrices = kHalves || !C::grad_channels_last;  // or element by element
@@ -59,22 +36,25 @@ __device__ __forceinline__ int first_left(int output, int lane) {
   }
 }
 
+__device__ __forceinline__ void load_rows(unsigned (&rows)[4], const unsigned char* first) {
+  if constexpr (!kByMatrices) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = *reinterpret_cast<const unsigned*>(first + i % 2 * (8 * kScalarBytes) +
+                                                   i / 2 * kGradHalf);
+    }
+  } else if constexpr (C::grad_channels_last) {
+    load_transposed(rows, first);
+  } else {
+    load_matrices(rows, first);
+  }
+}
 __device__ __forceinline__ void load_left(Left& left, const unsigned char* first) {
 #pragma unroll
-  for (int tile = 0; tile < C::row_tiles; ++tile) {
-    const unsigned char* const at = first + tile * kGradTile;
-    if constexpr (!kByMatrices) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        left[0][tile][i] =
-            *reinterpret_cast<const unsigned*>(at + i % 2 * (8 * kScalarBytes) + i / 2 * kGradHalf);
-      }
-    } else if constexpr (C::grad_channels_last) {
-      load_transposed(left[0][tile], at);
-    } else {
-      load_matrices(left[0][tile], at);
-    }
-    if constexpr (!kHalves) convert(left[0][tile], left[C::parts - 1][tile]);
+  for (int i = 0; i < C::parts * C::row_tiles; ++i) {
+    const int part = i / C::row_tiles;
+    const int tile = i % C::row_tiles;
+    load_rows(left[part][tile], first + part * kPartBytes + tile * kGradTile);
   }
 }
 
@@ -104,9 +84,13 @@ __device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      right[0][0][i] = *reinterpret_cast<const unsigned*>(first + i * (4 * kInPixel));
+      const float number = *reinterpret_cast<const float*>(first + i * (4 * kInPixel));
+      if constexpr (C::parts == 2) {
+        split_operand(number, right[0][0][i], right[0][C::parts - 1][i]);
+      } else {
+        right[0][0][i] = __float_as_uint(number);
+      }
     }
-    convert(right[0][0], right[0][C::parts - 1]);
   }
 }
 
@@ -131,12 +115,12 @@ __device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, con
   }
 }
 
-// Of a slice's products, as many as code is written out for: more of them would be loaded at once
-// than there are registers for.
-__host__ __device__ constexpr int unrolled(int products, int most) {
-  return products % most == 0 ? most : unrolled(products, most - 1);
-}
-constexpr int kUnrolled = unrolled(C::slice_products, C::parts == 2 || kSlots > 24 ? 2 : 4);
+// Of a slice's products, as many as code is written out for, so that the next one's numbers are
+// loaded while one is computed: more of them would be loaded at once than there are registers for.
+constexpr int kMostUnrolled = kHalves         ? (kSlots > 24 ? 2 : 4)
+                              : C::parts == 2 ? (kByMatrices ? 4 : 2)
+                                              : 8;
+constexpr int kUnrolled = C::slice_products < kMostUnrolled ? C::slice_products : kMostUnrolled;
 
 // What a warp multiplies: where its lanes find it in a step.
 struct Multiplier {
@@ -161,15 +145,23 @@ struct Multiplier {
     int units[kUnitLoads];
     find_units(units, step.position + row * kLineAdvance + line, right + column * kInPixel);
 #pragma unroll 1
-    for (int k = 0; k < C::slice_products; k += kUnrolled) {
-#pragma unroll
-      for (int i = 0; i < kUnrolled; ++i) {
-        multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
-                        i * (kProductColumns * kInPixel));
-      }
+    for (int k = 0; k < C::slice_products / kUnrolled; ++k) {
+      multiply_products<kUnrolled>(sums, grad, units);
       grad += kUnrolled * (kProductColumns * kGradPixel);
 #pragma unroll
       for (int& unit : units) unit += kUnrolled * (kProductColumns * kInPixel);
+    }
+    multiply_products<C::slice_products % kUnrolled>(sums, grad, units);
+  }
+
+  // So many products along the pixels.
+  template <int kCount>
+  __device__ static __forceinline__ void multiply_products(Sums& sums, const unsigned char* grad,
+                                                           const int (&units)[kUnitLoads]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
+                      i * (kProductColumns * kInPixel));
     }
   }
 

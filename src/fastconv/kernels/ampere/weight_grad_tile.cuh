@@ -20,6 +20,7 @@ constexpr bool kHalves = kScalarBytes == 2;  // elements of 16 bits
 constexpr int kOctet = 8;  // columns, and input channels
 constexpr int kWarps = C::warps_out * C::warps_units * C::warps_pixels;
 constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocks = kWarps == 4 ? 2 : 1;  // of a processor
 constexpr int kWarpOutputs = 16 * C::row_tiles;
 constexpr int kBlockOutputs = kWarpOutputs * C::warps_out;
 constexpr int kBlockUnits = C::units * C::warps_units;
@@ -184,8 +185,9 @@ __device__ __forceinline__ int channel_bytes(int channel) {
 }
 
 // The output's gradient, as it lies in memory: [channel][pixel], or [pixel][channel] if it is
-// channels-last. Two stages.
-constexpr int kStageBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+// channels-last; then, with two parts, all the low ones. Two stages.
+constexpr int kPartBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+constexpr int kStageBytes = C::parts * kPartBytes;
 
 constexpr int kInput = 0;
 constexpr int kRingBytes = kLines * kLineBytes;

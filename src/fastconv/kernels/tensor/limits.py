@@ -35,9 +35,9 @@ def parts(operands: Operands) -> int:
     return 2 if operands.scalar == "float" and operands.precision == "ieee" else 1
 
 
-def together(*cycles: float) -> float:
+def together(*cycles: float, loss: float = OVERLAP_LOSS) -> float:
     """Of what goes on at the same time, but not quite without getting into each other's way."""
-    return max(cycles) + OVERLAP_LOSS * (sum(cycles) - max(cycles))
+    return max(cycles) + loss * (sum(cycles) - max(cycles))
 
 
 def band_rows(walks: int, rows: int, workers: int, start: float) -> int:
