@@ -31,12 +31,12 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
   for (int i = 0; i < 2 * kRowProducts * kPasses; ++i) {
     const int product = i / (2 * kPasses);
     const int half = i / kPasses % 2;
-    const int pass = i % kPasses;
+    const int turn = i % kPasses;
     __syncwarp();  // the last ones have been read
     Scalar* const row = staging + lane / 4 * kRowPitch + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < C::pass_pixels / 8; ++j) {
-      const float* const pair = sums[product][pass * (C::pass_pixels / 8) + j] + 2 * half;
+      const float* const pair = sums[product][turn * (C::pass_pixels / 8) + j] + 2 * half;
       const Finish& finish = finishes[product][half];
       *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
           narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
       const int channel = at / kVectors;
       const int pixel = at % kVectors * C::store_vector;
       store_staged(target, staging + channel * kRowPitch + pixel, 16 * product + 8 * half + channel,
-                   warp.first_pixel + pass * C::pass_pixels + pixel);
+                   warp.first_pixel + turn * C::pass_pixels + pixel);
     }
   }
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
   constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
   const int lane = warp.lane;
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
+  for (int turn = 0; turn < kPasses; ++turn) {
     __syncwarp();  // the last ones have been read
 #pragma unroll
     for (int j = 0; j < C::pass_pixels / 8; ++j) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
         for (int k = 0; k < 4; ++k) {
           const int pixel = 8 * j + lane % 4 * 2 + k % 2;
           const int channel = 16 * product + k / 2 * 8 + lane / 4;
-          const float sum = sums[product][pass * (C::pass_pixels / 8) + j][k];
+          const float sum = sums[product][turn * (C::pass_pixels / 8) + j][k];
           staging[pixel * kPixelPitch + channel] = narrow<Scalar>(finishes[product][k / 2](sum));
         }
       }
@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
       const int pixel = at / kVectors;
       const int channel = at % kVectors * C::store_vector;
       store_staged(target, staging + pixel * kPixelPitch + channel, channel,
-                   warp.first_pixel + pass * C::pass_pixels + pixel);
+                   warp.first_pixel + turn * C::pass_pixels + pixel);
     }
   }
 }
