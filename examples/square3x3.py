@@ -11,10 +11,10 @@ Needs PyTorch 2.0.1 or newer on Python 3.10 or newer, an NVIDIA GPU of compute c
 newer, and nvcc (CUDA 11.8 or newer). Kernels are compiled when first used, for each geometry, and
 kept in PyTorch's cache of extensions.
 
-Tuned for these sizes, in float32, on Hopper GPUs' tensor cores. Everything else is computed by
-portable kernels: other sizes, strides, groups and types (float32, float16, bfloat16), channels-last
-tensors, other GPUs. No convolution of PyTorch is used, and nothing is fallen back to: what goes
-wrong raises an error.
+Tuned for these sizes, in float32, on the tensor cores of Hopper GPUs and all others since Ampere.
+Everything else is computed by portable kernels: other sizes, strides, groups and types (float32,
+float16, bfloat16), channels-last tensors, older GPUs. No convolution of PyTorch is used, and
+nothing is fallen back to: what goes wrong raises an error.
 
 float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; the portable kernels
 compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated again.
@@ -221,6 +221,149 @@ __global__ void __launch_bounds__(384, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {
   fastconv::hopper::correlate(input, scratch, bias, output, batch);
+}
+"""
+
+SOURCES["ampere/correlate.cuh"] = r"""
+// Convolution on the tensor cores of a warp (mma.sync), from sm_80 on: forward passes, and input
+// gradients, which are forward convolutions with flipped and transposed weights: one, or one for
+// each phase of a stride.
+//
+// A warp multiplies product_rows output channels by `pixels` output pixels, 32 bytes of input
+// channels at a time, and adds up over taps. Both operands lie in shared memory as on Hopper
+// (tensor/tile.cuh), in rows of 16 bytes. ldmatrix takes the address of each row from a lane, so
+// that a tap is nothing but another start address, and a tile's pixels may lie anywhere in it:
+// several short rows are as good as a long one.
+//
+// Blocks walk over tiles. All warps load, and all multiply: beside each stage of weights, which are
+// copied some stages ahead, they load a part of the next chunk's input.
+//
+//   stage of weights   0      1      2      0      1      2    …
+//   products           chunk 0              chunk 1
+//   input loaded       chunk 1              chunk 2, or the next tile's first
+//
+// float32 with `parts` = 2: x = high + low, both with TF32's mantissa. A thread keeps the sums of
+// high parts' products, which it adds to totals after every stage, for the tensor core truncates as
+// it accumulates; and those of products with a low part, which are so small that it does no harm.
+#include "ampere/correlate_load.cuh"
+#include "ampere/correlate_multiply.cuh"
+#include "ampere/correlate_store.cuh"
+#include "tensor/weights.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// What a thread keeps of a tile until it is stored.
+template <int kParts>
+struct Accumulators {
+  Sums sums;
+
+  __device__ __forceinline__ void start() { clear(sums); }
+  __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
+                                           const unsigned char* input, int tap) {
+    warp.multiply(sums, weights, input, tap);
+  }
+  __device__ __forceinline__ void end_stage() {}
+  __device__ __forceinline__ const Sums& result() { return sums; }
+};
+
+template <>
+struct Accumulators<2> {
+  Sums totals, sums, low;
+
+  __device__ __forceinline__ void start() {
+    clear(totals);
+    clear(sums);
+    clear(low);
+  }
+  __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
+                                           const unsigned char* input, int tap) {
+    warp.multiply_split(sums, low, weights, input, tap);
+  }
+  __device__ __forceinline__ void end_stage() { flush(totals, sums, low); }
+  __device__ __forceinline__ const Sums& result() {
+#pragma unroll
+    for (int i = 0; i < kRowProducts; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumnProducts; ++j) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) totals[i][j][k] = completed(totals[i][j][k], low[i][j][k]);
+      }
+    }
+    return totals;
+  }
+};
+
+__device__ __forceinline__ unsigned char* input_stage(int stage) {
+  return shared_memory() + kInputRing + stage * kInputBytes;
+}
+
+// Copies under way beyond those that the next stage of weights needs. Of a chunk's first stage all
+// have to be complete, if input is copied too.
+constexpr int kAhead = C::resident ? 0 : C::weight_stages - 2;
+
+__device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
+                                          const Scalar* bias, Scalar* output, int batch) {
+  const Items items(scratch, batch);
+  if (items.none()) return;  // at a glance
+  if (items.first() >= items.count()) return;
+  const Multiplier warp;
+  Loader loader(input, items);
+  WeightStream weights(scratch + C::packed_at, items);
+  loader.fill(input_stage(0));
+#pragma unroll 1
+  for (int i = 0; i < (C::resident ? kTileStages : C::weight_stages - 1); ++i) {
+    weights.start();
+    copy_async_commit();
+  }
+  int buffer = 0;
+  int slot = 0;
+#pragma unroll 1
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
+    Accumulators<C::parts> accumulators;
+    accumulators.start();
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        if (stage == 0 && (kCopied || C::resident)) {
+          copy_async_wait<0>();
+        } else if (!C::resident) {
+          copy_async_wait<kAhead>();
+        }
+        // What others have loaded is there, and what is loaded over has been read.
+        if (stage == 0 || !C::resident) __syncthreads();
+        if constexpr (!C::resident) weights.start();
+        unsigned char* const next = input_stage(buffer ^ 1);
+        if (stage < kBatches) loader.start(stage, next);
+        copy_async_commit();
+        accumulators.multiply(warp, shared_memory() + kWeightRing + slot * kWeightBytes,
+                              input_stage(buffer), stage * C::stage_taps);
+        accumulators.end_stage();
+        if (stage < kBatches) loader.finish(stage, next);
+        if (++slot == C::weight_stages) slot = 0;
+      }
+      // What the stages had no registers for.
+#pragma unroll 1
+      for (int i = kWeightStages; i < kBatches; ++i) {
+        loader.start(i, input_stage(buffer ^ 1));
+        loader.finish(i, input_stage(buffer ^ 1));
+      }
+      if (kCopied && kBatches > kWeightStages) copy_async_commit();
+      buffer ^= 1;
+    }
+    store(accumulators.result(), bias, output, items, Item(index), warp);
+  }
+  copy_async_wait<0>();
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(fastconv::ampere::kThreads, Config::blocks)
+    correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
+              Config::Scalar* output, int batch) {
+  fastconv::ampere::correlate(input, scratch, bias, output, batch);
 }
 """
 
@@ -816,6 +959,154 @@ __global__ void __launch_bounds__(256)
   fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
   if constexpr (Config::bias) {
     fastconv::hopper::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
+  }
+}
+"""
+
+SOURCES["ampere/weight_grad.cuh"] = r"""
+// Weight gradient on the tensor cores that all GPUs since Ampere have (mma.sync).
+//
+// grad[m, i, tap] = sum over images and output pixels of
+// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//
+// A warp multiplies output channels (rows) by input channels of some taps (columns), and sums over
+// pixels. Each lane says where it finds its part of a product in shared memory, so taps, strides
+// and dilations are nothing but addresses:
+//
+//   16-bit types   matrices of 8 pixels by 8 channels, 16 bytes of each pixel, are transposed as
+//                  they are loaded (ldmatrix); pixels may lie anywhere.
+//   float32        lanes load single elements, and round or split them.
+//
+// The output's gradient lies in shared memory as it does in memory, pixels or channels being
+// neighbours. The input does so, too, but for contiguous 16-bit tensors, which are transposed on
+// their way there.
+//
+// A block's weights are a box: some output channels, some octets of input channels, some taps. It
+// walks down the image in steps, of some output rows of a strip of columns. While a step is
+// multiplied, the next one is loaded. Steps share input rows (dilated rows: a walk takes every
+// dilation-th output row): with `rolling`, rows are in a ring, and each is loaded once for a walk.
+//
+// The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
+// After every flush_steps steps sums are added to the block's own slots of a workspace. float32
+// with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
+// to totals in registers first, after every slice of a few products. A second kernel adds the slots
+// of all blocks in a fixed order: the same bits every time.
+//
+// With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
+// shared memory.
+#include "ampere/weight_grad_reduce.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// Sums since the last flush.
+struct State {
+  Sums totals;
+  float bias = 0.0f;
+  float bias_total = 0.0f;
+  int steps = 0;
+  bool flushed = false;
+
+  __device__ State() { clear(totals); }
+
+  __device__ __forceinline__ void flush_to(float4* slots) {
+    flush<kThreads>(totals, slots, !flushed);
+    clear(totals);
+    flushed = true;
+    steps = 0;
+    bias_total += bias;
+    bias = 0.0f;
+  }
+};
+
+__device__ __forceinline__ void multiply_slice(State& state, const Multiplier& multiplier,
+                                               const StepPlace& step, int slice) {
+  if constexpr (C::parts == 1) {
+    multiplier.multiply_slice(state.totals, step, slice);
+  } else {
+    Sums sums;
+    clear(sums);
+    multiplier.multiply_slice(sums, step, slice);
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) state.totals[i][j] += sums[i][j];
+    }
+  }
+}
+
+__device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
+                                            float4* workspace, const Work& work) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int worker = static_cast<int>(blockIdx.x) / work.tiles;
+  const Tile tile = work.tile();
+  const bool has_bias = C::bias && tile.has_bias();
+  fill_unit_table();
+  Loader loader(grad_output, input, tile);
+  const Multiplier multiplier(tile, thread / 32, thread % 32);
+  float4* const slots =
+      workspace + static_cast<long long>(blockIdx.x) * (kSlots * kThreads) + thread;
+  const long long first = work.first_step(worker);
+  const int steps = static_cast<int>(work.first_step(worker + 1) - first);
+  Cursor at(first);
+  StepPlace step;
+  State state;
+  if (steps > 0) {
+    loader.move_to(at);
+    loader.load_all(step);
+  }
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    copy_async_wait<0>();
+    // The step is there, and nobody reads what comes before it.
+    __syncthreads();
+    at.advance();
+    const bool more = i + 1 < steps;
+    // A new walk's lines are not the next ones of this walk, for which there is room.
+    const bool ahead = more && (!C::rolling || at.step > 0);
+    StepPlace next = step.next();
+    if (ahead) {
+      loader.move_to(at);
+      loader.copy(next, kOldLines);
+    }
+#pragma unroll 1
+    for (int slice = 0; slice < kWarpSlices; ++slice) {
+      if (ahead) loader.load_slice(next, slice);
+      multiply_slice(state, multiplier, step, slice);
+      if (ahead) loader.store_slice(next, slice);
+    }
+    if (has_bias) state.bias += bias_of_step(step);
+    if (++state.steps == C::flush_steps) state.flush_to(slots);
+    if (C::rolling && more && !ahead) {
+      __syncthreads();
+      next.position = 0;
+      loader.move_to(at);
+      loader.load_all(next);
+    }
+    step = next;
+  }
+  if (state.steps > 0 || !state.flushed) state.flush_to(slots);
+  if (has_bias) {
+    reinterpret_cast<float*>(
+        workspace)[bias_slots(work.tiles * work.workers, blockIdx.x) + thread] = state.bias_total;
+  }
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+
+__global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
+    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
+                int first_tile, int tiles, int workers, int batch) {
+  fastconv::ampere::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
+}
+
+__global__ void __launch_bounds__(256)
+    reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
+           int tiles, int workers) {
+  fastconv::ampere::reduce(workspace, grad, first_tile, tiles, workers);
+  if constexpr (Config::bias) {
+    fastconv::ampere::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
   }
 }
 """
@@ -2166,6 +2457,7 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 // Clears the rows beside those: of other phases, which no tap reaches.
 __device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
   constexpr int kCleared = kRowsAligned ? kVector : 1;
+  constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
 #pragma unroll kRowsAtOnce
@@ -3195,7 +3487,6 @@ constexpr int kPixelRows = C::row_end - C::row_begin;
 constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
 constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
 constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
-constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
 constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
@@ -5135,6 +5426,530 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
 }  // namespace fastconv
 """
 
+SOURCES["ampere/correlate_load.cuh"] = r"""
+// Input and weights on their way to shared memory, while others are multiplied.
+#include "ampere/correlate_tile.cuh"
+#include "tensor/input.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// Whether input is copied as it is: neither transposed nor rounded.
+constexpr bool kCopied = C::vector_loads && sizeof(Scalar) == 2;
+
+// Loads the input of all chunks of all items, each while the one before is multiplied. A chunk
+// comes in kBatches, one or more beside each stage of weights: `start` begins to load a batch to
+// registers, `finish` writes it to shared memory when the stage's products are under way.
+struct Loader {
+  const Scalar* input;
+  const Items& items;
+  int index;      // of the next item, of which few registers are kept
+  int chunk = 0;  // of its
+  int thread;
+  Range range;
+  Unit units[kCopied ? 1 : C::batch];
+
+  __device__ Loader(const Scalar* input, const Items& items)
+      : input(input), items(items), index(items.first()), thread(static_cast<int>(threadIdx.x)) {}
+
+  __device__ static __forceinline__ int unit_of(int thread, int batch, int k) {
+    return thread + kThreads * (batch * C::batch + k);
+  }
+  // Where a unit's first vector lies in a stage, in 16 bytes.
+  __device__ static __forceinline__ int place_of(int index) {
+    return Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+  }
+
+  __device__ __forceinline__ void start(int batch, unsigned char* stage) {
+    if (index >= items.count()) return;
+    const Source source(input, Item(index), chunk, 0);
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int unit = unit_of(thread, batch, k);
+      const Place place = source.find(unit);
+      const int channel = source.channel_of(unit);
+      if constexpr (kCopied) {
+        const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+        if (unit_exists(unit)) {
+          copy_async<16>(stage + place_of(unit) * 16, place.address(channel), valid);
+        }
+      } else {
+        units[k].load(place, channel);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(int batch, unsigned char* stage) {
+    if (index >= items.count()) return;
+    const Item item(index);
+    if constexpr (!kCopied) {
+#pragma unroll
+      for (int k = 0; k < C::batch; ++k) {
+        const int unit = unit_of(thread, batch, k);
+        if (unit_exists(unit)) store(stage + place_of(unit) * 16, units[k], item, unit);
+      }
+    }
+    if (batch < kBatches - 1) return;
+    items.judge(range, item.image);
+    if (++chunk == kChunks) {
+      chunk = 0;
+      index = items.after(index);
+    }
+  }
+
+  __device__ __forceinline__ void store(unsigned char* target, const Unit& unit, const Item& item,
+                                        int index) {
+    const int channel = chunk * kChunkChannels + Unit::plane(index) * kVectorChannels;
+    const float* const powers = items.tables.powers(item.image) + item.group * kGroupColumns;
+#pragma unroll
+    for (int i = 0; i < Unit::kVectors; ++i) {
+      const Scale scale(powers + channel + i * kVectorChannels);
+      store_input(target + Unit::offset(i) * 16, kPartPixels * 16, unit.vector(i), scale, range);
+      if (scale.strict()) range.see_strictly(unit.vector(i), scale);
+    }
+  }
+
+  // A whole chunk at once.
+  __device__ __forceinline__ void fill(unsigned char* stage) {
+#pragma unroll 1
+    for (int batch = 0; batch < kBatches; ++batch) {
+      start(batch, stage);
+      finish(batch, stage);
+    }
+  }
+};
+
+// Copies weights to the ring's stages, in the order of their use; or all of them once, if they fit.
+struct WeightStream {
+  const unsigned char* packed;
+  const Items& items;
+  int index;      // of the item
+  int stage = 0;  // of the item's
+  int slot = 0;   // of the ring
+
+  __device__ WeightStream(const unsigned char* packed, const Items& items)
+      : packed(packed), items(items), index(items.first()) {}
+
+  // Starts to copy the next stage, if there is one.
+  __device__ __forceinline__ void start() {
+    if (index < items.count()) {
+      const Item item(index);
+      const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kOutputs);
+      const long long from = static_cast<long long>(part) * kTileStages + stage;
+      copy(shared_memory() + kWeightRing + slot * kWeightBytes, packed + from * kWeightBytes);
+      if (++stage == kTileStages) {
+        stage = 0;
+        index = items.after(index);
+      }
+    }
+    if (++slot == C::weight_stages) slot = 0;
+  }
+  __device__ static __forceinline__ void copy(unsigned char* target, const unsigned char* source) {
+    constexpr int kVectors = kWeightBytes / 16;
+    const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kThreads) {
+      const int i = first + thread;
+      if (kVectors % kThreads == 0 || i < kVectors) {
+        copy_async<16>(target + i * 16, source + i * 16, true);
+      }
+    }
+  }
+};
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/correlate_store.cuh"] = r"""
+// Outputs: from a warp's registers through shared memory to global memory.
+#include "ampere/correlate_multiply.cuh"
+#include "tensor/target.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// How the sums of a lane's rows become outputs: those of products' upper and lower 8 rows.
+using Finishes = Finish[kRowProducts][2];
+
+using Stored = Vector<Scalar, C::store_vector>;
+static_assert(C::store_vector == 1 || C::out_channels_last || kStoredStep == 1, "neighbours");
+
+// Stores a vector of what is staged: of a channel, and of one of the tile's pixels.
+__device__ __forceinline__ void store_staged(const Target& target, const Scalar* staged, int row,
+                                             int pixel) {
+  const int line = pixel / C::tile_columns;
+  const int column = target.column + pixel % C::tile_columns;
+  const bool valid = pixel < kTilePixels && column < C::out_width && target.exists(row, line);
+  target.store(row, line, column, *reinterpret_cast<const Stored*>(staged), valid);
+}
+
+// Contiguous outputs: the rows of 8 channels at a time.
+__device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
+                                           Scalar* staging, const Target& target,
+                                           const Multiplier& warp) {
+  constexpr int kVectors = C::pass_pixels / C::store_vector;  // of a channel
+  const int lane = warp.lane;
+#pragma unroll
+  for (int i = 0; i < 2 * kRowProducts * kPasses; ++i) {
+    const int product = i / (2 * kPasses);
+    const int half = i / kPasses % 2;
+    const int turn = i % kPasses;
+    __syncwarp();  // the last ones have been read
+    Scalar* const row = staging + lane / 4 * kRowPitch + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < C::pass_pixels / 8; ++j) {
+      const float* const pair = sums[product][turn * (C::pass_pixels / 8) + j] + 2 * half;
+      const Finish& finish = finishes[product][half];
+      *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
+          narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
+    }
+    __syncwarp();
+#pragma unroll 2
+    for (int at = lane; at < 8 * kVectors; at += 32) {
+      const int channel = at / kVectors;
+      const int pixel = at % kVectors * C::store_vector;
+      store_staged(target, staging + channel * kRowPitch + pixel, 16 * product + 8 * half + channel,
+                   warp.first_pixel + turn * C::pass_pixels + pixel);
+    }
+  }
+}
+
+// Channels-last outputs: all channels of some pixels at a time.
+__device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& finishes,
+                                             Scalar* staging, const Target& target,
+                                             const Multiplier& warp) {
+  constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
+  const int lane = warp.lane;
+#pragma unroll
+  for (int turn = 0; turn < kPasses; ++turn) {
+    __syncwarp();  // the last ones have been read
+#pragma unroll
+    for (int j = 0; j < C::pass_pixels / 8; ++j) {
+#pragma unroll
+      for (int product = 0; product < kRowProducts; ++product) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int pixel = 8 * j + lane % 4 * 2 + k % 2;
+          const int channel = 16 * product + k / 2 * 8 + lane / 4;
+          const float sum = sums[product][turn * (C::pass_pixels / 8) + j][k];
+          staging[pixel * kPixelPitch + channel] = narrow<Scalar>(finishes[product][k / 2](sum));
+        }
+      }
+    }
+    __syncwarp();
+#pragma unroll 2
+    for (int at = lane; at < C::pass_pixels * kVectors; at += 32) {
+      const int pixel = at / kVectors;
+      const int channel = at % kVectors * C::store_vector;
+      store_staged(target, staging + pixel * kPixelPitch + channel, channel,
+                   warp.first_pixel + turn * C::pass_pixels + pixel);
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Sums& sums, const Scalar* bias, Scalar* output,
+                                      const Items& items, const Item& item,
+                                      const Multiplier& warp) {
+  const Target target(output, item, 0, warp.channel_group, 0);
+  Finishes finishes;
+#pragma unroll
+  for (int i = 0; i < 2 * kRowProducts; ++i) {
+    finishes[i / 2][i % 2] = finish_of(bias, items, item, target, 8 * i + warp.lane / 4);
+  }
+  Scalar* const staging =
+      reinterpret_cast<Scalar*>(shared_memory() + kStaging + warp.warp * kStagingBytes);
+  if constexpr (C::out_channels_last) {
+    store_pixels(sums, finishes, staging, target, warp);
+  } else {
+    store_rows(sums, finishes, staging, target, warp);
+  }
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/correlate_multiply.cuh"] = r"""
+// A warp's products of what is in shared memory.
+#include "ampere/correlate_tile.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+using Sums = float[kRowProducts][kColumnProducts][4];
+using Left = unsigned[kRowProducts][4];
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (auto& row : sums) {
+#pragma unroll
+    for (auto& product : row) {
+#pragma unroll
+      for (float& sum : product) sum = 0.0f;
+    }
+  }
+}
+
+// Where a tap's first pixel lies in a stage, in 16 bytes.
+__device__ __forceinline__ int tap_offset(int tap) {
+  const int row = tap / C::kernel_width;
+  const int column = tap % C::kernel_width;
+  return (row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
+         row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases;
+}
+
+// What low parts are limited to before they are multiplied by each other: no finite one is larger.
+constexpr float kMostLow = 0x1p116f;
+
+// A warp that multiplies. As ldmatrix wants it, each lane has the place of one row, of 16 bytes, in
+// four matrices: of weights, those of 16 channels by 32 bytes; of input, two times 8 pixels by 32.
+struct Multiplier {
+  int warp;
+  int lane;
+  int channel_group;
+  int first_pixel;                  // of the tile
+  int weights;                      // in a stage, in bytes
+  int pixels[kColumnProducts / 2];  // in a stage, for the first tap, in bytes
+
+  __device__ Multiplier() {
+    warp = static_cast<int>(threadIdx.x) / 32;
+    lane = static_cast<int>(threadIdx.x) % 32;
+    channel_group = warp % C::channel_groups;
+    first_pixel = warp / C::channel_groups * C::pixels;
+    weights = channel_group * kProductBytes + (lane / 16 * kOutputs + lane % 16) * 16;
+#pragma unroll
+    for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
+      int pixel = first_pixel + 16 * pair + lane / 16 * 8 + lane % 8;
+      if (pixel >= kTilePixels) pixel = 0;  // whose sums are dropped
+      const int place = pixel / C::tile_columns * C::pitch + pixel % C::tile_columns;
+      pixels[pair] = (place + lane / 8 % 2 * kPlanePixels) * 16;
+    }
+  }
+
+  __device__ __forceinline__ void load_left(Left& left, const unsigned char* product) const {
+#pragma unroll
+    for (int i = 0; i < kRowProducts; ++i) load_matrices(left[i], product + weights + i * 256);
+  }
+
+  // The products of `left` with two times 8 pixels.
+  __device__ __forceinline__ static void add(Sums& sums, const Left& left,
+                                             const unsigned (&right)[4], int pair) {
+    const unsigned first[2] = {right[0], right[1]};
+    const unsigned second[2] = {right[2], right[3]};
+#pragma unroll
+    for (int i = 0; i < kRowProducts; ++i) {
+      mma(Factor{}, sums[i][2 * pair], left[i], first);
+      mma(Factor{}, sums[i][2 * pair + 1], left[i], second);
+    }
+  }
+
+  // The products of one stage of weights.
+  __device__ __forceinline__ void multiply(Sums& sums, const unsigned char* weight_stage,
+                                           const unsigned char* input_stage, int first_tap) const {
+#pragma unroll
+    for (int j = 0; j < C::stage_taps; ++j) {
+      const unsigned char* const tap = input_stage + tap_offset(first_tap + j) * 16;
+#pragma unroll
+      for (int k = 0; k < C::k_steps; ++k) {
+        Left left;
+        load_left(left, weight_stage + (j * C::k_steps + k) * (C::channel_groups * kProductBytes));
+#pragma unroll
+        for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
+          unsigned right[4];
+          load_matrices(right, tap + pixels[pair] + 2 * k * kPlaneBytes);
+          add(sums, left, right, pair);
+        }
+      }
+    }
+  }
+
+  // The same of numbers in two parts: the products of two high parts to `sums`, those of a high and
+  // a low one, which are far smaller, to `low`.
+  __device__ __forceinline__ void multiply_split(Sums& sums, Sums& low,
+                                                 const unsigned char* weight_stage,
+                                                 const unsigned char* input_stage,
+                                                 int first_tap) const {
+    constexpr int kPart = C::channel_groups * kProductBytes;
+#pragma unroll
+    for (int j = 0; j < C::stage_taps; ++j) {
+      const unsigned char* const tap = input_stage + tap_offset(first_tap + j) * 16;
+#pragma unroll
+      for (int k = 0; k < C::k_steps; ++k) {
+        const unsigned char* const product = weight_stage + (j * C::k_steps + k) * (2 * kPart);
+        Left left, left_low;
+        load_left(left, product);
+        load_left(left_low, product + kPart);
+#pragma unroll
+        for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
+          const unsigned char* const place = tap + pixels[pair] + 2 * k * kPlaneBytes;
+          unsigned right[4], right_low[4];
+          load_matrices(right, place);
+          load_matrices(right_low, place + kPartPixels * 16);
+          // Infinite ones first: an infinity's other products, which may overflow, change nothing.
+          add_enlarged(low, left, right_low, pair);
+          add(low, left_low, right, pair);
+          if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
+          add(sums, left, right, pair);
+        }
+      }
+    }
+  }
+
+  // Products of low parts: none of which is infinite, for its sign might be wrong.
+  __device__ __forceinline__ static void add_low(Sums& low, const Left& left,
+                                                 const unsigned (&right)[4], int pair) {
+    Left finite_left;
+    unsigned finite_right[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      finite_right[k] = finite(right[k]);
+#pragma unroll
+      for (int i = 0; i < kRowProducts; ++i) finite_left[i][k] = finite(left[i][k]);
+    }
+    add(low, finite_left, finite_right, pair);
+  }
+  __device__ __forceinline__ static unsigned finite(unsigned low) {
+    return __float_as_uint(limited(__uint_as_float(low), kMostLow));
+  }
+
+  // Products with the input's low parts, which are enlarged where they are halves: so weights are
+  // made as much smaller.
+  __device__ __forceinline__ static void add_enlarged(Sums& low, const Left& left,
+                                                      const unsigned (&right)[4], int pair) {
+    if constexpr (C::halves) {
+      Left smaller;
+#pragma unroll
+      for (int i = 0; i < kRowProducts; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) smaller[i][k] = halves_by_2048th(left[i][k]);
+      }
+      add(low, smaller, right, pair);
+    } else {
+      add(low, left, right, pair);
+    }
+  }
+};
+
+// A total, with what was too small for it. If it is infinite, then rightly, but products with a low
+// part may have overflowed to the other infinity.
+__device__ __forceinline__ float completed(float total, float low) {
+  const float infinity = __uint_as_float(0x7f800000u);
+  return fabsf(total) == infinity && fabsf(low) == infinity ? total : total + low;
+}
+
+// Adds sums to totals, and clears them: the tensor core truncates as it adds, so chains are short.
+// What a total loses as it is rounded, of long sums, is added to `low`.
+__device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
+#pragma unroll
+  for (int i = 0; i < kRowProducts; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumnProducts; ++j) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float total = totals[i][j][k] + sums[i][j][k];
+        if constexpr (C::compensated) {
+          if (is_finite(total)) low[i][j][k] += sums[i][j][k] - (total - totals[i][j][k]);
+        }
+        totals[i][j][k] = total;
+        sums[i][j][k] = 0.0f;
+      }
+    }
+  }
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/correlate_tile.cuh"] = r"""
+// What a block of correlate.cuh is made of, and what it has in shared memory.
+#include "include/mma.cuh"
+#include "tensor/tile.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+using namespace tensor;
+
+static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
+                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part,
+              "what only Hopper's tiles have");
+
+// Warps share a tile: by channels, then by pixels, which are counted row by row.
+constexpr int kThreads = 32 * C::warps;
+constexpr int kPixelGroups = C::warps / C::channel_groups;
+constexpr int kTilePixels = kTileRows * C::tile_columns;
+static_assert(kThreads == C::loaders, "all threads load");
+static_assert(C::warps == kPixelGroups * C::channel_groups, "whole groups");
+static_assert(kTilePixels <= kPixelGroups * C::pixels, "every pixel is some warp's");
+
+// A warp's products, each of 16 channels by 8 pixels.
+constexpr int kRowProducts = kOutputs / 16;
+constexpr int kColumnProducts = C::pixels / 8;
+static_assert(kOutputs % 16 == 0 && C::pixels % 16 == 0, "pixels are read in pairs of eights");
+
+// Input has two stages: one is multiplied while the next chunk's is filled. Weights have a ring.
+constexpr int kInputBytes = C::parts * kPartPixels * 16;
+constexpr int kTileStages = kChunks * kWeightStages;  // of weights
+
+// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels.
+// Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's accesses over all
+// banks.
+constexpr int kRowPitch = round_up(C::pass_pixels, 32) + 8;
+constexpr int kPixelPitch = kOutputs + kVector;
+constexpr int kStagingBytes =
+    kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch : 8 * kRowPitch);
+constexpr int kPasses = C::pixels / C::pass_pixels;
+static_assert(C::pixels % C::pass_pixels == 0 && C::pass_pixels % 8 == 0, "whole passes");
+
+constexpr int kInputRing = 0;
+constexpr int kWeightRing = kInputRing + 2 * kInputBytes;
+constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
+static_assert(kStaging + C::warps * kStagingBytes == C::shared_bytes, "as planned");
+static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["include/mma.cuh"] = r"""
+// Products of small matrices by the tensor cores of a warp, from sm_80 on: all lanes take part.
+//
+// What lane 4 g + t holds of a matrix of 8 rows of 16 bytes, a fragment of 4 bytes: bytes 4 t to
+// 4 t + 3 of row g. These are two elements of 16 bits, or one of TF32.
+#include "include/sm80.cuh"
+
+namespace fastconv {
+
+// sums += left * right^T: 16 rows by 8 rows, each of 32 bytes. `left` is four matrices: its upper
+// and lower 8 rows, first of their first 16 bytes, then of the others; `right` is two: first and
+// last 16 bytes. A lane has the sums of rows g, columns 2 t and 2 t + 1, then of row g + 8.
+__device__ __forceinline__ void mma(Tf32, float (&sums)[4], const unsigned (&left)[4],
+                                    const unsigned (&right)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+__device__ __forceinline__ void mma(Float16, float (&sums)[4], const unsigned (&left)[4],
+                                    const unsigned (&right)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+__device__ __forceinline__ void mma(Bfloat16, float (&sums)[4], const unsigned (&left)[4],
+                                    const unsigned (&right)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+
+}  // namespace fastconv
+"""
+
 SOURCES["hopper/walk.cuh"] = r"""
 // How warpgroups or blocks that need no tiles share an image: in walks down strips of it.
 #include "include/tile.cuh"
@@ -6557,6 +7372,994 @@ __device__ __forceinline__ long long weight_offset(int output, int input, int ro
 }  // namespace fastconv
 """
 
+SOURCES["ampere/weight_grad_reduce.cuh"] = r"""
+// The second kernel: adds up what the blocks have left in the workspace.
+#include "ampere/weight_grad_multiply.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// One of four neighbouring sums of a thread: which weight it is.
+struct Weight {
+  int output;  // channels, in the group
+  int input;
+  int row;
+  int column;
+  bool exists;
+
+  __device__ Weight(const Tile& tile, int slot, int thread, int element) {
+    const Warp warp(thread / 32);
+    const int lane = thread % 32;
+    const int index =
+        (warp.units * C::units + slot / C::row_tiles) * kOctet + lane % 4 * 2 + element % 2;
+    const Column of_box(index);
+    output = tile.output + warp.out * kWarpOutputs + slot % C::row_tiles * 16 + lane / 4 +
+             element / 2 * 8;
+    input = tile.channel + of_box.channel;
+    row = tile.kernel_row + of_box.row;
+    column = tile.kernel_column + of_box.column;
+    exists = index < kBoxSize && output < C::group_out && input < C::group_in &&
+             row < C::kernel_height && column < C::kernel_width;
+  }
+};
+
+// Adds up the slots of every weight, in order, and writes it where its strides say.
+__device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int first_tile,
+                                       int tiles, int workers) {
+  constexpr int kTileThreads = kThreads / C::warps_pixels;  // of other weights
+  constexpr int kBlockSlots = kSlots * kThreads;
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSlots * kTileThreads;
+       i += step) {
+    const int thread = i % kTileThreads;
+    const int slot = i / kTileThreads % kSlots;
+    const int block = i / (kTileThreads * kSlots);
+    const float4* const first = workspace + block * kBlockSlots + slot * kThreads + thread;
+    float4 total = total_of(first, tiles * kBlockSlots, workers);
+#pragma unroll
+    for (int j = 1; j < C::warps_pixels; ++j) {
+      const float4 more = total_of(first + j * kTileThreads, tiles * kBlockSlots, workers);
+      total = make_float4(total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w);
+    }
+    const float values[4] = {total.x, total.y, total.z, total.w};
+    const Tile tile(first_tile + block);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Weight weight(tile, slot, thread, j);
+      if (!weight.exists) continue;
+      grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
+                         weight.column)] = narrow<Scalar>(values[j]);
+    }
+  }
+}
+
+// Adds up the sums for the bias of every channel: of threads, then of workers, in order.
+__device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bias_grad,
+                                            int first_tile, int tiles, int workers) {
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockOutputs; i += step) {
+    const int block = i / kBlockOutputs;
+    const int channel = i % kBlockOutputs;
+    const Tile tile(first_tile + block);
+    if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
+    float total = 0.0f;
+    for (int worker = 0; worker < workers; ++worker) {
+      const float* const sums = reinterpret_cast<const float*>(workspace) +
+                                bias_slots(tiles * workers, worker * tiles + block) + channel;
+      float of_worker = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kThreads; j += kBlockOutputs) of_worker += sums[j];
+      total += of_worker;
+    }
+    bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
+  }
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/weight_grad_multiply.cuh"] = r"""
+// The products of a warp, and its sums.
+#include "ampere/weight_grad_load.cuh"
+#include "tensor/workspace.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// Four sums of each product, unit by unit: also the slots of a thread in the workspace.
+constexpr int kSlots = C::units * C::row_tiles;
+using Sums = float[kSlots][4];
+
+// What a thread has of one product's rows of all tiles, and of a unit's columns.
+using Left = unsigned[C::parts][C::row_tiles][4];
+using Right = unsigned[C::parts][2];
+
+// Whether rounding to even is one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kRoundsToEven = true;
+#else
+constexpr bool kRoundsToEven = false;
+#endif
+
+// float32 as the tensor core wants it: rounded to TF32, or in two such parts.
+template <int kCount>
+__device__ __forceinline__ void convert(unsigned (&high)[kCount], unsigned (&low)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float value = __uint_as_float(high[i]);
+    if constexpr (C::parts == 2 && kRoundsToEven) {
+      split(value, high[i], low[i]);
+    } else if constexpr (C::parts == 2) {
+      split_away(value, high[i], low[i]);
+    } else {
+      high[i] = __float_as_uint(round_operand_to_tf32(value));
+    }
+  }
+}
+
+// --- The output's gradient: rows of products -----------------------------------------------------
+
+constexpr bool kByMatrices = kHalves || !C::grad_channels_last;  // or element by element
+constexpr int kGradTile = 16 * (C::grad_channels_last ? kScalarBytes : C::grad_pitch);
+constexpr int kGradPixel = C::grad_channels_last ? C::grad_pitch : kScalarBytes;
+// From the first half of a product's pixels to the second one.
+constexpr int kGradHalf = (kRowPairs ? C::strip_columns : kProductColumns / 2) * kGradPixel;
+
+// Where in a stage a lane's part of the first product begins, `output` being the warp's first
+// channel. Where it is loaded by matrices: one of their rows, 8 pixels of a channel (4 of float32)
+// or 8 channels of a pixel.
+__device__ __forceinline__ int first_left(int output, int lane) {
+  if constexpr (!kByMatrices) {
+    return lane % 4 * C::grad_pitch + (output + lane / 4) * kScalarBytes;
+  } else if constexpr (C::grad_channels_last) {
+    return lane % 8 * C::grad_pitch + (output + lane / 8 % 2 * 8) * kScalarBytes +
+           lane / 16 * kGradHalf;
+  } else {
+    return (output + lane % 16) * C::grad_pitch + lane / 16 * kGradHalf;
+  }
+}
+
+__device__ __forceinline__ void load_left(Left& left, const unsigned char* first) {
+#pragma unroll
+  for (int tile = 0; tile < C::row_tiles; ++tile) {
+    const unsigned char* const at = first + tile * kGradTile;
+    if constexpr (!kByMatrices) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        left[0][tile][i] =
+            *reinterpret_cast<const unsigned*>(at + i % 2 * (8 * kScalarBytes) + i / 2 * kGradHalf);
+      }
+    } else if constexpr (C::grad_channels_last) {
+      load_transposed(left[0][tile], at);
+    } else {
+      load_matrices(left[0][tile], at);
+    }
+    if constexpr (!kHalves) convert(left[0][tile], left[C::parts - 1][tile]);
+  }
+}
+
+// --- The input: columns of products --------------------------------------------------------------
+
+// Units whose columns a lane loads at once, and how often it does.
+constexpr int kUnitsAtOnce = kHalves ? 2 : 1;
+constexpr int kUnitLoads = ceil_div(C::units, kUnitsAtOnce);
+constexpr int kInPixel = kStride * kColumnBytes;  // from one of a row to the next
+
+// Where in a line a lane's part of the first product begins.
+__device__ __forceinline__ int first_right(int lane) {
+  if constexpr (kHalves) {
+    return lane % 8 * kInPixel + (kRowPairs ? 0 : lane / 8 % 2 * (8 * kInPixel));
+  } else {
+    return lane % 4 * kInPixel;
+  }
+}
+
+__device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
+                                           const unsigned char* first) {
+  if constexpr (kHalves) {
+    unsigned both[4];
+    load_transposed(both, first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) right[i / 2 % kUnitsAtOnce][0][i % 2] = both[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      right[0][0][i] = *reinterpret_cast<const unsigned*>(first + i * (4 * kInPixel));
+    }
+    convert(right[0][0], right[0][C::parts - 1]);
+  }
+}
+
+// --- Products ------------------------------------------------------------------------------------
+
+// A unit's products with all rows. Large ones come last: what small ones add is not lost.
+__device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, const Right& right) {
+  constexpr int kLow = C::parts - 1;
+  if constexpr (C::parts == 2) {
+#pragma unroll
+    for (int tile = 0; tile < C::row_tiles; ++tile) {
+      mma(Operand{}, sums[tile], left[kLow][tile], right[0]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < C::row_tiles; ++tile) {
+      mma(Operand{}, sums[tile], left[0][tile], right[kLow]);
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < C::row_tiles; ++tile) {
+    mma(Operand{}, sums[tile], left[0][tile], right[0]);
+  }
+}
+
+// Of a slice's products, as many as code is written out for: more of them would be loaded at once
+// than there are registers for.
+__host__ __device__ constexpr int unrolled(int products, int most) {
+  return products % most == 0 ? most : unrolled(products, most - 1);
+}
+constexpr int kUnrolled = unrolled(C::slice_products, C::parts == 2 || kSlots > 24 ? 2 : 4);
+
+// What a warp multiplies: where its lanes find it in a step.
+struct Multiplier {
+  Warp warp;
+  int left;   // in a stage
+  int right;  // in a line
+  int line;   // from the first output row's line
+
+  __device__ Multiplier(const Tile& tile, int index, int lane) : warp(index) {
+    left = first_left(warp.out * kWarpOutputs, lane);
+    right = kInput + first_right(lane) + InLoader::shift(tile) * kColumnBytes;
+    line = kRowPairs ? lane / 8 % 2 * kLineAdvance : 0;
+  }
+
+  // The products of one of the warp's slices.
+  __device__ __forceinline__ void multiply_slice(Sums& sums, const StepPlace& step,
+                                                 int slice) const {
+    slice = slice * C::warps_pixels + warp.pixels;
+    const int row = slice / kRowSlices * kProductRows;
+    const int column = slice % kRowSlices * kSliceColumns;
+    const unsigned char* grad = step.grad() + left + (row * C::strip_columns + column) * kGradPixel;
+    int units[kUnitLoads];
+    find_units(units, step.position + row * kLineAdvance + line, right + column * kInPixel);
+#pragma unroll 1
+    for (int k = 0; k < C::slice_products; k += kUnrolled) {
+#pragma unroll
+      for (int i = 0; i < kUnrolled; ++i) {
+        multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
+                        i * (kProductColumns * kInPixel));
+      }
+      grad += kUnrolled * (kProductColumns * kGradPixel);
+#pragma unroll
+      for (int& unit : units) unit += kUnrolled * (kProductColumns * kInPixel);
+    }
+  }
+
+  // One product along the pixels, which are `column` bytes beyond where units begin.
+  __device__ static __forceinline__ void multiply_pixels(Sums& sums, const unsigned char* grad,
+                                                         const int (&units)[kUnitLoads],
+                                                         int column) {
+    Left rows;
+    load_left(rows, grad);
+#pragma unroll
+    for (int i = 0; i < kUnitLoads; ++i) {
+      Right columns[kUnitsAtOnce];
+      load_right(columns, shared_memory() + units[i] + column);
+#pragma unroll
+      for (int j = 0; j < kUnitsAtOnce; ++j) {
+        const int unit = i * kUnitsAtOnce + j;
+        if (unit < C::units) multiply(sums + unit * C::row_tiles, rows, columns[j]);
+      }
+    }
+  }
+
+  // Where the units' columns begin, if the first output row's line is `first` in the ring.
+  __device__ __forceinline__ void find_units(int (&units)[kUnitLoads], int first,
+                                             int in_line) const {
+#pragma unroll
+    for (int i = 0; i < kUnitLoads; ++i) {
+      int entry = warp.units * C::units + i * kUnitsAtOnce;
+      if constexpr (!kHalves) {
+        entry = entry * kOctet + static_cast<int>(threadIdx.x) % 32 / 4;
+      } else if (i * kUnitsAtOnce + 1 < C::units) {
+        entry += static_cast<int>(threadIdx.x) / 16 % 2;
+      }
+      const int found = first * kLineBytes + unit_table()[entry];
+      units[i] = (C::rolling ? ring_byte(found) : found) + in_line;
+    }
+  }
+};
+
+// --- The bias ------------------------------------------------------------------------------------
+
+// Adds up what a step has of the output's gradient, as it is: a thread has some pixels of one
+// channel.
+__device__ __forceinline__ float bias_of_step(const StepPlace& step) {
+  constexpr int kSharers = kThreads / kBlockOutputs;  // of a channel
+  const int channel = static_cast<int>(threadIdx.x) % kBlockOutputs;
+  const int first = static_cast<int>(threadIdx.x) / kBlockOutputs;
+  float sum = 0.0f;
+  if constexpr (C::grad_channels_last) {
+    const unsigned char* const pixels = step.grad() + channel * kScalarBytes;
+#pragma unroll 4
+    for (int pixel = first; pixel < kStepPixels; pixel += kSharers) {
+      sum += widen(*reinterpret_cast<const Scalar*>(pixels + pixel * C::grad_pitch));
+    }
+  } else {
+    const unsigned char* const pixels = step.grad() + channel * C::grad_pitch;
+#pragma unroll 2
+    for (int pixel = first * kVector; pixel < kStepPixels; pixel += kSharers * kVector) {
+      using Pixels = Vector<Scalar, kVector>;
+      const Pixels vector = *reinterpret_cast<const Pixels*>(pixels + pixel * kScalarBytes);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum += widen(vector.element[i]);
+    }
+  }
+  return sum;
+}
+
+// Where the sums for the bias are in the workspace, behind all slots: [block][thread].
+__device__ __forceinline__ long long bias_slots(int blocks, int block) {
+  return static_cast<long long>(blocks) * (kSlots * kThreads * 4) + block * kThreads;
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/weight_grad_load.cuh"] = r"""
+// Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
+// 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
+// is loaded before the slice is multiplied, and written after that.
+#include "ampere/weight_grad_tile.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// How threads share units, of which a row has kWidth: kLanes of them have neighbours of a row. A
+// thread has kTasks units; those of all threads are rows and columns of a grid.
+template <int kWidth, int kRows, int kLanes>
+struct Sheet {
+  static constexpr int kAcross = ceil_div(kWidth, kLanes);
+  static constexpr int kRowsAtOnce = kThreads / kLanes;
+  static constexpr int kTasks = kAcross * ceil_div(kRows, kRowsAtOnce);
+
+  __device__ static int column(int task) {
+    return static_cast<int>(threadIdx.x) % kLanes + task % kAcross * kLanes;
+  }
+  __device__ static int row(int task) {
+    return static_cast<int>(threadIdx.x) / kLanes + task / kAcross * kRowsAtOnce;
+  }
+  __device__ static bool exists(int task) {
+    return (kWidth % kLanes == 0 || column(task) < kWidth) &&
+           (kRows % kRowsAtOnce == 0 || row(task) < kRows);
+  }
+};
+
+__device__ __forceinline__ bool is_below(int value, int bound) {
+  return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// --- The output's gradient -----------------------------------------------------------------------
+
+constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutColumn = C::grad_channels_last ? C::groups * C::group_out : 1;
+constexpr int kOutRow = C::out_width * kOutColumn;
+constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
+static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+              "");
+using OutOffset = IndexTo<elements_of(kWalkRows + 1, kRowStep, kOutRow) +
+                          elements_of(kStrips, C::strip_columns, kOutColumn) +
+                          elements_of(kBlockOutputs, kOutChannel)>;
+
+// Neighbours in memory, of a row or of a pixel: what is copied at once, or what a thread writes.
+constexpr bool kGradInRegisters = kHalves && C::grad_vector == 1;
+constexpr int kGradUnit = kGradInRegisters ? kVector : C::grad_vector;
+// Of an output row: units along memory, and what lies across.
+using GradSheet = Sheet<(C::grad_channels_last ? kBlockOutputs : C::strip_columns) / kGradUnit,
+                        C::grad_channels_last ? C::strip_columns : kBlockOutputs, C::grad_lanes>;
+constexpr int kGradTasks = C::step_rows * GradSheet::kTasks;
+
+struct GradLoader {
+  const Scalar* channels;  // the tile's first, of image 0
+  int channels_left;       // of those that exist
+  const Scalar* image;
+  int row;
+  int column;
+
+  __device__ GradLoader(const Scalar* grad_output, const Tile& tile)
+      : channels(grad_output +
+                 static_cast<long long>(tile.group * C::group_out + tile.output) * kOutChannel),
+        channels_left(C::group_out - tile.output) {}
+
+  __device__ void move_to(const Cursor& at) {
+    image = channels + static_cast<long long>(at.image()) * kOutImage;
+    row = at.output_row();
+    column = at.output_column();
+  }
+
+  // A task's first element: where it lies, where it goes, and how many exist from it on.
+  struct Place {
+    const Scalar* source;
+    int target;
+    int left;
+  };
+  __device__ __forceinline__ Place find(int step_row, int task) const {
+    const int along = GradSheet::column(task) * kGradUnit;
+    const int across = GradSheet::row(task);
+    const int channel = C::grad_channels_last ? along : across;
+    const int pixel = C::grad_channels_last ? across : along;
+    const int y = row + step_row * kRowStep;
+    const int x = column + pixel;
+    const bool exists =
+        y < C::out_height && (C::grad_channels_last ? x < C::out_width : channel < channels_left);
+    Place place;
+    place.source =
+        image + (static_cast<OutOffset>(channel) * kOutChannel +
+                 static_cast<OutOffset>(y) * kOutRow + static_cast<OutOffset>(x) * kOutColumn);
+    place.target =
+        C::grad_channels_last
+            ? (step_row * C::strip_columns + pixel) * C::grad_pitch + channel * kScalarBytes
+            : channel * C::grad_pitch + (step_row * C::strip_columns + pixel) * kScalarBytes;
+    place.left = !exists ? 0 : C::grad_channels_last ? channels_left - channel : C::out_width - x;
+    return place;
+  }
+
+  __device__ __forceinline__ void copy(unsigned char* stage) const {
+#pragma unroll 1
+    for (int step_row = 0; step_row < C::step_rows; ++step_row) {
+#pragma unroll
+      for (int task = 0; task < GradSheet::kTasks; ++task) {
+        if (!GradSheet::exists(task)) continue;
+        const Place place = find(step_row, task);
+        copy_elements<C::grad_vector>(reinterpret_cast<Scalar*>(stage + place.target), place.source,
+                                      place.left > 0);
+      }
+    }
+  }
+
+  // Some tasks' elements, on their way through registers.
+  template <int kTasks>
+  struct Batch {
+    unsigned short elements[kTasks][kVector];
+  };
+  template <int kTasks>
+  __device__ __forceinline__ void load(Batch<kTasks>& batch, int first) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int task = first + i;
+      const bool exists = task < kGradTasks && GradSheet::exists(task % GradSheet::kTasks);
+      const Place place = find(task / GradSheet::kTasks, task % GradSheet::kTasks);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        batch.elements[i][j] = load_or_zero(
+            reinterpret_cast<const unsigned short*>(place.source) + j, exists && j < place.left);
+      }
+    }
+  }
+  template <int kTasks>
+  __device__ __forceinline__ void store(const Batch<kTasks>& batch, int first,
+                                        unsigned char* stage) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int task = first + i;
+      if (task >= kGradTasks || !GradSheet::exists(task % GradSheet::kTasks)) continue;
+      const Place place = find(task / GradSheet::kTasks, task % GradSheet::kTasks);
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[j] = batch.elements[i][2 * j] | static_cast<unsigned>(batch.elements[i][2 * j + 1])
+                                                  << 16;
+      }
+      *reinterpret_cast<uint4*>(stage + place.target) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+};
+
+// --- The input -----------------------------------------------------------------------------------
+
+constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+// Rows and columns that taps read, before or behind the input's first; and where the farthest
+// element would be.
+constexpr long long kFarRow =
+    max_of<long long>(C::padding_top, elements_of(kWalkRows + 1, kRowStep, C::stride_height) +
+                                          elements_of(kRowBlocks, C::box_rows, C::dilation_height));
+constexpr long long kFarColumn = max_of<long long>(
+    C::padding_left + C::shift, elements_of(kStrips, C::strip_columns, C::stride_width) +
+                                    elements_of(kColumnBlocks, C::box_columns, C::dilation_width) +
+                                    elements_of(kLineColumns + 1, kColumnUnit));
+using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
+                         elements_of(C::box_channels + kOctet, kInChannel)>;
+
+// Of contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed. Of
+// others it is neighbours in memory: columns, or channels if they are neighbours.
+constexpr bool kInInRegisters = kHalves && (!C::in_channels_last || C::in_vector == 1);
+constexpr int kTaskChannels = kInInRegisters ? kOctet : C::in_channels_last ? C::in_vector : 1;
+constexpr int kTaskColumns = C::in_channels_last ? 1 : C::in_vector;
+// Of a line.
+using InSheet =
+    Sheet<C::in_channels_last ? C::box_channels / kTaskChannels : kLineColumns / kTaskColumns,
+          C::in_channels_last ? kLineColumns : C::box_channels / kTaskChannels, C::in_lanes>;
+constexpr int kInTasks = kNewLines * InSheet::kTasks;
+
+// kCount neighbouring elements of 16 bits.
+template <int kCount>
+struct Neighbours {
+  static_assert(kCount == 2 || kCount == 4, "");
+  unsigned words[kCount / 2];
+
+  __device__ __forceinline__ void load(const Scalar* source, bool valid) {
+    if constexpr (kCount == 2) {
+      words[0] = load_bits(reinterpret_cast<const float*>(source), valid);
+    } else {
+      const uint2 both = load_or_zero(reinterpret_cast<const uint2*>(source), valid);
+      words[0] = both.x;
+      words[kCount / 2 - 1] = both.y;
+    }
+  }
+  __device__ __forceinline__ unsigned element(int i) const {
+    return i % 2 == 0 ? words[i / 2] & 0xffffu : words[i / 2] >> 16;
+  }
+};
+template <>
+struct Neighbours<1> {
+  unsigned short word;
+
+  __device__ __forceinline__ void load(const Scalar* source, bool valid) {
+    word = load_or_zero(reinterpret_cast<const unsigned short*>(source), valid);
+  }
+  __device__ __forceinline__ unsigned element(int) const { return word; }
+};
+
+struct InLoader {
+  const Scalar* channels;  // the tile's first, of image 0
+  int channels_left;
+  int first_row;     // that the first output row's first line is, of the tile
+  int first_column;  // the same of columns; where lines begin
+  const Scalar* image;
+  int row;
+  int column;
+
+  __device__ InLoader(const Scalar* input, const Tile& tile)
+      : channels(input +
+                 static_cast<long long>(tile.group * C::group_in + tile.channel) * kInChannel),
+        channels_left(C::group_in - tile.channel),
+        first_row(tile.kernel_row * C::dilation_height - C::padding_top) {
+    first_column = tile.kernel_column * C::dilation_width - C::padding_left;
+    first_column -= shift(tile);
+  }
+
+  // By how many columns lines begin early. That is the same for all strips.
+  __device__ static int shift(const Tile& tile) {
+    if constexpr (C::shift == 0) return 0;
+    const int column = tile.kernel_column * C::dilation_width - C::padding_left;
+    return column - floor_div(column, C::in_vector) * C::in_vector;
+  }
+
+  __device__ void move_to(const Cursor& at) {
+    image = channels + static_cast<long long>(at.image()) * kInImage;
+    row = first_row + at.output_row() * C::stride_height;
+    column = first_column + at.output_column() * C::stride_width;
+  }
+
+  // The input row of one of the step's lines.
+  __device__ __forceinline__ int row_of(int line) const {
+    constexpr bool kSkips = kRowAdvance > C::box_rows;
+    return row + C::dilation_height *
+                     (kSkips ? line / C::box_rows * kRowAdvance + line % C::box_rows : line);
+  }
+
+  struct Place {
+    const Scalar* source;
+    int target;
+    int channels;  // that exist, from the first on
+  };
+  __device__ __forceinline__ Place find(int y, int task) const {
+    const int along = InSheet::column(task);
+    const int across = InSheet::row(task);
+    const int channel = (C::in_channels_last ? along : across) * kTaskChannels;
+    const int at = (C::in_channels_last ? across : along) * kTaskColumns;
+    const int x = column + at * kColumnUnit;
+    Place place;
+    place.source =
+        image + (static_cast<InOffset>(channel) * kInChannel + static_cast<InOffset>(y) * kInRow +
+                 static_cast<InOffset>(x) * kInColumn);
+    place.target = channel_bytes(channel) + at * kColumnBytes;
+    const bool exists = is_below(y, C::in_height) && is_below(x, C::in_width);
+    place.channels = exists ? channels_left - channel : 0;
+    return place;
+  }
+
+  // Copies lines of a step, whose first one is `position` of the ring.
+  __device__ __forceinline__ void copy(int position, int first, int end) const {
+#pragma unroll 1
+    for (int line = first; line < end; ++line) {
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes;
+      const int y = row_of(line);
+#pragma unroll
+      for (int task = 0; task < InSheet::kTasks; ++task) {
+        if (!InSheet::exists(task)) continue;
+        const Place place = find(y, task);
+        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target), place.source,
+                                    place.channels > 0);
+      }
+    }
+  }
+
+  template <int kTasks>
+  struct Batch {
+    Neighbours<kTaskColumns> elements[kTasks][kOctet];
+  };
+  // Tasks from `first` on, of lines from `first_line` to kWindow.
+  template <int kTasks>
+  __device__ __forceinline__ void load(Batch<kTasks>& batch, int first_line, int first) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int line = first_line + (first + i) / InSheet::kTasks;
+      const int task = (first + i) % InSheet::kTasks;
+      const bool exists = line < kWindow && InSheet::exists(task);
+      const Place place = find(row_of(line), task);
+#pragma unroll
+      for (int j = 0; j < kOctet; ++j) {
+        batch.elements[i][j].load(place.source + static_cast<InOffset>(j) * kInChannel,
+                                  exists && j < place.channels);
+      }
+    }
+  }
+  template <int kTasks>
+  __device__ __forceinline__ void store(const Batch<kTasks>& batch, int position, int first_line,
+                                        int first) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int line = first_line + (first + i) / InSheet::kTasks;
+      const int task = (first + i) % InSheet::kTasks;
+      if (line >= kWindow || !InSheet::exists(task)) continue;
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes + find(0, task).target;
+#pragma unroll
+      for (int column = 0; column < kTaskColumns; ++column) {
+        unsigned words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          words[j] = batch.elements[i][2 * j].element(column) |
+                     batch.elements[i][2 * j + 1].element(column) << 16;
+        }
+        *reinterpret_cast<uint4*>(target + column * kColumnBytes) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+};
+
+// --- Both ----------------------------------------------------------------------------------------
+
+// Tasks of a thread that go through registers while a slice is multiplied, and how many at once.
+constexpr int kSliceGradTasks = kGradInRegisters ? ceil_div(kGradTasks, kWarpSlices) : 0;
+constexpr int kSliceInTasks = kInInRegisters ? ceil_div(kInTasks, kWarpSlices) : 0;
+constexpr int kGradBatch = kSliceGradTasks < C::grad_batch ? kSliceGradTasks : C::grad_batch;
+constexpr int kInBatch = kSliceInTasks < C::in_batch ? kSliceInTasks : C::in_batch;
+static_assert(C::grad_batch > 0 && C::in_batch > 0, "");
+
+// Where a step's numbers are in shared memory.
+struct StepPlace {
+  int position = 0;  // of its first line in the ring
+  int stage = 0;
+
+  __device__ unsigned char* grad() const { return shared_memory() + kGrad + stage * kStageBytes; }
+  __device__ StepPlace next() const {
+    StepPlace place;
+    place.position = ring_line(position + kNewLines);
+    place.stage = 1 - stage;
+    return place;
+  }
+};
+
+struct Loader {
+  GradLoader grad;
+  InLoader in;
+  GradLoader::Batch<kGradBatch + (kGradBatch == 0)> grad_batch;
+  InLoader::Batch<kInBatch + (kInBatch == 0)> in_batch;
+
+  __device__ Loader(const Scalar* grad_output, const Scalar* input, const Tile& tile)
+      : grad(grad_output, tile), in(input, tile) {}
+
+  __device__ void move_to(const Cursor& at) {
+    grad.move_to(at);
+    in.move_to(at);
+  }
+
+  // Starts asynchronous copies of a step, of its lines from `first_line` on.
+  __device__ __forceinline__ void copy(const StepPlace& to, int first_line) const {
+    if constexpr (!kGradInRegisters) grad.copy(to.grad());
+    if constexpr (!kInInRegisters) in.copy(to.position, first_line, kWindow);
+    copy_async_commit();
+  }
+
+  // Loads a slice's share of what goes through registers; all but the last of it is written at
+  // once.
+  __device__ __forceinline__ void load_slice(const StepPlace& to, int slice) {
+    if constexpr (kGradBatch > 0) {
+      int task = slice * kSliceGradTasks;
+#pragma unroll 1
+      for (; task < (slice + 1) * kSliceGradTasks - kGradBatch; task += kGradBatch) {
+        grad.load(grad_batch, task);
+        grad.store(grad_batch, task, to.grad());
+      }
+      grad.load(grad_batch, task);
+    }
+    if constexpr (kInBatch > 0) {
+      int task = slice * kSliceInTasks;
+#pragma unroll 1
+      for (; task < (slice + 1) * kSliceInTasks - kInBatch; task += kInBatch) {
+        in.load(in_batch, kOldLines, task);
+        in.store(in_batch, to.position, kOldLines, task);
+      }
+      in.load(in_batch, kOldLines, task);
+    }
+  }
+  __device__ __forceinline__ void store_slice(const StepPlace& to, int slice) const {
+    if constexpr (kGradBatch > 0) {
+      grad.store(grad_batch, last_batch(slice, kSliceGradTasks, kGradBatch), to.grad());
+    }
+    if constexpr (kInBatch > 0) {
+      in.store(in_batch, to.position, kOldLines, last_batch(slice, kSliceInTasks, kInBatch));
+    }
+  }
+  // The first task of a slice's last batch.
+  __device__ static int last_batch(int slice, int tasks, int batch) {
+    return batch == 0 ? 0 : slice * tasks + (tasks - 1) / batch * batch;
+  }
+
+  // Loads all of a step, while nothing else is done.
+  __device__ __forceinline__ void load_all(const StepPlace& to) {
+    copy(to, 0);
+    if constexpr (kGradBatch > 0) {
+#pragma unroll 1
+      for (int task = 0; task < kGradTasks; task += kGradBatch) {
+        grad.load(grad_batch, task);
+        grad.store(grad_batch, task, to.grad());
+      }
+    }
+    if constexpr (kInBatch > 0) {
+#pragma unroll 1
+      for (int task = 0; task < kWindow * InSheet::kTasks; task += kInBatch) {
+        in.load(in_batch, 0, task);
+        in.store(in_batch, to.position, 0, task);
+      }
+    }
+  }
+};
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/weight_grad_tile.cuh"] = r"""
+// What a block of weight_grad.cuh computes, how it walks through images, and what lies where in
+// shared memory.
+#include "include/mma.cuh"
+#include "include/tile.cuh"
+#include "tensor/operand.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+using namespace tensor;
+
+constexpr bool kHalves = kScalarBytes == 2;  // elements of 16 bits
+
+// --- The products: what a block computes ---------------------------------------------------------
+
+// A unit is the 8 columns of a product: 8 input channels of one tap, or, of float32, channels of
+// several taps. A warp has the sums of `units` units and 16 * row_tiles output channels. The
+// block's warps have different output channels, then different units, then different pixels.
+constexpr int kOctet = 8;  // columns, and input channels
+constexpr int kWarps = C::warps_out * C::warps_units * C::warps_pixels;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kWarpOutputs = 16 * C::row_tiles;
+constexpr int kBlockOutputs = kWarpOutputs * C::warps_out;
+constexpr int kBlockUnits = C::units * C::warps_units;
+static_assert(kThreads % kBlockOutputs == 0, "as many threads for each channel's bias");
+
+// A block's weights are a box of input channels and taps.
+constexpr int kBoxSize = C::box_channels * C::box_rows * C::box_columns;
+static_assert(kBoxSize <= kBlockUnits * kOctet, "a block has the sums of its box");
+static_assert(!kHalves || C::box_channels % kOctet == 0, "what is loaded at once");
+
+constexpr int kChannelBlocks = ceil_div(C::group_in, C::box_channels);
+constexpr int kRowBlocks = ceil_div(C::kernel_height, C::box_rows);
+constexpr int kColumnBlocks = ceil_div(C::kernel_width, C::box_columns);
+constexpr int kOutputBlocks = ceil_div(C::group_out, kBlockOutputs);
+
+struct Tile {
+  int channel;  // first ones, in the group
+  int output;
+  int kernel_row;
+  int kernel_column;
+  int group;
+
+  __device__ explicit Tile(int index) {
+    channel = index % kChannelBlocks * C::box_channels;
+    index /= kChannelBlocks;
+    kernel_column = index % kColumnBlocks * C::box_columns;
+    index /= kColumnBlocks;
+    kernel_row = index % kRowBlocks * C::box_rows;
+    index /= kRowBlocks;
+    output = index % kOutputBlocks * kBlockOutputs;
+    group = index / kOutputBlocks;
+  }
+
+  // Whether no tile of the same output channels comes before this one.
+  __device__ bool has_bias() const { return channel == 0 && kernel_row == 0 && kernel_column == 0; }
+};
+
+// A product's column: its place in the box.
+struct Column {
+  int channel;
+  int row;
+  int column;
+
+  __device__ explicit Column(int index)
+      : channel(index % C::box_channels),
+        row(index / C::box_channels / C::box_columns),
+        column(index / C::box_channels % C::box_columns) {}
+};
+
+// A warp's place in the block.
+struct Warp {
+  int out;
+  int units;
+  int pixels;
+
+  __device__ explicit Warp(int index)
+      : out(index % C::warps_out),
+        units(index / C::warps_out % C::warps_units),
+        pixels(index / (C::warps_out * C::warps_units)) {}
+};
+
+// --- The pixels: how blocks walk through images --------------------------------------------------
+
+// Output rows of a walk are kRowStep apart; they start at one of as many residues. From one to the
+// next, input rows move on by kRowAdvance dilations.
+constexpr int kRowGcd = gcd(C::stride_height, C::dilation_height);
+constexpr int kRowStep = C::dilation_height / kRowGcd;
+constexpr int kRowAdvance = C::stride_height / kRowGcd;
+
+// A step of a walk: step_rows such rows of strip_columns columns, the pixels that are in shared
+// memory at once.
+constexpr int kStepPixels = C::step_rows * C::strip_columns;
+constexpr int kStrips = ceil_div(C::out_width, C::strip_columns);
+constexpr int kWalksPerImage = kRowStep * kStrips;
+constexpr int kWalkRows = C::steps * C::step_rows;
+static_assert(C::strip_columns % 8 == 0, "what a product takes of a row");
+static_assert(kWalkRows * kRowStep >= C::out_height, "walks cover the image");
+
+// Where a step is, and what comes after it.
+struct Cursor {
+  int walk;
+  int step;
+
+  __device__ explicit Cursor(long long index)
+      : walk(static_cast<int>(index / C::steps)), step(static_cast<int>(index % C::steps)) {}
+  __device__ void advance() {
+    if (++step < C::steps) return;
+    step = 0;
+    ++walk;
+  }
+  __device__ int image() const { return walk / kWalksPerImage; }
+  // The first pixel's.
+  __device__ int output_row() const {
+    return walk / kStrips % kRowStep + step * (C::step_rows * kRowStep);
+  }
+  __device__ int output_column() const { return walk % kStrips * C::strip_columns; }
+};
+
+// What all blocks of a launch share.
+struct Work {
+  int first_tile;
+  int tiles;
+  int workers;
+  int batch;
+
+  __device__ Tile tile() const { return Tile(first_tile + static_cast<int>(blockIdx.x) % tiles); }
+  // The first step of a worker's share.
+  __device__ long long first_step(int worker) const {
+    return static_cast<long long>(batch) * (kWalksPerImage * C::steps) * worker / workers;
+  }
+};
+
+// A step's products: 8 float32 or 16 half pixels each, neighbours in a row. Of 16-bit types and
+// strips of an odd number of octets, it is 8 pixels of two rows.
+constexpr bool kRowPairs = kHalves && C::strip_columns % 16 == 8;
+constexpr int kProductColumns = kHalves && !kRowPairs ? 16 : 8;
+constexpr int kProductRows = kRowPairs ? 2 : 1;
+// A slice of it is what a warp multiplies at a time, without looking for addresses.
+constexpr int kSliceColumns = C::slice_products * kProductColumns;
+constexpr int kRowSlices = C::strip_columns / kSliceColumns;
+constexpr int kSlices = C::step_rows / kProductRows * kRowSlices;
+constexpr int kWarpSlices = kSlices / C::warps_pixels;
+static_assert(C::strip_columns % kSliceColumns == 0 && C::step_rows % kProductRows == 0, "");
+static_assert(kSlices % C::warps_pixels == 0, "all warps have as much to do");
+
+// --- Shared memory -------------------------------------------------------------------------------
+
+// The input: a ring of lines, rows of the input that some tap reads, one dilation apart. A step
+// needs kWindow of them, which begin where the ones of its first output row do. With `rolling`,
+// most of them are those of the step before; otherwise there is room for two steps' lines.
+constexpr int kLineAdvance = kRowAdvance < C::box_rows ? kRowAdvance : C::box_rows;
+constexpr int kWindow = (C::step_rows - 1) * kLineAdvance + C::box_rows;
+constexpr int kNewLines = C::rolling ? C::step_rows * kLineAdvance : kWindow;
+constexpr int kOldLines = kWindow - kNewLines;
+constexpr int kLines = kWindow + kNewLines;
+static_assert(!C::rolling || kOldLines > 0, "");
+
+// Of a row, only every kColumnUnit-th column is read, and stored.
+constexpr int kColumnUnit =
+    C::box_columns == 1 ? C::stride_width : gcd(C::stride_width, C::dilation_width);
+constexpr int kStride = C::stride_width / kColumnUnit;
+constexpr int kTapStep = C::box_columns == 1 ? 0 : C::dilation_width / kColumnUnit;
+// Where copies have more than one column, lines begin at one of their multiples: up to `shift`
+// columns early.
+constexpr int kLineColumns =
+    round_up(C::shift + (C::strip_columns - 1) * kStride + (C::box_columns - 1) * kTapStep + 1,
+             C::in_channels_last ? 1 : C::in_vector);
+
+// How a line lies there, by bytes:
+//   16-bit types               [octet][column][8 channels]    octets are in_pitch apart
+//   float32                    [channel][column]              channels are
+//   float32, channels-last     [column][channel]              columns are
+constexpr bool kPixelLines = !kHalves && C::in_channels_last;
+constexpr int kColumnBytes = kHalves ? 16 : kPixelLines ? C::in_pitch : 4;
+constexpr int kChannelBytes = kPixelLines ? 4 : C::in_pitch;  // of float32
+constexpr int kLineBytes =
+    (kPixelLines ? kLineColumns : C::box_channels / (kHalves ? kOctet : 1)) * C::in_pitch;
+// From a line's beginning to a channel.
+__device__ __forceinline__ int channel_bytes(int channel) {
+  return kHalves ? channel / kOctet * C::in_pitch + channel % kOctet * kScalarBytes
+                 : channel * kChannelBytes;
+}
+
+// The output's gradient, as it lies in memory: [channel][pixel], or [pixel][channel] if it is
+// channels-last. Two stages.
+constexpr int kStageBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+
+constexpr int kInput = 0;
+constexpr int kRingBytes = kLines * kLineBytes;
+constexpr int kGrad = kInput + round_up(kRingBytes, 16);
+constexpr int kUnits = kGrad + 2 * kStageBytes;
+constexpr int kEntryColumns = kHalves ? kOctet : 1;
+constexpr int kEntries = kBlockUnits * kOctet / kEntryColumns;
+static_assert(kUnits + 4 * kEntries <= C::shared_bytes, "");
+
+// Where each column begins, or each unit of 16-bit types, counted from the first line of an output
+// row.
+__device__ __forceinline__ int* unit_table() {
+  return reinterpret_cast<int*>(shared_memory() + kUnits);
+}
+__device__ __forceinline__ void fill_unit_table() {
+  for (int i = static_cast<int>(threadIdx.x); i < kEntries; i += kThreads) {
+    const int index = i * kEntryColumns;
+    const Column column(index < kBoxSize ? index : 0);  // others compute something, for nobody
+    unit_table()[i] = column.row * kLineBytes + channel_bytes(column.channel) +
+                      column.column * (kTapStep * kColumnBytes);
+  }
+}
+
+// A line of the ring, and a byte of it.
+__device__ __forceinline__ int ring_line(int line) { return line < kLines ? line : line - kLines; }
+__device__ __forceinline__ int ring_byte(int byte) {
+  return byte < kRingBytes ? byte : byte - kRingBytes;
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
 
 # === Host code ====================================================================================
 
@@ -6652,6 +8455,12 @@ MOST_BLOCKS = 2**31 - 1  # of a launch
 END = 2**31 - 2**16  # kernels count below it, so that a tile more is still a 32-bit int
 
 Constant = int | bool | str
+Constants = tuple[tuple[str, Constant], ...]
+
+
+def config(like: Constants = (), /, **constants: Constant) -> Constants:
+    """The constants of a kernel, or how they differ from another one's."""
+    return tuple({**dict(like), **constants}.items())
 
 
 class Launch(NamedTuple):
@@ -6662,7 +8471,7 @@ class Launch(NamedTuple):
 
     source: str
     entry: str
-    constants: tuple[tuple[str, Constant], ...]
+    constants: Constants
     grid: int
     block: int
     shared_bytes: int
@@ -6674,6 +8483,13 @@ class Plan(NamedTuple):
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
+
+
+class Target(NamedTuple):
+    """A GPU that plans were made for; ``shared_bytes`` are what a block may have."""
+
+    processors: int
+    shared_bytes: int
 
 
 class Geometry(NamedTuple):
@@ -7020,7 +8836,7 @@ def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> P
 
 
 def helper_launch(
-    code: tuple[str, tuple[tuple[str, Constant], ...]],
+    code: tuple[str, Constants],
     entry: str,
     elements: int,
     arguments: tuple[str | int, ...],
@@ -7073,7 +8889,7 @@ def require(what: str, value: int) -> None:
         )
 
 
-# === Plans that fastconv made for what was exported, on an H200 (sm_90a) ==========================
+# === Plans that fastconv made for what was exported, by GPU =======================================
 
 EXPORTED = Geometry(
     input=(16, 16, 1024, 1024),
@@ -7084,78 +8900,63 @@ EXPORTED = Geometry(
     groups=1,
 )
 
+TARGETS = {
+    "sm_90a": Target(processors=132, shared_bytes=232448),
+    "sm_80": Target(processors=108, shared_bytes=166912),
+    "sm_86": Target(processors=82, shared_bytes=101376),
+}
+
 TUNED = {}
 
-FORWARD_FLOAT_TF32_0 = tuple(
-    dict(
-        Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
-        compensated=False, transposed=False, groups=1, group_in=16, group_out=128,
-        in_height=1024, in_width=1024, out_height=1022, out_width=1022, kernel_height=3,
-        kernel_width=3, stride_height=1, stride_width=1, dilation_height=1, dilation_width=1,
-        padding_top=0, padding_left=0, weight_stride_out=144, weight_stride_in=9,
-        weight_stride_height=3, weight_stride_width=1, fold_height=1, fold_width=1,
-        weight_height=3, weight_width=3, last_tap_row=0, last_tap_column=0, tap_step_height=1,
-        tap_step_width=1, image_height=1022, image_width=1022, out_step_height=1,
-        out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
-        column_end=1, column_sums=1, interleave=1, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, staged=True, raw_slots=1, bulk_loads=True,
-        vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=256,
-        tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
-        smaller_part=True, watches=False, tile_columns=224, pitch=258, lead=32,
-        joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
-        segment_tiles=31, k_steps=1, stage_taps=3, input_stages=8, weight_stages=3,
-        resident=True, pass_pixels=256, buffers=1, batch=2, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=221400, packed_at=73728,
-        tables_at=110592, table_channels=128, table_columns=16, repairs=False,
-    ).items()
+SM_90A_FORWARD_FLOAT_TF32_0 = config(
+    Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
+    compensated=False, transposed=False, groups=1, group_in=16, group_out=128, in_height=1024,
+    in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
+    stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+    padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+    weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
+    last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1, image_height=1022,
+    image_width=1022, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
+    column_at=0, column_begin=0, column_end=1, column_sums=1, interleave=1,
+    in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
+    raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True, channel_groups=2,
+    stack=1, pixels=256, tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
+    smaller_part=True, watches=False, tile_columns=224, pitch=258, lead=32, joint_stores=False,
+    wraps=True, turns=True, plane_padding=0, rolling=True, segment_tiles=31, k_steps=1,
+    stage_taps=3, input_stages=8, weight_stages=3, resident=True, pass_pixels=256, buffers=1,
+    batch=2, batches_ahead=2, producer_registers=136, consumer_registers=184,
+    shared_bytes=221400, packed_at=73728, tables_at=110592, table_channels=128,
+    table_columns=16, repairs=False,
 )
-FORWARD_FLOAT_TF32_1 = tuple(
-    dict(
-        Scalar="float", parts=1, halves=False, low_products=False, ties_to_even=False,
-        compensated=False, transposed=False, groups=1, group_in=16, group_out=128,
-        in_height=1024, in_width=1024, out_height=1022, out_width=1022, kernel_height=3,
-        kernel_width=3, stride_height=1, stride_width=1, dilation_height=1, dilation_width=1,
-        padding_top=0, padding_left=0, weight_stride_out=144, weight_stride_in=9,
-        weight_stride_height=3, weight_stride_width=1, fold_height=1, fold_width=1,
-        weight_height=3, weight_width=3, last_tap_row=0, last_tap_column=0, tap_step_height=1,
-        tap_step_width=1, image_height=1022, image_width=1022, out_step_height=1,
-        out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
-        column_end=1, column_sums=1, interleave=1, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, staged=True, raw_slots=2, bulk_loads=True,
-        vector_stores=False, bulk_stores=True, channel_groups=2, stack=1, pixels=216,
-        tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
-        smaller_part=True, watches=False, tile_columns=208, pitch=218, lead=8,
-        joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
-        segment_tiles=31, k_steps=2, stage_taps=3, input_stages=4, weight_stages=3,
-        resident=True, pass_pixels=224, buffers=1, batch=4, batches_ahead=2,
-        producer_registers=136, consumer_registers=184, shared_bytes=232112, packed_at=0,
-        tables_at=110592, table_channels=128, table_columns=16, repairs=True,
-    ).items()
+SM_90A_FORWARD_FLOAT_TF32_1 = config(
+    SM_90A_FORWARD_FLOAT_TF32_0, halves=False, raw_slots=2, pixels=216, tile_columns=208,
+    pitch=218, lead=8, k_steps=2, input_stages=4, pass_pixels=224, batch=4, shared_bytes=232112,
+    packed_at=0, repairs=True,
 )
-TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
+TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "scale", FORWARD_FLOAT_TF32_0,
+            "hopper/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=16, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32_0,
+            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=144, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32_0,
+            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=221400,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_TF32_1,
+            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=18, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_TF32_1,
+            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=232112,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
@@ -7163,22 +8964,109 @@ TUNED["forward", EXPORTED, "float", "tf32"] = Plan(
     scratch_bytes=112320,
 )
 
-INPUT_GRAD_FLOAT_TF32 = tuple(
-    dict(
-        Scalar="float", parts=1, low_products=False, compensated=False, ties_to_even=False,
-        transposed=True, group_in=128, group_out=16, in_height=1022, in_width=1022,
-        out_height=1024, out_width=1024, kernel_height=3, kernel_width=3, stride_height=1,
-        stride_width=1, dilation_height=1, dilation_width=1, padding_top=2, padding_left=2,
-        weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
-        weight_stride_width=1, in_channels_last=False, out_channels_last=False,
-        vector_loads=False, pair_loads=True, lead=0, strip_columns=62, band_rows=64,
-        unit_steps=8, warpgroups=3, shared_bytes=112896,
-    ).items()
+SM_80_FORWARD_FLOAT_TF32_0 = config(
+    Scalar="float", parts=1, halves=True, low_products=False, ties_to_even=False,
+    compensated=False, transposed=False, groups=1, group_in=16, group_out=128, in_height=1024,
+    in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
+    stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+    padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+    weight_stride_width=1, fold_height=1, fold_width=1, weight_height=3, weight_width=3,
+    last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1, image_height=1022,
+    image_width=1022, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
+    column_at=0, column_begin=0, column_end=1, column_sums=1, interleave=1,
+    in_channels_last=False, out_channels_last=False, vector_loads=False, stack=1, lead=0,
+    segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False, warps=4,
+    blocks=2, product_rows=64, channel_groups=1, pixels=64, block_rows=1, tile_columns=256,
+    pitch=258, plane_padding=0, k_steps=1, stage_taps=3, weight_stages=3, resident=False,
+    loaders=128, unit_vectors=1, batch=1, pass_pixels=64, store_vector=2, shared_bytes=77184,
+    packed_at=73728, tables_at=110592, table_channels=128, table_columns=16, repairs=False,
 )
-TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
+SM_80_FORWARD_FLOAT_TF32_1 = config(
+    SM_80_FORWARD_FLOAT_TF32_0, halves=False, batch=2, packed_at=0, repairs=True,
+)
+TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/spread.cuh", "spread", INPUT_GRAD_FLOAT_TF32,
+            "ampere/correlate.cuh", "scale", SM_80_FORWARD_FLOAT_TF32_0,
+            grid=16, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_TF32_0,
+            grid=144, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_0,
+            grid=share(216), block=128, shared_bytes=77184,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_TF32_1,
+            grid=18, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_1,
+            grid=share(216), block=128, shared_bytes=77184,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=112320,
+)
+
+SM_86_FORWARD_FLOAT_TF32_0 = config(
+    SM_80_FORWARD_FLOAT_TF32_0, product_rows=32, channel_groups=2, pixels=96, block_rows=2,
+    tile_columns=96, pitch=98, weight_stages=2, pass_pixels=48, shared_bytes=46592,
+)
+SM_86_FORWARD_FLOAT_TF32_1 = config(
+    SM_80_FORWARD_FLOAT_TF32_1, block_rows=4, tile_columns=64, pitch=66, weight_stages=2,
+    shared_bytes=46848,
+)
+TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "ampere/correlate.cuh", "scale", SM_86_FORWARD_FLOAT_TF32_0,
+            grid=16, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_TF32_0,
+            grid=144, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_0,
+            grid=share(164), block=128, shared_bytes=46592,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_TF32_1,
+            grid=18, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_1,
+            grid=share(164), block=128, shared_bytes=46848,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=112320,
+)
+
+SM_90A_INPUT_GRAD_FLOAT_TF32_0 = config(
+    Scalar="float", parts=1, low_products=False, compensated=False, ties_to_even=False,
+    transposed=True, group_in=128, group_out=16, in_height=1022, in_width=1022, out_height=1024,
+    out_width=1024, kernel_height=3, kernel_width=3, stride_height=1, stride_width=1,
+    dilation_height=1, dilation_width=1, padding_top=2, padding_left=2, weight_stride_out=144,
+    weight_stride_in=9, weight_stride_height=3, weight_stride_width=1, in_channels_last=False,
+    out_channels_last=False, vector_loads=False, pair_loads=True, lead=0, strip_columns=62,
+    band_rows=64, unit_steps=8, warpgroups=3, shared_bytes=112896,
+)
+TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "hopper/spread.cuh", "spread", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=112896,
             arguments=("input", "weight", "bias", "output", 16),
         ),
@@ -7186,29 +9074,106 @@ TUNED["input_grad", EXPORTED, "float", "tf32"] = Plan(
     scratch_bytes=0,
 )
 
-WEIGHT_GRAD_FLOAT_TF32 = tuple(
-    dict(
-        Scalar="float", bias=False, groups=1, group_in=16, group_out=128, in_height=1024,
-        in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
-        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
-        padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
-        weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
-        vector_input=True, grad_vector=4, grad_bulk=True, lead=2, channel_groups=2,
-        kernel_rows=3, product_taps=3, product_octets=2, segments=3, phase_images=4,
-        phase_strips=1, steps=1022, stage_columns=32, strip_stages=2, strip_weight=712,
-        last_strip_weight=712, input_stages=4, grad_stages=2, flush_steps=16, batch=2,
-        producer_registers=88, consumer_registers=208, shared_bytes=221280,
-    ).items()
+SM_80_INPUT_GRAD_FLOAT_TF32_0 = config(
+    SM_80_FORWARD_FLOAT_TF32_0, transposed=True, group_in=128, group_out=16, in_height=1022,
+    in_width=1022, out_height=1024, out_width=1024, padding_top=2, padding_left=2,
+    last_tap_row=2, last_tap_column=2, image_height=1024, image_width=1024, product_rows=16,
+    pixels=128, block_rows=16, tile_columns=32, pitch=34, weight_stages=4, store_vector=4,
+    shared_bytes=54528, table_channels=16, table_columns=128,
 )
-TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
+SM_80_INPUT_GRAD_FLOAT_TF32_1 = config(
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, halves=False, batch=2, packed_at=0, repairs=True,
+)
+TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/weight_grad.cuh", "weight_grad", WEIGHT_GRAD_FLOAT_TF32,
+            "ampere/correlate.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            grid=128, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            grid=32, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            grid=share(216), block=128, shared_bytes=54528,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_TF32_1,
+            grid=18, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_1,
+            grid=share(216), block=128, shared_bytes=54528,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=119488,
+)
+
+SM_86_INPUT_GRAD_FLOAT_TF32_0 = config(
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, warps=8, blocks=1, block_rows=32, loaders=256,
+    shared_bytes=98560,
+)
+SM_86_INPUT_GRAD_FLOAT_TF32_1 = config(
+    SM_86_INPUT_GRAD_FLOAT_TF32_0, halves=False, batch=2, packed_at=0, repairs=True,
+)
+TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "ampere/correlate.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            grid=128, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            grid=32, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            grid=share(82), block=256, shared_bytes=98560,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_TF32_1,
+            grid=18, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_1,
+            grid=share(82), block=256, shared_bytes=98560,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=119488,
+)
+
+SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
+    Scalar="float", bias=False, groups=1, group_in=16, group_out=128, in_height=1024,
+    in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
+    stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+    padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+    weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
+    vector_input=True, grad_vector=4, grad_bulk=True, lead=2, channel_groups=2, kernel_rows=3,
+    product_taps=3, product_octets=2, segments=3, phase_images=4, phase_strips=1, steps=1022,
+    stage_columns=32, strip_stages=2, strip_weight=712, last_strip_weight=712, input_stages=4,
+    grad_stages=2, flush_steps=16, batch=2, producer_registers=88, consumer_registers=208,
+    shared_bytes=221280,
+)
+TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "hopper/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=221280,
             arguments=("grad_output", "input", "scratch", 0, 1, 132, 16),
         ),
         Launch(
-            "hopper/weight_grad.cuh", "reduce", WEIGHT_GRAD_FLOAT_TF32,
+            "hopper/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=18, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 1, 132),
         ),
@@ -7216,76 +9181,89 @@ TUNED["weight_grad", EXPORTED, "float", "tf32"] = Plan(
     scratch_bytes=9732096,
 )
 
-FORWARD_FLOAT_IEEE_0 = tuple(
-    dict(
-        Scalar="float", parts=2, halves=True, low_products=False, ties_to_even=False,
-        compensated=False, transposed=False, groups=1, group_in=16, group_out=128,
-        in_height=1024, in_width=1024, out_height=1022, out_width=1022, kernel_height=3,
-        kernel_width=3, stride_height=1, stride_width=1, dilation_height=1, dilation_width=1,
-        padding_top=0, padding_left=0, weight_stride_out=144, weight_stride_in=9,
-        weight_stride_height=3, weight_stride_width=1, fold_height=1, fold_width=1,
-        weight_height=3, weight_width=3, last_tap_row=0, last_tap_column=0, tap_step_height=1,
-        tap_step_width=1, image_height=1022, image_width=1022, out_step_height=1,
-        out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
-        column_end=1, column_sums=1, interleave=1, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
-        bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
-        pixels=160, tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
-        smaller_part=True, watches=False, tile_columns=152, pitch=162, lead=8,
-        joint_stores=False, wraps=True, turns=True, plane_padding=0, rolling=True,
-        segment_tiles=31, k_steps=1, stage_taps=3, input_stages=7, weight_stages=3,
-        resident=True, pass_pixels=160, buffers=1, batch=2, batches_ahead=1,
-        producer_registers=88, consumer_registers=208, shared_bytes=226544, packed_at=147456,
-        tables_at=258048, table_channels=128, table_columns=16, repairs=False,
-    ).items()
+SM_80_WEIGHT_GRAD_FLOAT_TF32_0 = config(
+    Scalar="float", bias=False, groups=1, group_in=16, group_out=128, in_height=1024,
+    in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
+    stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
+    padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
+    weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
+    row_tiles=4, units=5, warps_out=2, warps_units=4, warps_pixels=1, box_channels=16,
+    box_rows=3, box_columns=3, strip_columns=64, step_rows=2, steps=511, slice_products=4,
+    rolling=True, in_vector=4, in_lanes=32, in_pitch=272, in_batch=1, shift=0, grad_vector=2,
+    grad_lanes=32, grad_pitch=528, grad_batch=2, flush_steps=32, shared_bytes=161920,
 )
-FORWARD_FLOAT_IEEE_1 = tuple(
-    dict(
-        Scalar="float", parts=2, halves=False, low_products=False, ties_to_even=False,
-        compensated=False, transposed=False, groups=1, group_in=16, group_out=128,
-        in_height=1024, in_width=1024, out_height=1022, out_width=1022, kernel_height=3,
-        kernel_width=3, stride_height=1, stride_width=1, dilation_height=1, dilation_width=1,
-        padding_top=0, padding_left=0, weight_stride_out=144, weight_stride_in=9,
-        weight_stride_height=3, weight_stride_width=1, fold_height=1, fold_width=1,
-        weight_height=3, weight_width=3, last_tap_row=0, last_tap_column=0, tap_step_height=1,
-        tap_step_width=1, image_height=1022, image_width=1022, out_step_height=1,
-        out_step_width=1, row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0,
-        column_end=1, column_sums=1, interleave=1, in_channels_last=False,
-        out_channels_last=False, vector_loads=False, staged=False, raw_slots=0,
-        bulk_loads=False, vector_stores=False, bulk_stores=True, channel_groups=2, stack=1,
-        pixels=96, tile_rows=1, block_rows=1, product_rows=64, loaders=96, unit_vectors=2,
-        smaller_part=True, watches=False, tile_columns=88, pitch=98, lead=8, joint_stores=False,
-        wraps=True, turns=False, plane_padding=0, rolling=True, segment_tiles=31, k_steps=2,
-        stage_taps=1, input_stages=4, weight_stages=9, resident=True, pass_pixels=96, buffers=1,
-        batch=3, batches_ahead=1, producer_registers=72, consumer_registers=216,
-        shared_bytes=224480, packed_at=0, tables_at=258048, table_channels=128,
-        table_columns=16, repairs=True,
-    ).items()
-)
-TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
+TUNED["sm_80", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "scale", FORWARD_FLOAT_IEEE_0,
+            "ampere/weight_grad.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_TF32_0,
+            grid=1 * share(108), block=256, shared_bytes=161920,
+            arguments=("grad_output", "input", "scratch", 0, 1, share(108), 16),
+        ),
+        Launch(
+            "ampere/weight_grad.cuh", "reduce", SM_80_WEIGHT_GRAD_FLOAT_TF32_0,
+            grid=20, block=256, shared_bytes=0,
+            arguments=("scratch", "output", "bias_grad", 0, 1, share(108)),
+        ),
+    ),
+    scratch_bytes=81920 * share(108),
+)
+
+SM_86_WEIGHT_GRAD_FLOAT_TF32_0 = config(
+    SM_80_WEIGHT_GRAD_FLOAT_TF32_0, row_tiles=2, units=9, warps_units=2, warps_pixels=2,
+    flush_steps=64, shared_bytes=94272,
+)
+TUNED["sm_86", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "ampere/weight_grad.cuh", "weight_grad", SM_86_WEIGHT_GRAD_FLOAT_TF32_0,
+            grid=2 * share(41), block=256, shared_bytes=94272,
+            arguments=("grad_output", "input", "scratch", 0, 2, share(41), 16),
+        ),
+        Launch(
+            "ampere/weight_grad.cuh", "reduce", SM_86_WEIGHT_GRAD_FLOAT_TF32_0,
+            grid=18, block=256, shared_bytes=0,
+            arguments=("scratch", "output", "bias_grad", 0, 2, share(41)),
+        ),
+    ),
+    scratch_bytes=147456 * share(41),
+)
+
+SM_90A_FORWARD_FLOAT_IEEE_0 = config(
+    SM_90A_FORWARD_FLOAT_TF32_0, parts=2, staged=False, raw_slots=0, bulk_loads=False,
+    pixels=160, tile_columns=152, pitch=162, lead=8, input_stages=7, pass_pixels=160,
+    batches_ahead=1, producer_registers=88, consumer_registers=208, shared_bytes=226544,
+    packed_at=147456, tables_at=258048,
+)
+SM_90A_FORWARD_FLOAT_IEEE_1 = config(
+    SM_90A_FORWARD_FLOAT_IEEE_0, halves=False, pixels=96, tile_columns=88, pitch=98,
+    turns=False, k_steps=2, stage_taps=1, input_stages=4, weight_stages=9, pass_pixels=96,
+    batch=3, producer_registers=72, consumer_registers=216, shared_bytes=224480, packed_at=0,
+    repairs=True,
+)
+TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "hopper/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=16, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE_0,
+            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=144, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE_0,
+            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=226544,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", FORWARD_FLOAT_IEEE_1,
+            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=36, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", FORWARD_FLOAT_IEEE_1,
+            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=132, block=384, shared_bytes=224480,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
@@ -7293,22 +9271,90 @@ TUNED["forward", EXPORTED, "float", "ieee"] = Plan(
     scratch_bytes=259776,
 )
 
-INPUT_GRAD_FLOAT_IEEE = tuple(
-    dict(
-        Scalar="float", parts=2, low_products=False, compensated=False, ties_to_even=False,
-        transposed=True, group_in=128, group_out=16, in_height=1022, in_width=1022,
-        out_height=1024, out_width=1024, kernel_height=3, kernel_width=3, stride_height=1,
-        stride_width=1, dilation_height=1, dilation_width=1, padding_top=2, padding_left=2,
-        weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
-        weight_stride_width=1, in_channels_last=False, out_channels_last=False,
-        vector_loads=False, pair_loads=True, lead=0, strip_columns=62, band_rows=64,
-        unit_steps=4, warpgroups=2, shared_bytes=173568,
-    ).items()
+SM_80_FORWARD_FLOAT_IEEE_0 = config(
+    SM_86_FORWARD_FLOAT_TF32_0, parts=2, channel_groups=1, pixels=48, weight_stages=3,
+    shared_bytes=77824, packed_at=147456, tables_at=221184,
 )
-TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
+SM_80_FORWARD_FLOAT_IEEE_1 = config(
+    SM_80_FORWARD_FLOAT_IEEE_0, halves=False, block_rows=3, tile_columns=64, pitch=66,
+    weight_stages=4, shared_bytes=76032, packed_at=0, repairs=True,
+)
+TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/spread.cuh", "spread", INPUT_GRAD_FLOAT_IEEE,
+            "ampere/correlate.cuh", "scale", SM_80_FORWARD_FLOAT_IEEE_0,
+            grid=16, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_0,
+            grid=144, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
+            grid=share(216), block=128, shared_bytes=77824,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_1,
+            grid=36, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
+            grid=share(216), block=128, shared_bytes=76032,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=222912,
+)
+
+SM_86_FORWARD_FLOAT_IEEE_0 = config(
+    SM_80_FORWARD_FLOAT_IEEE_0, pixels=32, block_rows=4, tile_columns=32, pitch=34,
+    pass_pixels=32, shared_bytes=49664,
+)
+SM_86_FORWARD_FLOAT_IEEE_1 = config(
+    SM_86_FORWARD_FLOAT_IEEE_0, halves=False, packed_at=0, repairs=True,
+)
+TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "ampere/correlate.cuh", "scale", SM_86_FORWARD_FLOAT_IEEE_0,
+            grid=16, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_0,
+            grid=144, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_0,
+            grid=share(164), block=128, shared_bytes=49664,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_1,
+            grid=36, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
+            grid=share(164), block=128, shared_bytes=49664,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=222912,
+)
+
+SM_90A_INPUT_GRAD_FLOAT_IEEE_0 = config(
+    SM_90A_INPUT_GRAD_FLOAT_TF32_0, parts=2, unit_steps=4, warpgroups=2, shared_bytes=173568,
+)
+TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "hopper/spread.cuh", "spread", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
             grid=132, block=256, shared_bytes=173568,
             arguments=("input", "weight", "bias", "output", 16),
         ),
@@ -7316,34 +9362,122 @@ TUNED["input_grad", EXPORTED, "float", "ieee"] = Plan(
     scratch_bytes=0,
 )
 
-WEIGHT_GRAD_FLOAT_IEEE = tuple(
-    dict(
-        Scalar="float", bias=False, groups=1, group_in=16, group_out=128, in_height=1024,
-        in_width=1024, out_height=1022, out_width=1022, kernel_height=3, kernel_width=3,
-        stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
-        padding_left=0, weight_stride_out=144, weight_stride_in=9, weight_stride_height=3,
-        weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=2,
-        vector_input=True, grad_vector=4, grad_bulk=True, lead=2, channel_groups=2,
-        kernel_rows=3, product_taps=3, product_octets=2, segments=3, phase_images=4,
-        phase_strips=1, steps=1022, stage_columns=32, strip_stages=1, strip_weight=598,
-        last_strip_weight=598, input_stages=4, grad_stages=2, flush_steps=16, batch=1,
-        producer_registers=72, consumer_registers=216, shared_bytes=229472,
-    ).items()
+SM_80_INPUT_GRAD_FLOAT_IEEE_0 = config(
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, pixels=96, tile_columns=24, pitch=26,
+    pass_pixels=48, shared_bytes=81408, packed_at=147456, tables_at=221184,
 )
-TUNED["weight_grad", EXPORTED, "float", "ieee"] = Plan(
+SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, halves=False, packed_at=0, repairs=True,
+)
+TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/weight_grad.cuh", "weight_grad", WEIGHT_GRAD_FLOAT_IEEE,
+            "ampere/correlate.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=128, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=32, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=share(216), block=128, shared_bytes=81408,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
+            grid=36, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
+            grid=share(216), block=128, shared_bytes=81408,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=230080,
+)
+
+SM_86_INPUT_GRAD_FLOAT_IEEE_0 = config(
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, pixels=48, block_rows=6, tile_columns=32, pitch=34,
+    weight_stages=2, shared_bytes=50176,
+)
+SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
+    SM_80_INPUT_GRAD_FLOAT_IEEE_1, warps=8, blocks=1, pixels=48, block_rows=6, tile_columns=64,
+    pitch=66, loaders=256, shared_bytes=98304,
+)
+TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "ampere/correlate.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=128, block=1024, shared_bytes=128,
+            arguments=("weight", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=32, block=256, shared_bytes=32,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=share(164), block=128, shared_bytes=50176,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
+            grid=36, block=256, shared_bytes=0,
+            arguments=("weight", "input", "scratch", 16),
+        ),
+        Launch(
+            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
+            grid=share(82), block=256, shared_bytes=98304,
+            arguments=("input", "scratch", "bias", "output", 16),
+        ),
+    ),
+    scratch_bytes=230080,
+)
+
+SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, strip_stages=1, strip_weight=598,
+    last_strip_weight=598, batch=1, producer_registers=72, consumer_registers=216,
+    shared_bytes=229472,
+)
+TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "hopper/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=229472,
             arguments=("grad_output", "input", "scratch", 0, 1, 132, 16),
         ),
         Launch(
-            "hopper/weight_grad.cuh", "reduce", WEIGHT_GRAD_FLOAT_IEEE,
+            "hopper/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=18, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 1, 132),
         ),
     ),
     scratch_bytes=9732096,
+)
+
+SM_80_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
+    SM_80_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, row_tiles=2, strip_columns=128, step_rows=1,
+    steps=1022, in_lanes=16, in_pitch=528, flush_steps=16, shared_bytes=102016,
+)
+TUNED["sm_80", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
+    launches=(
+        Launch(
+            "ampere/weight_grad.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
+            grid=2 * share(54), block=256, shared_bytes=102016,
+            arguments=("grad_output", "input", "scratch", 0, 2, share(54), 16),
+        ),
+        Launch(
+            "ampere/weight_grad.cuh", "reduce", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
+            grid=20, block=256, shared_bytes=0,
+            arguments=("scratch", "output", "bias_grad", 0, 2, share(54)),
+        ),
+    ),
+    scratch_bytes=81920 * share(54),
 )
 
 
@@ -7355,7 +9489,10 @@ SCALARS = {
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
 
-Constants = tuple[tuple[str, Constant], ...]
+# What kernels for tensor cores are compiled for. Some versions of PyTorch compile for architectures
+# that lack their instructions as well.
+CONDITIONS = {"hopper": "defined(__CUDA_ARCH_FEAT_SM90_ALL)", "ampere": "__CUDA_ARCH__ >= 800"}
+
 Kernel = tuple[str, Constants, str]  # source, constants, entry
 
 
@@ -7392,10 +9529,9 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
         types = with_headers("include/scalar.cuh", seen)
         members = "\n".join(member(name, value) for name, value in constants)
         text = with_headers(source, seen)
-        if source.startswith("hopper/"):
-            # Some versions of PyTorch compile for sm_90 as well, which lacks the instructions.
-            condition = "!defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)"
-            text = f"#if {condition}\n{text}\n#endif"
+        condition = CONDITIONS.get(source.split("/")[0])
+        if condition is not None:
+            text = f"#if !defined(__CUDA_ARCH__) || {condition}\n{text}\n#endif"
         code.append(
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
@@ -7478,8 +9614,9 @@ def prepared(
 ) -> Ready:
     """Plans and compiles: once, for the convolution, or for its gradients together."""
     architecture = gpu_architecture(device)
+    made_for = target(architecture, shared_bytes(device))
     plans = {
-        which: plan_of(which, geometry, operands, precision, architecture, processors(device))
+        which: plan_of(which, geometry, operands, precision, made_for, processors(device))
         for which in passes
     }
     launches = (launch for plan in plans.values() for launch in plan.launches)
@@ -7492,15 +9629,25 @@ def plan_of(
     geometry: Geometry,
     operands: Operands,
     precision: str,
-    architecture: str,
+    made_for: str,
     processor_count: int,
 ) -> Plan:
     """The exported plan where it applies, else the portable kernels'."""
-    if architecture == "sm_90a" and operands.aligned and not operands.channels_last:
-        tuned = TUNED.get((which, geometry, operands.scalar, precision))
-        if tuned is not None:
-            return tuned
-    return portable_plan(which, geometry, operands, processor_count)
+    tuned = TUNED.get((made_for, which, geometry, operands.scalar, precision))
+    if tuned is None or not operands.aligned or operands.channels_last:
+        return portable_plan(which, geometry, operands, processor_count)
+    # Of blocks that share all the work, as many as this GPU has room for.
+    return tuned(lambda blocks: max(blocks * processor_count // TARGETS[made_for].processors, 1))
+
+
+def target(architecture: str, shared_bytes: int) -> str:
+    """The GPU whose plans are for such a one as well, of those in TARGETS; "" if none's are."""
+    if architecture == "sm_90a":
+        return architecture
+    if int(architecture[len("sm_") :]) < 80:
+        return ""
+    fitting = (gpu for gpu in ("sm_80", "sm_86") if TARGETS[gpu].shared_bytes <= shared_bytes)
+    return next(fitting, "")
 
 
 def kernel_of(launch: Launch) -> Kernel:
@@ -7521,6 +9668,14 @@ def gpu_architecture(device: int) -> str:
 
 def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_bytes(device: int) -> int:
+    """Of shared memory that a block may have."""
+    properties = torch.cuda.get_device_properties(device)
+    alike = "sm_80" if (properties.major, properties.minor) in ((8, 0), (8, 7), (9, 0)) else "sm_86"
+    # PyTorch tells since 2.7; versions before know no other GPUs that have so much.
+    return getattr(properties, "shared_memory_per_block_optin", TARGETS[alike].shared_bytes)
 
 
 def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:

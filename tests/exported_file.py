@@ -56,6 +56,7 @@ def on_cpu(module, architecture="sm_80"):
     module.check_device = lambda x, weight: None
     module.gpu_architecture = lambda device: architecture
     module.processors = lambda device: 132
+    module.shared_bytes = lambda device: 163 * 1024
     return ran
 
 
@@ -125,16 +126,36 @@ def check_gradients(module):
 
 
 def check_tuned_plans(module):
-    """On Hopper the exported geometry runs the plans that were exported; elsewhere others."""
-    for architecture in ("sm_90a", "sm_70"):
-        operands = module.Operands("float", 4, False, True)
+    """The exported geometry runs the plans that were exported for the GPU, or portable kernels."""
+    operands = module.Operands("float", 4, False, True)
+    for made_for in ("sm_90a", "sm_80", "sm_86", ""):
+        gpu = module.TARGETS.get(made_for, module.TARGETS["sm_80"])
         for which in ("forward", "input_grad", "weight_grad"):
             for precision in ("tf32", "ieee"):
-                tuned = module.TUNED[which, module.EXPORTED, "float", precision]
-                plan = module.plan_of(
-                    which, module.EXPORTED, operands, precision, architecture, 132
-                )
-                assert (plan is tuned) == (architecture == "sm_90a")
+                how = (which, module.EXPORTED, operands, precision, made_for, gpu.processors)
+                tuned = module.TUNED.get((made_for, which, module.EXPORTED, "float", precision))
+                if tuned is None:
+                    portable = module.portable_plan(*how[:3], gpu.processors)
+                    assert made_for in ("sm_86", "")
+                    assert module.plan_of(*how) == portable
+                else:
+                    assert module.plan_of(*how) == tuned(lambda blocks: blocks)
+
+
+def check_shared_memory(module):
+    """By the device's own word, or, of PyTorch before 2.7, by what it is."""
+
+    class Properties:
+        major, minor = 8, 0
+
+    module.torch = type("torch", (), {"cuda": type("cuda", (), {
+        "get_device_properties": staticmethod(lambda device: Properties),
+    })})  # fmt: skip
+    for major, minor, kib in ((8, 0, 163), (8, 6, 99), (8, 7, 163), (8, 9, 99), (9, 0, 163)):
+        Properties.major, Properties.minor = major, minor
+        assert module.shared_bytes(0) == kib * 1024
+    Properties.shared_memory_per_block_optin = 77
+    assert module.shared_bytes(0) == 77
 
 
 def check_errors(module):
@@ -182,7 +203,8 @@ def check_compilation(module):
         "load_inline": staticmethod(load_inline), "CUDA_HOME": None,
     })  # fmt: skip
     load_inline.__signature__ = inspect.Signature(parameters.values())
-    plan = module.TUNED["forward", module.EXPORTED, "float", "tf32"]
+    tuned = module.TUNED["sm_90a", "forward", module.EXPORTED, "float", "tf32"]
+    plan = tuned(lambda blocks: blocks)
     kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
     with raises(RuntimeError, "nvcc is needed"):
         module.build(kernels, "sm_90a")
@@ -210,8 +232,8 @@ class raises:
         return True
 
 
-CHECKS = (check_parameters, check_signature, check_gradients, check_tuned_plans, check_errors,
-          check_compilation)  # fmt: skip
+CHECKS = (check_parameters, check_signature, check_gradients, check_tuned_plans,
+          check_shared_memory, check_errors, check_compilation)  # fmt: skip
 
 
 def main(paths):

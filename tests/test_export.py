@@ -10,9 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from random import Random
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,17 +27,20 @@ import nvrtc as other_nvrtc
 from emulator import net, run_both_orders
 from emulator.works import SCALARS
 from fastconv import cli, jit
-from fastconv.bench.workloads import FOUNDING
+from fastconv.bench.workloads import FOUNDING, Workload, parse_shape
 from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.jit import compile
-from fastconv.kernels import family
+from fastconv.kernels import ampere, family, gpus, hopper
+from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.hopper import tuned
+from fastconv.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}
 SMALL = "2x8x12x40 16x8x3x5 padding=1,2"
+PASSES = ("forward", "input_grad", "weight_grad")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +173,7 @@ def test_launches_get_addresses_sizes_and_the_current_stream(
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    plan = module.TUNED["forward", module.EXPORTED, "float", "tf32"]
+    plan = module.TUNED["sm_90a", "forward", module.EXPORTED, "float", "tf32"](_same)
     kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
     tensors = {name: torch.empty(4) for name in ("input", "weight", "output")}
     module.run(module.Ready({"forward": plan}, Compiled(), kernels), "forward", tensors)
@@ -202,6 +207,120 @@ def test_architectures(
     assert module.gpu_architecture(0) == architecture
 
 
+def _same(blocks: int) -> int:
+    """The share of a GPU like the one that a plan was made for."""
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("gpu", "made_for"),
+    [
+        *((gpu, "") for gpu in ("sm_70", "sm_75")),
+        *((gpu, "sm_80") for gpu in ("sm_80", "sm_87", "sm_100a", "sm_103a")),
+        *((gpu, "sm_86") for gpu in ("sm_86", "sm_89", "sm_120a", "sm_121a")),
+        ("sm_90a", "sm_90a"),
+    ],
+)
+def test_gpus_have_plans_that_fit_them(
+    small: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, made_for: str
+) -> None:
+    module, device = exported_file.load(small), GPUS[gpu]
+    capability = divmod(gpus.number(device), 10)
+    shared = device.shared_bytes_per_block
+    _pretend(monkeypatch, module, capability, device.processors, shared)
+    operands = module.Operands("float", 4, False, True)
+    for precision in ("tf32", "ieee"):
+        found = module.prepared(PASSES, module.EXPORTED, operands, precision, 0).plans
+        for which, plan in found.items():
+            expected = _expected(parse_shape(SMALL).problem, which, precision, made_for)
+            folders = {launch.source.split("/")[0] for launch in plan.launches}
+            assert folders == {"direct" if expected is None else expected.family}
+            assert all(launch.shared_bytes <= shared for launch in plan.launches)
+
+
+FAMILIES = {"sm_90a": (hopper, ampere), "sm_80": (ampere,), "sm_86": (ampere,), "": ()}
+
+
+def _expected(problem: Problem, which: str, precision: str, made_for: str) -> family.Plan | None:
+    """The plan of the first family that takes it; None if it is left to the portable kernels."""
+    operands = plans._operands(problem, "float32", precision)
+    for one in FAMILIES[made_for]:
+        with suppress(family.Declined):
+            return getattr(one, which)(problem, operands, GPUS[made_for])
+    return None
+
+
+def _pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    capability: tuple[int, int],
+    processors: int,
+    shared_bytes: int,
+) -> None:
+    """Has the module find such a GPU, and compile nothing."""
+    properties = SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=processors,
+        shared_memory_per_block_optin=shared_bytes,
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(module, "build", lambda kernels, architecture: None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kib", "made_for"),
+    [
+        ("sm_90", 227, "sm_80"),  # compiled by CUDA 11
+        ("sm_88", 99, "sm_86"),  # not known to this package
+        ("sm_130", 300, "sm_80"),
+        ("sm_130", 162, "sm_86"),
+        ("sm_130", 98, ""),
+    ],
+)
+def test_other_gpus(small: Path, architecture: str, kib: int, made_for: str) -> None:
+    assert exported_file.load(small).target(architecture, kib * 1024) == made_for
+
+
+@pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
+def test_plans_are_the_packages(workload: Workload) -> None:
+    module = exported_file.load(EXAMPLES[workload.name])
+    for target, which, precision in product(plans.TARGETS, PASSES, ("tf32", "ieee")):
+        tuned = module.TUNED.get((target, which, module.EXPORTED, "float", precision))
+        expected = _expected(workload.problem, which, precision, target)
+        assert (tuned is None) == (expected is None)
+        if tuned is not None and expected is not None:
+            found = tuned(_same)
+            assert repr(_launches(found)) == repr([*expected.launches])  # True is no 1
+            assert found.scratch_bytes == expected.scratch_bytes
+
+
+@pytest.mark.parametrize("processors", [16, 82, 148])
+@pytest.mark.parametrize("target", ["sm_80", "sm_86"])
+def test_blocks_are_as_many_as_the_gpu_has_room_for(target: str, processors: int) -> None:
+    module = exported_file.load(EXAMPLES["square3x3"])
+    operands = module.Operands("float", 4, False, True)
+
+    def planned(which: str, count: int) -> Any:
+        return module.plan_of(which, module.EXPORTED, operands, "tf32", target, count)
+
+    others = GPUS[target].processors
+    both = (planned("forward", count).launches for count in (processors, others))
+    for ours, theirs in zip(*both, strict=True):
+        assert ours.grid * others == theirs.grid * (
+            processors if ours.entry == "correlate" else others
+        )
+    plan, other = (planned("weight_grad", count) for count in (processors, others))
+    (sums, added), (other_sums, _) = plan.launches, other.launches
+    tiles, workers = sums.arguments[-3:-1]
+    assert sums.grid == tiles * workers
+    assert added.arguments[-2:] == (tiles, workers)
+    assert plan.scratch_bytes * other_sums.grid == other.scratch_bytes * sums.grid
+    assert 0 <= other_sums.grid * processors / others - sums.grid < tiles
+
+
 def test_gpus_before_volta_are_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = exported_file.load(small)
     monkeypatch.setattr(torch.version, "cuda", "11.8")
@@ -226,13 +345,12 @@ def test_a_missing_gpu_is_told_in_a_sentence(small: Path, monkeypatch: pytest.Mo
 # --- Device code ---------------------------------------------------------------------------------
 
 
-def _kernels(module: ModuleType, architecture: str, scalar: str, precision: str) -> Any:
+def _kernels(module: ModuleType, made_for: str, scalar: str, precision: str) -> Any:
     """All kernels of the exported geometry, with a bias."""
     operands = module.Operands(scalar, 4 if scalar == "float" else 2, False, True)
-    passes = ("forward", "input_grad", "weight_grad", "bias_grad")
     plans = [
-        module.plan_of(which, module.EXPORTED, operands, precision, architecture, 132)
-        for which in passes
+        module.plan_of(which, module.EXPORTED, operands, precision, made_for, 132)
+        for which in (*PASSES, "bias_grad")
     ]
     launches = [launch for plan in plans for launch in plan.launches]
     return tuple(dict.fromkeys(module.kernel_of(launch) for launch in launches))
@@ -247,11 +365,21 @@ def test_device_code_compiles_for_volta_with_cuda_11(name: str, scalar: str) -> 
     if path is None:
         pytest.skip("nvidia-cuda-nvrtc-cu11 is not installed")
     module = exported_file.load(EXAMPLES[name])
-    code = module.device_code(_kernels(module, "sm_70", scalar, "ieee"))
+    code = module.device_code(_kernels(module, "", scalar, "ieee"))
     compiler = other_nvrtc.Nvrtc(path)
     assert compiler.version == (11, 8)
     cubin, _ = compiler.compile(code, {}, ["-std=c++17", "--gpu-architecture=sm_70"])
     assert cubin
+
+
+def test_device_code_compiles_for_ampere_with_cuda_11() -> None:
+    path = other_nvrtc.find(11)
+    if path is None:
+        pytest.skip("nvidia-cuda-nvrtc-cu11 is not installed")
+    module = exported_file.load(EXAMPLES["square3x3"])
+    code = module.device_code(_kernels(module, "sm_80", "float", "tf32"))
+    options = ["-std=c++17", "--gpu-architecture=sm_80"]
+    assert other_nvrtc.Nvrtc(path).compile(code, {}, options)[0]
 
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
@@ -263,6 +391,25 @@ def test_device_code_compiles_for_hopper(name: str, precision: str) -> None:
     log = _compiled(module.device_code(kernels), "sm_90a")
     for number in range(len(module.configurations(kernels))):
         assert f"kernels_{number}" in log  # the compiler's report on its functions
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "architecture", "made_for"),
+    [
+        ("dilated5x9", "tf32", "sm_80", "sm_80"),
+        ("asym5x9", "ieee", "sm_86", "sm_86"),
+        ("square3x3", "tf32", "sm_120a", "sm_86"),
+    ],
+)
+def test_device_code_compiles_for_other_tensor_cores(
+    name: str, precision: str, architecture: str, made_for: str
+) -> None:
+    module = exported_file.load(EXAMPLES[name])
+    kernels = _kernels(module, made_for, "float", precision)
+    assert {source.split("/")[0] for source, _, _ in kernels} == {"ampere", "direct"}
+    log = _compiled(module.device_code(kernels), architecture)
+    for number in range(len(module.configurations(kernels))):
+        assert f"kernels_{number}" in log
 
 
 def _compiled(code: str, architecture: str) -> str:
@@ -284,16 +431,19 @@ def _compiled(code: str, architecture: str) -> str:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    ("name", "flags"),
+    ("name", "made_for", "flags"),
     [
-        ("dilated5x9", ["compute_90,code=sm_90", "compute_90a,code=sm_90a"]),
-        ("square3x3", ["compute_90a,code=sm_90a"]),
+        ("dilated5x9", "sm_90a", ["compute_90,code=sm_90", "compute_90a,code=sm_90a"]),
+        ("square3x3", "sm_90a", ["compute_90a,code=sm_90a"]),
+        ("square3x3", "sm_86", ["compute_75,code=sm_75", "compute_86,code=sm_86"]),
     ],
 )
-def test_nvcc_compiles_both_halves(tmp_path: Path, name: str, flags: list[str]) -> None:
+def test_nvcc_compiles_both_halves(
+    tmp_path: Path, name: str, made_for: str, flags: list[str]
+) -> None:
     """Also where PyTorch adds an architecture that lacks the tensor cores' instructions."""
     module = exported_file.load(EXAMPLES[name])
-    kernels = _kernels(module, "sm_90a", "float", "tf32")
+    kernels = _kernels(module, made_for, "float", "tf32")
     source = tmp_path / "exported.cu"
     source.write_text(f"{module.device_code(kernels)}\n{module.host_code(kernels)}")
     gencode = [f"-gencode=arch={flag}" for flag in flags]
@@ -306,7 +456,7 @@ def test_nvcc_compiles_both_halves(tmp_path: Path, name: str, flags: list[str]) 
 # --- Results, by emulation -----------------------------------------------------------------------
 
 
-def _emulate(module: ModuleType, architecture: str) -> list[str]:
+def _emulate(module: ModuleType, architecture: str, shared_kib: int = 0) -> list[str]:
     """Has the module run its launches in the emulator; gives the sources that it runs."""
     sources: list[str] = []
 
@@ -321,6 +471,7 @@ def _emulate(module: ModuleType, architecture: str) -> list[str]:
     module.check_device = lambda x, weight: None
     module.gpu_architecture = lambda device: architecture
     module.processors = lambda device: 3
+    module.shared_bytes = lambda device: shared_kib * 1024
     return sources
 
 
@@ -356,13 +507,24 @@ def _compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) 
         assert error < tolerance, f"{tuple(theirs.shape)}: {error:.1e}"
 
 
-@pytest.mark.parametrize(("tf32", "tolerance"), [(False, 1e-6), (True, 1e-3)])
-def test_tuned_results(small: Path, tf32: bool, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "shared_kib", "tf32", "tolerance", "source"),
+    [
+        ("sm_90a", 227, False, 1e-6, "hopper/spread.cuh"),
+        ("sm_90a", 227, True, 1e-3, "hopper/spread.cuh"),
+        ("sm_100", 227, False, 1e-6, "ampere/correlate.cuh"),
+        ("sm_89", 99, True, 1e-3, "ampere/correlate.cuh"),
+    ],
+)
+def test_tuned_results(
+    small: Path, architecture: str, shared_kib: int, tf32: bool, tolerance: float, source: str
+) -> None:
     module = exported_file.load(small)
-    sources = _emulate(module, "sm_90a")
+    sources = _emulate(module, architecture, shared_kib)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
         _compare(module, module.ModelNew(bias=True), torch.randn(2, 8, 12, 40), tolerance)
-    assert "hopper/spread.cuh" in sources
+    assert source in sources
+    assert "ampere/weight_grad.cuh" in sources
 
 
 def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:
@@ -521,7 +683,7 @@ def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.testing.assert_close(model(x), expected(x))
     # Both convolutions have their plans.
-    assert {key[1].weight for key in module.TUNED} == {(8, 1, 3, 3), (4, 8, 1, 1)}
+    assert {key[2].weight for key in module.TUNED} == {(8, 1, 3, 3), (4, 8, 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -578,7 +740,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", "--shape", "1x32x64x64 64x32x3x3", *options]) == 0
     printed = capsys.readouterr().out
     assert "class ModelNew(Conv2d):" in printed
-    assert 'TUNED["forward", EXPORTED, "fastconv::bfloat16", "ieee"]' in printed
+    assert 'TUNED["sm_90a", "forward", EXPORTED, "fastconv::bfloat16", "ieee"]' in printed
     assert '"float", "tf32"' not in printed
 
 
@@ -616,4 +778,4 @@ def test_files_have_no_tensor_maps() -> None:
     of = family.TensorMap("input", "float", (40, 30), (160,), (32, 7))
     launch = family.Launch(family.Kernel("any.cuh", "any", ()), (1, 1, 1), 32, 0, (of, 1))
     with pytest.raises(ExportError, match="no kernels with tensor maps, such as that of input"):
-        plans._launch(launch, "CONSTANTS")
+        plans._launch(launch, "CONSTANTS", gpus.H200)

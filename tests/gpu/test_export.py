@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,53 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def _error(ours: Tensor, expected: Tensor) -> float:
     return float((ours.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("made_for", ["sm_80", "sm_86"])
+@pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
+def test_plans_for_other_gpus(workload: Workload, made_for: str, tf32: bool) -> None:
+    """The plans that a file has for those, on this one, against exact sums; all but bias_grad."""
+    module = load(EXAMPLES / f"{workload.name}.py")
+    module.target = lambda architecture, shared_bytes: made_for
+    sources = _noting(module)
+    model = module.ModelNew(bias=True).cuda()
+    twin = module.pytorch_twin(model)
+    x = torch.randn(workload.input, device="cuda")
+    grad = torch.randn(module.EXPORTED.output, device="cuda")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+        actual = _results(model, x, grad)
+    if tf32:
+        x, grad = rounded_to_tf32(x), rounded_to_tf32(grad)
+        twin.conv2d.weight.data = rounded_to_tf32(twin.conv2d.weight.data)
+    exact = _results(twin.double(), x.double(), grad.double())
+    for ours, expected in list(zip(actual, exact, strict=True))[:-1]:
+        assert _error(ours, expected) < (GRADIENT_ERROR if tf32 else 1e-5)
+    precision = "tf32" if tf32 else "ieee"
+    for which, source in sources.items():
+        is_tuned = (made_for, which, module.EXPORTED, "float", precision) in module.TUNED
+        assert source.split("/")[0] == ("ampere" if is_tuned else "direct")
+    assert sources["forward"] == "ampere/correlate.cuh"
+
+
+def _noting(module: ModuleType) -> dict[str, str]:
+    """Where the kernels of each pass come from that the module runs from now on."""
+    sources: dict[str, str] = {}
+    run = module.run
+
+    def noting(ready: Any, which: str, tensors: dict[str, Tensor]) -> None:
+        sources[which] = ready.plans[which].launches[0].source
+        run(ready, which, tensors)
+
+    module.run = noting
+    return sources
+
+
+def _results(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the input, the weight and the bias."""
+    x = x.detach().requires_grad_()
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], grad)]
 
 
 @pytest.mark.parametrize(

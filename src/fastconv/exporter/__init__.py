@@ -27,7 +27,7 @@ def export(
     """The text of one Python file whose ``ModelNew`` convolves with kernels of its own.
 
     The file needs only PyTorch (2.0.1 or newer) and nvcc. It is tuned for what is exported, on
-    Hopper GPUs, and right for every other geometry, on every GPU since Volta: ``docs/export.md``.
+    GPUs since Ampere, and right for every other geometry, and since Volta: ``docs/export.md``.
 
     Args:
         workload: the name of one of the bench's workloads, "dilated5x9" say.

@@ -42,10 +42,9 @@ Needs PyTorch 2.0.1 or newer on Python 3.10 or newer, an NVIDIA GPU of compute c
 newer, and nvcc (CUDA 11.8 or newer). Kernels are compiled when first used, for each geometry, and
 kept in PyTorch's cache of extensions."""
 _TUNING = """
-Tuned for {what}, in {dtypes}, on Hopper GPUs{how}. Everything else is computed by portable kernels:
-other sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, other
-GPUs. No convolution of PyTorch is used, and nothing is fallen back to: what goes wrong raises an
-error."""
+Tuned for {what}, in {dtypes}, on {gpus}. Everything else is computed by portable kernels: other
+sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, older GPUs. No
+convolution of PyTorch is used, and nothing is fallen back to: what goes wrong raises an error."""
 _ARITHMETIC = """
 float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; the portable kernels
 compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
@@ -64,7 +63,7 @@ def compose(subject: Subject, dtypes: Sequence[str]) -> str:
         "Device code": _device_code(sources),
         "Host code": _host_code(),
         "Plans for the portable kernels: any geometry": _body("portable"),
-        "Plans that fastconv made for what was exported, on an H200 (sm_90a)": tuned,
+        "Plans that fastconv made for what was exported, by GPU": tuned,
         "PyTorch's side": _body("runtime"),
         "The model": "\n" + subject.model,
         "Self-check: this alone uses PyTorch's convolution": _body("self_check"),
@@ -80,11 +79,10 @@ def compose(subject: Subject, dtypes: Sequence[str]) -> str:
 
 def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str:
     one = len(subject.problems) == 1
-    tensor_cores = any(plan.family == "hopper" for plan in made)
     tuning = _TUNING.format(
         what="these sizes" if one else "these convolutions",
         dtypes=" and ".join(dtypes),
-        how="' tensor cores" if tensor_cores else "",
+        gpus=_gpus({plan.family for plan in made}),
     )
     paragraphs = {"requirements": _REQUIREMENTS, "tuning": tuning,
                   "arithmetic": _ARITHMETIC, "contents": _CONTENTS}  # fmt: skip
@@ -96,6 +94,12 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
         command=_quoted(subject.command),
         **{name: textwrap.fill(text.strip(), 100) for name, text in paragraphs.items()},
     )
+
+
+def _gpus(families: set[str]) -> str:
+    others = " and all others since Ampere" if "ampere" in families else ""
+    cores = "the tensor cores of " if families - {"direct"} else ""
+    return f"{cores}Hopper GPUs{others}"
 
 
 def _quoted(text: str) -> str:

@@ -1,8 +1,11 @@
 """What the exporter fills in: device code, host code, and the plans of what is exported."""
 
-from fastconv.exporter.parts.portable import Geometry, Plan
+from collections.abc import Callable
+
+from fastconv.exporter.parts.portable import Geometry, Plan, Target
 
 SOURCES: dict[str, str] = {}
 LAUNCHER = ""
 BINDINGS = ""
-TUNED: dict[tuple[str, Geometry, str, str], Plan] = {}
+TARGETS: dict[str, Target] = {}
+TUNED: dict[tuple[str, str, Geometry, str, str], Callable[[Callable[[int], int]], Plan]] = {}

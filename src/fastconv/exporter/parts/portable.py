@@ -22,6 +22,12 @@ MOST_BLOCKS = 2**31 - 1  # of a launch
 END = 2**31 - 2**16  # kernels count below it, so that a tile more is still a 32-bit int
 
 Constant = int | bool | str
+Constants = tuple[tuple[str, Constant], ...]
+
+
+def config(like: Constants = (), /, **constants: Constant) -> Constants:
+    """The constants of a kernel, or how they differ from another one's."""
+    return tuple({**dict(like), **constants}.items())
 
 
 class Launch(NamedTuple):
@@ -32,7 +38,7 @@ class Launch(NamedTuple):
 
     source: str
     entry: str
-    constants: tuple[tuple[str, Constant], ...]
+    constants: Constants
     grid: int
     block: int
     shared_bytes: int
@@ -44,6 +50,13 @@ class Plan(NamedTuple):
 
     launches: tuple[Launch, ...]
     scratch_bytes: int
+
+
+class Target(NamedTuple):
+    """A GPU that plans were made for; ``shared_bytes`` are what a block may have."""
+
+    processors: int
+    shared_bytes: int
 
 
 class Geometry(NamedTuple):
@@ -390,7 +403,7 @@ def bias_grad_plan(geometry: Geometry, operands: Operands, processors: int) -> P
 
 
 def helper_launch(
-    code: tuple[str, tuple[tuple[str, Constant], ...]],
+    code: tuple[str, Constants],
     entry: str,
     elements: int,
     arguments: tuple[str | int, ...],

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import cpp_extension
 
-from fastconv.exporter.parts.contents import BINDINGS, LAUNCHER, SOURCES, TUNED
+from fastconv.exporter.parts.contents import BINDINGS, LAUNCHER, SOURCES, TARGETS, TUNED
 from fastconv.exporter.parts.portable import (
     Constant,
+    Constants,
     Geometry,
     Launch,
     Operands,
@@ -30,7 +31,10 @@ SCALARS = {
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
 
-Constants = tuple[tuple[str, Constant], ...]
+# What kernels for tensor cores are compiled for. Some versions of PyTorch compile for architectures
+# that lack their instructions as well.
+CONDITIONS = {"hopper": "defined(__CUDA_ARCH_FEAT_SM90_ALL)", "ampere": "__CUDA_ARCH__ >= 800"}
+
 Kernel = tuple[str, Constants, str]  # source, constants, entry
 
 
@@ -67,10 +71,9 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
         types = with_headers("include/scalar.cuh", seen)
         members = "\n".join(member(name, value) for name, value in constants)
         text = with_headers(source, seen)
-        if source.startswith("hopper/"):
-            # Some versions of PyTorch compile for sm_90 as well, which lacks the instructions.
-            condition = "!defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)"
-            text = f"#if {condition}\n{text}\n#endif"
+        condition = CONDITIONS.get(source.split("/")[0])
+        if condition is not None:
+            text = f"#if !defined(__CUDA_ARCH__) || {condition}\n{text}\n#endif"
         code.append(
             f"namespace kernels_{number} {{\n{types}\n"
             f"struct Config {{\n{members}\n}};\n{text}\n}}  // namespace kernels_{number}\n"
@@ -153,8 +156,9 @@ def prepared(
 ) -> Ready:
     """Plans and compiles: once, for the convolution, or for its gradients together."""
     architecture = gpu_architecture(device)
+    made_for = target(architecture, shared_bytes(device))
     plans = {
-        which: plan_of(which, geometry, operands, precision, architecture, processors(device))
+        which: plan_of(which, geometry, operands, precision, made_for, processors(device))
         for which in passes
     }
     launches = (launch for plan in plans.values() for launch in plan.launches)
@@ -167,15 +171,25 @@ def plan_of(
     geometry: Geometry,
     operands: Operands,
     precision: str,
-    architecture: str,
+    made_for: str,
     processor_count: int,
 ) -> Plan:
     """The exported plan where it applies, else the portable kernels'."""
-    if architecture == "sm_90a" and operands.aligned and not operands.channels_last:
-        tuned = TUNED.get((which, geometry, operands.scalar, precision))
-        if tuned is not None:
-            return tuned
-    return portable_plan(which, geometry, operands, processor_count)
+    tuned = TUNED.get((made_for, which, geometry, operands.scalar, precision))
+    if tuned is None or not operands.aligned or operands.channels_last:
+        return portable_plan(which, geometry, operands, processor_count)
+    # Of blocks that share all the work, as many as this GPU has room for.
+    return tuned(lambda blocks: max(blocks * processor_count // TARGETS[made_for].processors, 1))
+
+
+def target(architecture: str, shared_bytes: int) -> str:
+    """The GPU whose plans are for such a one as well, of those in TARGETS; "" if none's are."""
+    if architecture == "sm_90a":
+        return architecture
+    if int(architecture[len("sm_") :]) < 80:
+        return ""
+    fitting = (gpu for gpu in ("sm_80", "sm_86") if TARGETS[gpu].shared_bytes <= shared_bytes)
+    return next(fitting, "")
 
 
 def kernel_of(launch: Launch) -> Kernel:
@@ -196,6 +210,14 @@ def gpu_architecture(device: int) -> str:
 
 def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_bytes(device: int) -> int:
+    """Of shared memory that a block may have."""
+    properties = torch.cuda.get_device_properties(device)
+    alike = "sm_80" if (properties.major, properties.minor) in ((8, 0), (8, 7), (9, 0)) else "sm_86"
+    # PyTorch tells since 2.7; versions before know no other GPUs that have so much.
+    return getattr(properties, "shared_memory_per_block_optin", TARGETS[alike].shared_bytes)
 
 
 def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ from math import gcd
 from typing import Any
 
 from fastconv.kernels.ampere.correlate import ABSENT
-from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.classes import Anatomy
 from fastconv.kernels.family import GEOMETRY, Constant
 

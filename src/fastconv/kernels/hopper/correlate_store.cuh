@@ -136,6 +136,7 @@ __device__ __forceinline__ void store_staged(const Scalar* staging, const Target
 // Clears the rows beside those: of other phases, which no tap reaches.
 __device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
   constexpr int kCleared = kRowsAligned ? kVector : 1;
+  constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 #pragma unroll
   for (int line = 0; line < C::tile_rows; ++line) {
 #pragma unroll kRowsAtOnce

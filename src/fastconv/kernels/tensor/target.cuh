@@ -46,7 +46,6 @@ constexpr int kPixelRows = C::row_end - C::row_begin;
 constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
 constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
 constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
-constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
 constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
 constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
 
