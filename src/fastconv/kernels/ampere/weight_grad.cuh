@@ -149,7 +149,7 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
 }  // namespace ampere
 }  // namespace fastconv
 
-extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, fastconv::ampere::kBlocks)
+extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
     weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
                 int first_tile, int tiles, int workers, int batch) {
   fastconv::ampere::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});

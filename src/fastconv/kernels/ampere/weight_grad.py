@@ -37,7 +37,8 @@ from fastconv.kernels.tensor.limits import (
 from fastconv.problem import Problem
 
 SOURCE = "ampere/weight_grad.cuh"
-WARPS = 8  # of a processor: a block has all of them, or half
+WARPS = 8
+THREADS = 32 * WARPS
 OCTET = 8  # columns of a product; of 16-bit types, these are input channels
 
 MOST_SUMS = {1: 128, 2: 64}  # of a thread, by parts: with their totals, they have to fit registers
@@ -60,9 +61,8 @@ WASTE_STEPS = 24
 PRODUCT = 16 * 8 * 8  # multiply-adds of TF32; 16-bit types' have twice as many, in as many cycles
 ISSUE = 4.0  # instructions a cycle
 # Of what goes on beside the slowest: as measured on an H200, where tiles that read less from shared
-# memory are faster even with more products, and of copies from memory. By blocks of a processor:
-# while one loads, converts or waits, the other multiplies. ESTIMATE for two.
-OVERLAP_LOSS = {1: 0.35, 2: 0.25}
+# memory are faster even with more products, and of copies from memory.
+OVERLAP_LOSS = 0.35
 COPY_LOSS = 0.1
 SPLIT_INSTRUCTIONS = 6.0  # of a number of the input, each time
 CONVERT_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # of a number, once, by parts
@@ -114,9 +114,9 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         tile.count,
         tiles_at_once,
         workers,
-        tile.threads,
+        THREADS,
         tile.shared_bytes,
-        tile.slots * tile.threads // tile.warps_pixels,
+        tile.slots * THREADS // tile.warps_pixels,
         tile.problem.batch,
     )
     scratch = tiles_at_once * workers * tile.block_bytes
@@ -161,19 +161,6 @@ class Tile:
         return 16 if self.halves else 8
 
     @property
-    def warps(self) -> int:
-        return self.warps_out * self.warps_units * self.warps_pixels
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def blocks(self) -> int:
-        """Of a processor."""
-        return WARPS // self.warps
-
-    @property
     def group_in(self) -> int:
         return self.problem.in_channels // self.problem.groups
 
@@ -216,7 +203,7 @@ class Tile:
     @property
     def block_bytes(self) -> int:
         """Of the workspace."""
-        return self.threads * (16 * self.slots + 4 * self.operands.bias_grad)
+        return THREADS * (16 * self.slots + 4 * self.operands.bias_grad)
 
     @lazy
     def most_blocks(self) -> int:
@@ -386,25 +373,20 @@ class Tile:
 
     @lazy
     def grad_lanes(self) -> int:
-        return min(_LANES, key=lambda lanes: (self._tasks(self.grad_sheet, lanes), -lanes))
+        return min(_LANES, key=lambda lanes: (_tasks(*self.grad_sheet, lanes), -lanes))
 
     @lazy
     def in_lanes(self) -> int:
-        return min(_LANES, key=lambda lanes: (self._tasks(self.in_sheet, lanes), -lanes))
-
-    def _tasks(self, sheet: tuple[int, int], lanes: int) -> int:
-        """Units of a thread, if so many lanes share a row of them."""
-        width, rows = sheet
-        return ceil_div(width, lanes) * ceil_div(rows, self.threads // lanes)
+        return min(_LANES, key=lambda lanes: (_tasks(*self.in_sheet, lanes), -lanes))
 
     @property
     def grad_tasks(self) -> int:
         """Of a thread, in a step."""
-        return self.step_rows * self._tasks(self.grad_sheet, self.grad_lanes)
+        return self.step_rows * _tasks(*self.grad_sheet, self.grad_lanes)
 
     @property
     def in_tasks(self) -> int:
-        return self.new_lines * self._tasks(self.in_sheet, self.in_lanes)
+        return self.new_lines * _tasks(*self.in_sheet, self.in_lanes)
 
     @property
     def batches(self) -> tuple[int, int]:
@@ -463,7 +445,7 @@ class Tile:
             tasks * (REGISTER_INSTRUCTIONS if registers else TASK_INSTRUCTIONS)
             for tasks, registers in kinds
         )
-        return self.warps * instructions / ISSUE
+        return WARPS * instructions / ISSUE
 
     @property
     def convert_cycles(self) -> float:
@@ -474,7 +456,7 @@ class Tile:
         if self.parts == 1:
             tasks, numbers = tasks + self.in_tasks, numbers + self.in_tasks * self.in_vector
         instructions = numbers * CONVERT_INSTRUCTIONS[self.parts]
-        return self.warps * (instructions + tasks * CONVERT_TASK_INSTRUCTIONS) / ISSUE
+        return WARPS * (instructions + tasks * CONVERT_TASK_INSTRUCTIONS) / ISSUE
 
     @property
     def grad_bytes(self) -> int:
@@ -494,26 +476,24 @@ class Tile:
         return (times[0] * self.grad_bytes + times[1] * self.in_bytes) / SHARED_BYTES_PER_CYCLE
 
     def step_cycles(self, gpu: Gpu) -> float:
-        """What a step of each of a processor's blocks takes."""
         along = float(self.step_products)
         find = SLICE_INSTRUCTIONS + UNIT_INSTRUCTIONS * self.units
-        issue = self.issue_cycles(along) + self.warps * self.slices * find / ISSUE
-        together = self.blocks * limits.together(
+        issue = self.issue_cycles(along) + WARPS * self.slices * find / ISSUE
+        together = limits.together(
             self.multiply_cycles(gpu, along),
             self.shared_cycles(along) + self.fill_cycles,
             issue + self.load_cycles + self.convert_cycles,
-            loss=OVERLAP_LOSS[self.blocks],
+            loss=OVERLAP_LOSS,
         )
-        copied = self.blocks * (self.grad_bytes + self.in_bytes) / BYTES_PER_CYCLE
-        together = limits.together(together, max(LATENCY_CYCLES, copied), loss=COPY_LOSS)
-        return STEP_CYCLES + together
+        arrives = max(LATENCY_CYCLES, (self.grad_bytes + self.in_bytes) / BYTES_PER_CYCLE)
+        return STEP_CYCLES + limits.together(together, arrives, loss=COPY_LOSS)
 
     def cycles(self, gpu: Gpu) -> float:
         """What all of it takes, about."""
         return self._cost(gpu, self.workers(gpu))
 
     def _cost(self, gpu: Gpu, workers: int) -> float:
-        waves = ceil_div(self.count * workers, self.blocks * gpu.processors)
+        waves = ceil_div(self.count * workers, gpu.processors)
         steps = ceil_div(self.all_steps, workers)
         begun = (1 + ceil_div(steps, self.steps)) if self.rolling else 1
         swapped = self.count * workers * self.block_bytes / (gpu.processors * SWAP_BYTES)
@@ -533,7 +513,7 @@ class Tile:
             self.multiply_cycles(gpu, along),
             along * self.warps_out * self.warps_units * (4 * self.row_tiles + 2 * self.units),
             self.issue_cycles(along),
-            loss=OVERLAP_LOSS[self.blocks],
+            loss=OVERLAP_LOSS,
         )
         least = limits.together(together, bytes_ / BYTES_PER_CYCLE, loss=COPY_LOSS)
         return self.count * least / gpu.processors + BLOCK_CYCLES
@@ -548,19 +528,23 @@ class Tile:
         return 2 * self.box_units >= min(most, 2 * all_units)
 
     def fits(self, gpu: Gpu) -> bool:
-        return self.shared_bytes <= gpu.shared_budget(self.blocks)
+        return self.shared_bytes <= gpu.shared_bytes_per_block
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
         room = self.most_blocks // min(self.count, self.most_blocks)
         most = max(min(room, self.all_steps), 1)
-        at_once = self.blocks * gpu.processors
-        wanted = (at_once * n // (4 * self.count) for n in (1, 2, 4, 8, 12))
+        wanted = (gpu.processors * n // (4 * self.count) for n in (1, 2, 4, 8, 12))
         numbers = sorted({min(max(n, 1), most) for n in wanted})
         return min(numbers, key=lambda workers: self._cost(gpu, workers))
 
 
 _LANES = (1, 2, 4, 8, 16, 32)
+
+
+def _tasks(width: int, rows: int, lanes: int) -> int:
+    """Units of a thread, if so many lanes share rows of ``width`` units."""
+    return ceil_div(width, lanes) * ceil_div(rows, THREADS // lanes)
 
 
 def _pitches(least: int) -> range:
@@ -629,12 +613,9 @@ def _boxes(problem: Problem, operands: Operands) -> Iterator[Tile]:
     ]
     group_out = problem.out_channels // problem.groups
     taps = [*product(*map(shares, problem.kernel_size))]
-    # Two blocks of a processor load more: of 16-bit types, that would take longer.
-    warps = (WARPS, WARPS // 2) if operands.scalar_bytes == 4 else (WARPS,)
-    shapes = product(warps, (1, 2, 4), (1, 2), (1, 2, 4, 8))
-    for all_warps, row_tiles, warps_out, warps_pixels in shapes:
+    for row_tiles, warps_out, warps_pixels in product((1, 2, 4), (1, 2), (1, 2, 4, 8)):
         outputs = 16 * row_tiles * warps_out
-        warps_units = all_warps // (warps_out * warps_pixels)
+        warps_units = WARPS // (warps_out * warps_pixels)
         if warps_units == 0 or (outputs > 16 and outputs >= 2 * group_out):
             continue
         most = most_units(operands, row_tiles) * warps_units

@@ -20,7 +20,6 @@ constexpr bool kHalves = kScalarBytes == 2;  // elements of 16 bits
 constexpr int kOctet = 8;  // columns, and input channels
 constexpr int kWarps = C::warps_out * C::warps_units * C::warps_pixels;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocks = kWarps == 4 ? 2 : 1;  // of a processor
 constexpr int kWarpOutputs = 16 * C::row_tiles;
 constexpr int kBlockOutputs = kWarpOutputs * C::warps_out;
 constexpr int kBlockUnits = C::units * C::warps_units;
