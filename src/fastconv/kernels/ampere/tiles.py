@@ -12,7 +12,7 @@ from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
 
-TEAMS = ((4, 3), (8, 3), (8, 7), (4, 7), (4, 11))
+TEAMS = ((4, 3), (8, 3), (4, 7), (4, 11))
 """Warps of a block that multiply, and that load input; another one streams weights."""
 
 # What a thread of so many warps has registers for: output channels of a warp's products, and sums
@@ -38,7 +38,7 @@ SUM_CYCLES = 2.0
 VECTOR_CYCLES = 14.0
 EXPOSED = {4: 1.0, 8: 0.6}  # what of that no other warp of the same scheduler hides
 # What products take of what they would take alone, by parts; and the operands they read.
-PRODUCT_SHARE = {1: 0.93, 2: 1.2}
+PRODUCT_SHARE = {1: 0.84, 2: 0.9}
 OPERAND_SHARE = 0.49
 SHARED_BYTES = 128.0  # that a processor reads in a cycle
 # Of a warp that loads: a vector that is copied as it is, one that is loaded, a pixel's two, each of
@@ -53,6 +53,7 @@ LATENCY_CYCLES = 1200.0
 # Of memory that is written: a sector, and what one costs more that is written in two pieces.
 SECTOR = 32
 PARTIAL_BYTES = 150.0
+CUT_BYTES = 50.0  # the same where two warps of a block write it
 
 
 @dataclass(frozen=True)
@@ -267,18 +268,18 @@ class Tile:
         """What more is written, where pieces of rows share their first and last sectors."""
         layer, operands = self.layer, self.layer.operands
         size, last = operands.scalar_bytes, operands.output_channels_last
-        run = (self.product_rows if last else self._run_pixels) * size
+        run = (self.product_rows if last else self.columns) * size
         whole = (layer.group_out if last else layer.image_size[1]) * size
-        return 1.0 if run % SECTOR == whole % SECTOR == 0 else 1.0 + 2 * PARTIAL_BYTES / run
+        if run % SECTOR == whole % SECTOR == 0:
+            return 1.0
+        cuts = 0.0 if last else self._cuts / self.rows
+        return 1.0 + 2 * (PARTIAL_BYTES + CUT_BYTES * cuts) / run
 
     @property
-    def _run_pixels(self) -> float:
-        """Neighbours that are stored together: rows may be cut where a warp's pixels end."""
-        pixels = self.rows * self.columns
-        if self.columns % self.pass_pixels == 0:
-            return self.columns
-        cuts = {*range(0, pixels, self.columns), *range(0, pixels, self.pass_pixels)}
-        return pixels / len(cuts)
+    def _cuts(self) -> int:
+        """Of a tile's rows: where a warp's pixels begin that it stores at once."""
+        begins = range(0, self.rows * self.columns, self.pass_pixels)
+        return sum(pixel % self.columns > 0 for pixel in begins)
 
     @property
     def _load_cycles(self) -> float:

@@ -64,7 +64,7 @@ ISSUE = 4.0  # instructions a cycle
 # memory are faster even with more products, and of copies from memory.
 OVERLAP_LOSS = 0.35
 COPY_LOSS = 0.1
-SPLIT_INSTRUCTIONS = 6.0  # of a number of the input, each time
+SPLIT_INSTRUCTIONS = 8.0  # of a number of the input, each time
 CONVERT_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # of a number, once, by parts
 TASK_INSTRUCTIONS = 10.0  # of a copy
 CONVERT_TASK_INSTRUCTIONS = 5.0  # of what was copied at once

@@ -158,7 +158,8 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
 struct LineCopy {
   static constexpr int kLineStep = kLoaders / kChunkPlanes;
   static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
-  static_assert(!C::vector_loads || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
+  static_assert(!C::vector_loads || sizeof(Scalar) == 4 || kLoaders % kChunkPlanes == 0,
+                "a thread stays in its plane");
   int plane, pixel;
 
   __device__ explicit LineCopy(int thread)
