@@ -9,10 +9,10 @@ import gc
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
 from math import prod
 from random import Random
 from typing import Any
@@ -24,7 +24,7 @@ from emulator import net
 from emulator.works import Work
 from fastconv import jit
 from fastconv.jit import compile
-from fastconv.kernels import direct, planner
+from fastconv.kernels import direct, gpus, planner
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import MOST_ROUNDS, Gpu, Kernel, Operands, Plan
@@ -117,40 +117,22 @@ def test_all_problems_are_planned(request: pytest.FixtureRequest) -> None:
     assert slow == {}
 
 
-def _by(family: str, direction: str) -> Planner:
-    """Plans with one family, on trial or not."""
-
-    def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        found: Plan = getattr(planner, direction)(
-            problem, operands, gpu, planner.Switch(family, None)
-        )
-        return found
-
-    plan.__name__ = direction
-    return plan
+def test_families_plan_for_their_gpus() -> None:
+    """Those before Ampere have portable plans alone, and those of the next have no Hopper's."""
+    families = {gpu: Counter(replace(work, gpu=gpu).plan.family for work in _drawn()[:72])
+                for gpu in GPUS.values()}  # fmt: skip
+    for gpu, found in families.items():
+        number = gpus.number(gpu)
+        own = "direct" if number < 80 else "hopper" if gpu is H200 else "ampere"
+        assert found.keys() <= {"direct", own}, gpu
+        assert number < 80 or found[own] >= 10, (gpu, found)
 
 
-@pytest.mark.parametrize("family", sorted(planner.ON_TRIAL))
-def test_families_on_trial_plan_too(family: str) -> None:
-    taken = set()
-    for drawn, gpu in zip(_drawn(), cycle(GPUS.values()), strict=False):
-        work = replace(drawn, gpu=gpu, planner=_by(family, drawn.direction))
-        start = time.thread_time()
-        plan = work.plan
-        assert time.thread_time() - start < MOST_SECONDS, net.line_of(drawn)
-        if plan.family == family:
-            taken.add((gpu.architecture, drawn.direction))
-            _assert_fits(work)
-    assert len(taken) > len(GPUS)
-
-
-def test_other_gpus_than_hopper_get_portable_plans() -> None:
-    for drawn in _drawn()[:36]:
-        portable, _ = PASSES[drawn.direction]
-        for gpu in GPUS.values():
-            if gpu is not H200:
-                work = replace(drawn, gpu=gpu)
-                assert work.plan.launches == replace(work, planner=portable).plan.launches
+def test_another_family_takes_nothing_on_hopper_unless_it_is_asked_for() -> None:
+    line = "sm_90a/132 forward bfloat16 nchw/nchw: 8x64x64x64 64x64x3x3"
+    assert net.work_of(line).plan.family == "hopper"
+    with planner.only("ampere"):
+        assert net.work_of(line).plan.family == "ampere"
 
 
 # --- Input gradients cost what their taps do ------------------------------------------------------

@@ -63,19 +63,6 @@ def test_lines_say_what_they_mean() -> None:
     assert [net.work_of(line) for line in lines] == PROBLEMS
 
 
-# What families on trial plan for it, where nothing of theirs is among the problems yet.
-WITH_CHANNELS = [
-    net.work_of(f"sm_80/2 {direction} bfloat16 nchw/nchw: 2x64x16x16 64x64x3x3 padding=1,1")
-    for direction in net.PASSES
-]
-
-
-def _plan_on_trial(work: Work) -> Plan:
-    (family,) = planner.ON_TRIAL
-    with planner.only(family):
-        return work.plan
-
-
 def _plans() -> Iterator[Plan]:
     return (work.plan for work in PROBLEMS)
 
@@ -84,9 +71,7 @@ def _plans() -> Iterator[Plan]:
 def test_parts_know_all_choices(source: str) -> None:
     """What no part knows would be in no class but those of pairs."""
     anatomy = planner.ANATOMIES[source]
-    family, _, _ = source.partition("/")
-    plans = map(_plan_on_trial, WITH_CHANNELS) if family in planner.ON_TRIAL else _plans()
-    kernels = (launch.kernel for plan in plans for launch in plan.launches)
+    kernels = (launch.kernel for plan in _plans() for launch in plan.launches)
     kernel: Kernel = next(one for one in kernels if one.source == source)
     assert anatomy.sizes - GEOMETRY <= dict(kernel.constants).keys()
     known = {name for names in anatomy.parts.values() for name in names}

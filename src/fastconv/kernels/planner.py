@@ -1,6 +1,8 @@
 """Which kernel family computes a pass: the first of a list that takes it.
 
-A new family is one more entry in a list. The portable kernels come last: they take everything.
+A new family is one more entry in a list. The portable kernels come last: they take everything. On
+Hopper, Ampere's kernels plan only where they are asked for: where its own decline, it was not
+measured whether they are faster than the portable ones.
 
 ``FASTCONV_FAMILY=hopper`` leaves a list with that family and the portable kernels, for what it
 declines. ``FASTCONV_FAMILY=hopper:sm_86`` also plans as if a block had the shared memory that it
@@ -36,9 +38,6 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
     direct.weight_grad,
 )
 
-ON_TRIAL = frozenset({"ampere"})
-"""Families that plan only where they are asked for: no GPU has run their kernels yet."""
-
 ANATOMIES = {**HOPPER, **AMPERE, **DIRECT}
 """What chooses the code of every kernel that a plan can have, by its source."""
 
@@ -57,9 +56,10 @@ class Switch(NamedTuple):
     def __str__(self) -> str:
         return ":".join(filter(None, self)) or "all"
 
-    def planners(self, planners: tuple[Planner, ...]) -> tuple[Planner, ...]:
+    def planners(self, planners: tuple[Planner, ...], gpu: Gpu) -> tuple[Planner, ...]:
         if self.family is None:
-            return tuple(one for one in planners if _family(one) not in ON_TRIAL)
+            on_hopper = gpus.number(gpu) == gpus.number(gpus.H200)
+            return tuple(one for one in planners if not on_hopper or _family(one) != "ampere")
         *others, portable = planners
         return (*(one for one in others if _family(one) == self.family), portable)
 
@@ -197,7 +197,7 @@ def _first(
     switch = current() if switch is None else switch
     reasons = [] if switch == EVERY else [f"; planned by {switch} alone"]
     problem = problem.without_idle_dilation  # which families would make room for
-    for planner in switch.planners(planners):
+    for planner in switch.planners(planners, gpu):
         try:
             plan = planner(problem, operands, switch.gpu(gpu))
         except Declined as reason:
