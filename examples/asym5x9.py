@@ -102,10 +102,10 @@ SOURCES["hopper/correlate.cuh"] = r"""
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
 // truncates as it accumulates, so sums move to registers of their own after every stage of weights.
-#include "hopper/correlate_load.cuh"
 #include "hopper/correlate_multiply.cuh"
 #include "hopper/correlate_stage.cuh"
 #include "hopper/correlate_store.cuh"
+#include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
 namespace fastconv {
@@ -201,9 +201,9 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
       if constexpr (C::staged) {
         stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
       } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
-        copy_input(input, items);
+        copy_input<Input>(input, items);
       } else {
-        load_input(input, items);
+        load_input<Input>(input, items);
       }
     } else if (threadIdx.x == 0) {
       stream_weights(scratch + C::packed_at, items);
@@ -235,19 +235,20 @@ SOURCES["ampere/correlate.cuh"] = r"""
 // that a tap is nothing but another start address, and a tile's pixels may lie anywhere in it:
 // several short rows are as good as a long one.
 //
-// Blocks walk over tiles. All warps load, and all multiply: beside each stage of weights, which are
-// copied some stages ahead, they load a part of the next chunk's input.
-//
-//   stage of weights   0      1      2      0      1      2    …
-//   products           chunk 0              chunk 1
-//   input loaded       chunk 1              chunk 2, or the next tile's first
+// One block per processor, whose warps work at the same time:
+//   one streams packed weights through a ring of stages, by asynchronous copies
+//   3, 7 or 11 load input pixels, round or split them, and write them to a ring of input stages,
+//   each of which has the halo tile of a chunk of channels (tensor/load.cuh)
+//   4 or 8 multiply, and store their sums through shared memory
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa. A thread keeps the sums of
-// high parts' products, which it adds to totals after every stage, for the tensor core truncates as
-// it accumulates; and those of products with a low part, which are so small that it does no harm.
-#include "ampere/correlate_load.cuh"
+// high parts' products, which it adds to totals after every flush_taps taps, for the tensor core
+// truncates as it accumulates; and those of products with a low part, which are so small that it
+// does no harm.
 #include "ampere/correlate_multiply.cuh"
 #include "ampere/correlate_store.cuh"
+#include "ampere/correlate_weights.cuh"
+#include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
 namespace fastconv {
@@ -259,28 +260,33 @@ struct Accumulators {
   Sums sums;
 
   __device__ __forceinline__ void start() { clear(sums); }
+  // Adds the products of a stage of weights.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const unsigned char* input, int tap) {
-    warp.multiply(sums, weights, input, tap);
+                                           const Taps& taps) {
+    warp.multiply(sums, weights, taps);
   }
-  __device__ __forceinline__ void end_stage() {}
   __device__ __forceinline__ const Sums& result() { return sums; }
 };
 
 template <>
 struct Accumulators<2> {
-  Sums totals, sums, low;
+  Sums totals, low;
 
   __device__ __forceinline__ void start() {
     clear(totals);
-    clear(sums);
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const unsigned char* input, int tap) {
-    warp.multiply_split(sums, low, weights, input, tap);
+                                           const Taps& taps) {
+    Sums sums;
+    clear(sums);
+#pragma unroll
+    for (int j = 0; j < C::stage_taps; ++j) {
+      warp.multiply_split(sums, low, weights + j * kTapBytes, taps[j]);
+      constexpr int kPeriod = C::period_taps;
+      if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+    }
   }
-  __device__ __forceinline__ void end_stage() { flush(totals, sums, low); }
   __device__ __forceinline__ const Sums& result() {
 #pragma unroll
     for (int i = 0; i < kRowProducts; ++i) {
@@ -294,73 +300,63 @@ struct Accumulators<2> {
   }
 };
 
-__device__ __forceinline__ unsigned char* input_stage(int stage) {
-  return shared_memory() + kInputRing + stage * kInputBytes;
+// Some warps: multiply what the others load, and store the sums.
+__device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* output,
+                                               const Items& items) {
+  const Multiplier warp;
+  Ring<C::input_stages> input(0);
+  Ring<C::weight_stages> weights(0);
+  int next;
+#pragma unroll 1
+  for (int index = items.first(); index < items.count(); index = next) {
+    next = items.after(index);  // early: it takes a look at memory
+    const Item item(index);
+    const Target target(output, item, 0, warp.channel_group, 0);
+    const Finishes finishes(bias, items, item, target, warp.lane);  // early, too
+    Accumulators<C::parts> accumulators;
+    accumulators.start();
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      barrier_wait(&barriers().input_full[input.stage], input.parity);
+#pragma unroll 1
+      for (int stage = 0; stage < kWeightStages; ++stage) {
+        // Weights that stay are there for good after the first phase.
+        barrier_wait(&barriers().weights_full[weights.stage], C::resident ? 0 : weights.parity);
+        accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
+                              Taps(Input::stage(input.stage), stage * C::stage_taps));
+        if constexpr (!C::resident) arrive_as_warp(&barriers().weights_empty[weights.stage]);
+        weights.advance();
+      }
+      arrive_as_warp(&barriers().input_empty[input.stage]);
+      input.advance();
+    }
+    store(accumulators.result(), finishes, target, warp);
+  }
 }
-
-// Copies under way beyond those that the next stage of weights needs. Of a chunk's first stage all
-// have to be complete, if input is copied too.
-constexpr int kAhead = C::resident ? 0 : C::weight_stages - 2;
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
                                           const Scalar* bias, Scalar* output, int batch) {
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
-  const Multiplier warp;
-  Loader loader(input, items);
-  WeightStream weights(scratch + C::packed_at, items);
-  loader.fill(input_stage(0));
-#pragma unroll 1
-  for (int i = 0; i < (C::resident ? kTileStages : C::weight_stages - 1); ++i) {
-    weights.start();
-    copy_async_commit();
+  if (threadIdx.x == 0) init_barriers();
+  __syncthreads();
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (warp >= kFirstMultiplier) {
+    multiply_tiles(bias, output, items);
+  } else if (warp == 0) {
+    stream_weights(scratch + C::packed_at, items);
+  } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+    copy_input<Input>(input, items);
+  } else {
+    load_input<Input>(input, items);
   }
-  int buffer = 0;
-  int slot = 0;
-#pragma unroll 1
-  for (int index = items.first(); index < items.count(); index = items.after(index)) {
-    Accumulators<C::parts> accumulators;
-    accumulators.start();
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll 1
-      for (int stage = 0; stage < kWeightStages; ++stage) {
-        if (stage == 0 && (kCopied || C::resident)) {
-          copy_async_wait<0>();
-        } else if (!C::resident) {
-          copy_async_wait<kAhead>();
-        }
-        // What others have loaded is there, and what is loaded over has been read.
-        if (stage == 0 || !C::resident) __syncthreads();
-        if constexpr (!C::resident) weights.start();
-        unsigned char* const next = input_stage(buffer ^ 1);
-        if (stage < kBatches) loader.start(stage, next);
-        copy_async_commit();
-        accumulators.multiply(warp, shared_memory() + kWeightRing + slot * kWeightBytes,
-                              input_stage(buffer), stage * C::stage_taps);
-        accumulators.end_stage();
-        if (stage < kBatches) loader.finish(stage, next);
-        if (++slot == C::weight_stages) slot = 0;
-      }
-      // What the stages had no registers for.
-#pragma unroll 1
-      for (int i = kWeightStages; i < kBatches; ++i) {
-        loader.start(i, input_stage(buffer ^ 1));
-        loader.finish(i, input_stage(buffer ^ 1));
-      }
-      if (kCopied && kBatches > kWeightStages) copy_async_commit();
-      buffer ^= 1;
-    }
-    store(accumulators.result(), bias, output, items, Item(index), warp);
-  }
-  copy_async_wait<0>();
 }
 
 }  // namespace ampere
 }  // namespace fastconv
 
-__global__ void __launch_bounds__(fastconv::ampere::kThreads, Config::blocks)
+__global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
               Config::Scalar* output, int batch) {
   fastconv::ampere::correlate(input, scratch, bias, output, batch);
@@ -478,7 +474,8 @@ SOURCES["ampere/weight_grad.cuh"] = r"""
 //
 //   16-bit types   matrices of 8 pixels by 8 channels, 16 bytes of each pixel, are transposed as
 //                  they are loaded (ldmatrix); pixels may lie anywhere.
-//   float32        lanes load single elements, and round or split them.
+//   float32        lanes load single elements. These have been rounded, or split, in shared memory,
+//                  by the threads that copied them there; of two parts, the input's are split here.
 //
 // The output's gradient lies in shared memory as it does in memory, pixels or channels being
 // neighbours. The input does so, too, but for contiguous 16-bit tensors, which are transposed on
@@ -496,7 +493,7 @@ SOURCES["ampere/weight_grad.cuh"] = r"""
 // of all blocks in a fixed order: the same bits every time.
 //
 // With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
-// shared memory.
+// shared memory before it is rounded.
 #include "ampere/weight_grad_reduce.cuh"
 
 namespace fastconv {
@@ -538,6 +535,19 @@ __device__ __forceinline__ void multiply_slice(State& state, const Multiplier& m
   }
 }
 
+// Makes a step ready that has been copied, of its lines from `first_line` on: the next barrier
+// shows it to all. The bias's gradient is of numbers as they were, which other threads have copied.
+__device__ __forceinline__ void finish(State& state, const Loader& loader, const StepPlace& step,
+                                       int first_line, bool has_bias) {
+  if (kConvertsGrad && has_bias) {
+    copy_async_wait<0>();
+    __syncthreads();
+    state.bias += bias_of_step(step);
+    __syncthreads();
+  }
+  loader.convert_copied(step, first_line);
+}
+
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
                                             float4* workspace, const Work& work) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -551,16 +561,19 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       workspace + static_cast<long long>(blockIdx.x) * (kSlots * kThreads) + thread;
   const long long first = work.first_step(worker);
   const int steps = static_cast<int>(work.first_step(worker + 1) - first);
+  // After which slice a warp makes the next step ready: half of them do while others multiply.
+  const int last =
+      kWarpSlices == 1 || has_bias || thread >= kThreads / 2 ? kWarpSlices - 1 : kWarpSlices - 2;
   Cursor at(first);
   StepPlace step;
   State state;
   if (steps > 0) {
     loader.move_to(at);
     loader.load_all(step);
+    finish(state, loader, step, 0, has_bias);
   }
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    copy_async_wait<0>();
     // The step is there, and nobody reads what comes before it.
     __syncthreads();
     at.advance();
@@ -577,14 +590,16 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       if (ahead) loader.load_slice(next, slice);
       multiply_slice(state, multiplier, step, slice);
       if (ahead) loader.store_slice(next, slice);
+      if (ahead && slice == last) finish(state, loader, next, kOldLines, has_bias);
     }
-    if (has_bias) state.bias += bias_of_step(step);
+    if (!kConvertsGrad && has_bias) state.bias += bias_of_step(step);
     if (++state.steps == C::flush_steps) state.flush_to(slots);
     if (C::rolling && more && !ahead) {
       __syncthreads();
       next.position = 0;
       loader.move_to(at);
       loader.load_all(next);
+      finish(state, loader, next, 0, has_bias);
     }
     step = next;
   }
@@ -1571,7 +1586,7 @@ SOURCES["hopper/correlate_stage.cuh"] = r"""
 // transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
 // 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
 // rows may begin anywhere.
-#include "hopper/correlate_load.cuh"
+#include "tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -1715,7 +1730,8 @@ __device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
 // vectors, and `of_chunk` is its first channel.
 __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
                                         int lane, const Scale (&scales)[2],
-                                        const ChunkPowers& powers, int of_chunk, Range& range) {
+                                        const ChunkPowers<kPowersCopied>& powers, int of_chunk,
+                                        Range& range) {
   const bool whole =
       piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
 #pragma unroll
@@ -1746,7 +1762,8 @@ __device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, u
 
 // Looks at every number of those channels of a piece in which each counts.
 __device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
-                                        const ChunkPowers& powers, int of_chunk, Range& range) {
+                                        const ChunkPowers<kPowersCopied>& powers, int of_chunk,
+                                        Range& range) {
 #pragma unroll 1
   for (int i = 0; i < kPieceChannels; ++i) {
     const float power = powers.powers[of_chunk + i];
@@ -1784,13 +1801,13 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
   for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
   Ring<C::input_stages> at(1);
   Ring<C::raw_slots> arrived(0);
-  ChunkPowers powers(warp);
+  ChunkPowers<kPowersCopied> powers(Input::powers(warp));
   int piece = warp;
   for (StageCursor stage(items); stage.more(); stage.advance()) {
     const Source source(input, stage);
     Range range;
     powers.load(items, stage.item.image, source.column_of(stage.item.group));
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    Input::wait(at);
     for (; piece < kPieces; piece += kLoaderWarps) {
       const int of_chunk = piece % C::k_steps * kPieceChannels;
       const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
@@ -1801,19 +1818,16 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
         __syncwarp();
       }
       const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
-      convert(Piece(source, piece), arrived_raw,
-              shared_memory() + kInputRing + at.stage * kInputBytes, lane, scales, powers, of_chunk,
-              range);
+      convert(Piece(source, piece), arrived_raw, Input::stage(at.stage), lane, scales, powers,
+              of_chunk, range);
       if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
       __syncwarp();
       fetch_next(arrived.stage);
       arrived.advance();
     }
     piece -= kPieces;
-    judge(items, range, stage.item.image, at.stage);
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+    judge<Input>(items, range, stage.item.image, at.stage);
+    Input::show(at.stage);
     at.advance();
   }
 }
@@ -2448,39 +2462,41 @@ __global__ void __launch_bounds__(256)
 }
 """
 
-SOURCES["hopper/correlate_load.cuh"] = r"""
-// Input: loaded to registers and written to shared memory, or copied asynchronously as it is.
-#include "hopper/correlate_tile.cuh"
+SOURCES["tensor/load.cuh"] = r"""
+// Warps that load input, chunk by chunk, for others to multiply: to registers and from there to
+// shared memory, transposed, rounded or split; or copied asynchronously as it is.
+//
+// A family's `Input` tells where: its stages are a ring, each of which loaders wait for until it is
+// empty, and show when it is full. Warp 0 has other things to do; loaders are those after it.
 #include "tensor/input.cuh"
 
 namespace fastconv {
-namespace hopper {
+namespace tensor {
 
-constexpr int kLoaders = 32 * kLoaderWarps;  // threads
-static_assert(kLoaders == C::loaders, "");
+constexpr int kLoaders = C::loaders;  // threads
 
-// What a chunk's channels are multiplied by; most loading warps have a copy in shared memory.
+// What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
+template <bool kCopied>
 struct ChunkPowers {
   const float* powers;
   unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
   bool strict = false;  // whether one is negative
 
-  __device__ explicit ChunkPowers(int warp)
-      : powers(reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes)) {}
+  __device__ explicit ChunkPowers(float* copy) : powers(copy) {}
 
   __device__ __forceinline__ void load(const Items& items, int image, int column) {
     const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
     if (!C::halves || at == begin) return;
     at = begin;
     const float* const source = items.tables.powers(image) + column;
-    if constexpr (!kPowersCopied) powers = source;
+    if constexpr (!kCopied) powers = source;
     strict = false;
     __syncwarp();  // the last ones have been read
 #pragma unroll
     for (int first = 0; first < kChunkChannels; first += 32) {
       const int i = first + static_cast<int>(threadIdx.x) % 32;
       const float power = i < kChunkChannels ? source[i] : 0.0f;
-      if (kPowersCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
+      if (kCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
       strict = strict || power < 0.0f;
     }
     strict = __any_sync(~0u, strict);
@@ -2492,15 +2508,18 @@ struct ChunkPowers {
 
 // Marks what a warp has seen since the last call: the image if float16 has not all of its numbers,
 // or the stage if they are not all finite.
+template <class Input>
 __device__ __forceinline__ void judge(const Items& items, HalfRange& range, int image, int) {
   items.judge(range, image);
 }
+template <class Input>
 __device__ __forceinline__ void judge(const Items&, LowRange& range, int, int stage) {
   const bool watched = !__all_sync(~0u, range.finite());
   const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
-  if (threadIdx.x % 32 == 0) watch().marks[stage][warp] = watched;
+  if (threadIdx.x % 32 == 0) Input::mark(stage, warp, watched);
   range = LowRange();
 }
+template <class Input>
 __device__ __forceinline__ void judge(const Items&, NoRange&, int, int) {}
 
 // The same, and through the batches of each stage.
@@ -2534,8 +2553,9 @@ struct Batch {
   }
 
   // Writes them to a stage.
+  template <class Powers>
   __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
-                                        const ChunkPowers& powers, Range& range) const {
+                                        const Powers& powers, Range& range) const {
 #pragma unroll
     for (int k = 0; k < C::batch; ++k) {
       const int index = thread + kLoaders * (batch * C::batch + k);
@@ -2553,15 +2573,15 @@ struct Batch {
   }
 };
 
-// Three warps: load all input stages, a few batches ahead of what they write.
+// Loads all input stages, a few batches ahead of what is written.
+template <class Input>
 __device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
   const int thread = static_cast<int>(threadIdx.x) - 32;
-  const int lane = thread % 32;
   Batch batches[C::batches_ahead];
   Range range;
-  ChunkPowers powers(thread / 32);
+  ChunkPowers<Input::kPowersCopied> powers(Input::powers(thread / 32));
   LoadCursor next(items);
-  Ring<C::input_stages> at(1);
+  Ring<Input::kStages> at(1);
   int under_way = 0;
   int batch = 0;
 #pragma unroll
@@ -2584,16 +2604,13 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
       --under_way;
       if (batch == 0) {
         powers.load(items, batches[i].image, batches[i].column);
-        barrier_wait(&barriers().input_empty[at.stage], at.parity);
+        Input::wait(at);
       }
-      batches[i].store(shared_memory() + kInputRing + at.stage * kInputBytes, batch, thread, powers,
-                       range);
+      batches[i].store(Input::stage(at.stage), batch, thread, powers, range);
       if (++batch == kBatches) {
         batch = 0;
-        judge(items, range, batches[i].image, at.stage);
-        fence_async_shared();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&barriers().input_full[at.stage]);
+        judge<Input>(items, range, batches[i].image, at.stage);
+        Input::show(at.stage);
         at.advance();
       }
     }
@@ -2605,7 +2622,8 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
 struct LineCopy {
   static constexpr int kLineStep = kLoaders / kChunkPlanes;
   static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
-  static_assert(!C::vector_loads || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
+  static_assert(!C::vector_loads || sizeof(Scalar) == 4 || kLoaders % kChunkPlanes == 0,
+                "a thread stays in its plane");
   int plane, pixel;
 
   __device__ explicit LineCopy(int thread)
@@ -2632,25 +2650,24 @@ struct LineCopy {
 
 // The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
 // gives a stage back when it has the next: of two stages, none may be under way while this waits.
+template <class Input>
 __device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
   static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
   const int thread = static_cast<int>(threadIdx.x) - 32;
   const LineCopy copy(thread);
-  Ring<C::input_stages> at(1);
-  Ring<C::input_stages> landed(0);
+  Ring<Input::kStages> at(1);
+  Ring<Input::kStages> landed(0);
   const auto arrive = [&] {
-    fence_async_shared();
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(&barriers().input_full[landed.stage]);
+    Input::show(landed.stage);
     landed.advance();
   };
-  constexpr int kAhead = C::input_stages > 2 ? 1 : 0;                          // stages
+  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;                           // stages
   constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
   int under_way = 0;
   for (StageCursor next(items); next.more(); next.advance()) {
     const Source source(input, next);
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
-    unsigned char* const stage = shared_memory() + kInputRing + at.stage * kInputBytes;
+    Input::wait(at);
+    unsigned char* const stage = Input::stage(at.stage);
 #pragma unroll kLinesAtOnce
     for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
     copy_async_commit();
@@ -2665,7 +2682,7 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
   if (under_way > 0) arrive();
 }
 
-}  // namespace hopper
+}  // namespace tensor
 }  // namespace fastconv
 """
 
@@ -3088,8 +3105,8 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   }
   if constexpr (C::halves) {
     constexpr int kOfGroup = C::table_channels / C::groups;
-    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] /
-                    items.tables.images()[item.image];
+    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
+                    inverse(items.tables.images()[item.image]);  // a power of two
   }
   return finish;
 }
@@ -3198,18 +3215,27 @@ __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity;
+// The ring of input stages, for those who load it (tensor/load.cuh).
+struct Input {
+  static constexpr int kStages = C::input_stages;
+  static constexpr bool kPowersCopied = hopper::kPowersCopied;
 
-  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+  __device__ __forceinline__ static unsigned char* stage(int stage) {
+    return shared_memory() + kInputRing + stage * kInputBytes;
+  }
+  __device__ __forceinline__ static float* powers(int warp) {
+    return reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes);
+  }
+  __device__ __forceinline__ static void wait(const Ring<kStages>& at) {
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+  }
+  __device__ __forceinline__ static void show(int stage) {
+    fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().input_full[stage]);
+  }
+  __device__ __forceinline__ static void mark(int stage, int warp, bool watched) {
+    watch().marks[stage][warp] = watched;
   }
 };
 
@@ -3401,26 +3427,11 @@ SOURCES["include/sm90.cuh"] = r"""
 
 namespace fastconv {
 
-// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
-// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
-// expects have been copied; then the next phase begins. Phases count from 0.
-
-using Barrier = unsigned long long;
-
-__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(arrivals)
-               : "memory");
-}
+// --- Barriers, and what they count of bulk copies ------------------------------------------------
 
 // After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
 }
 
 // Arrives, and has the phase wait for so many bytes of bulk_load.
@@ -3438,37 +3449,6 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
-}
-
-// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
-// comes after this.
-__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
-// what they copied, but not what the thread has written itself.
-__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
-// phase or the one after it.
-__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
-  unsigned complete;
-  do {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(complete)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (!complete);
 }
 
 // True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes
@@ -4406,6 +4386,24 @@ struct Item {
   }
 };
 
+// --- Stages
+// ---------------------------------------------------------------------------------------
+
+// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // --- Channels ------------------------------------------------------------------------------------
 
 // A channel of the group as the products have it: one of the input's, at one of its phases.
@@ -4517,6 +4515,26 @@ struct Either {
 template <class First, class Second>
 struct Either<false, First, Second> {
   using type = Second;
+};
+
+// What moves so many bytes at once.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<2> {
+  using type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using type = uint2;
+};
+template <>
+struct Bits<16> {
+  using type = uint4;
 };
 
 using C = Config;
@@ -4638,7 +4656,7 @@ namespace fastconv {
 
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
-// Stores an element if it is `valid`; or 16 bytes, at once and without a branch.
+// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
 template <class T>
 __device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
   if (valid) *global = value;
@@ -4651,6 +4669,16 @@ __device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool
       "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
       "}" ::"l"(global),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(uint2* global, const uint2& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.b32 [%0], {%1, %2};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(static_cast<int>(valid))
       : "memory");
 }
 
@@ -4841,6 +4869,58 @@ __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const 
                : "memory");
 }
 
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
+// comes after this.
+__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
+// what they copied, but not what the thread has written itself.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"  // may sleep
+#else
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#endif
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
+}
+
 }  // namespace fastconv
 """
 
@@ -4929,141 +5009,6 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
 }  // namespace fastconv
 """
 
-SOURCES["ampere/correlate_load.cuh"] = r"""
-// Input and weights on their way to shared memory, while others are multiplied.
-#include "ampere/correlate_tile.cuh"
-#include "tensor/input.cuh"
-
-namespace fastconv {
-namespace ampere {
-
-// Whether input is copied as it is: neither transposed nor rounded.
-constexpr bool kCopied = C::vector_loads && sizeof(Scalar) == 2;
-
-// Loads the input of all chunks of all items, each while the one before is multiplied. A chunk
-// comes in kBatches, one or more beside each stage of weights: `start` begins to load a batch to
-// registers, `finish` writes it to shared memory when the stage's products are under way.
-struct Loader {
-  const Scalar* input;
-  const Items& items;
-  int index;      // of the next item, of which few registers are kept
-  int chunk = 0;  // of its
-  int thread;
-  Range range;
-  Unit units[kCopied ? 1 : C::batch];
-
-  __device__ Loader(const Scalar* input, const Items& items)
-      : input(input), items(items), index(items.first()), thread(static_cast<int>(threadIdx.x)) {}
-
-  __device__ static __forceinline__ int unit_of(int thread, int batch, int k) {
-    return thread + kThreads * (batch * C::batch + k);
-  }
-  // Where a unit's first vector lies in a stage, in 16 bytes.
-  __device__ static __forceinline__ int place_of(int index) {
-    return Unit::plane(index) * kPlanePixels + Unit::pixel(index);
-  }
-
-  __device__ __forceinline__ void start(int batch, unsigned char* stage) {
-    if (index >= items.count()) return;
-    const Source source(input, Item(index), chunk, 0);
-#pragma unroll
-    for (int k = 0; k < C::batch; ++k) {
-      const int unit = unit_of(thread, batch, k);
-      const Place place = source.find(unit);
-      const int channel = source.channel_of(unit);
-      if constexpr (kCopied) {
-        const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
-        if (unit_exists(unit)) {
-          copy_async<16>(stage + place_of(unit) * 16, place.address(channel), valid);
-        }
-      } else {
-        units[k].load(place, channel);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void finish(int batch, unsigned char* stage) {
-    if (index >= items.count()) return;
-    const Item item(index);
-    if constexpr (!kCopied) {
-#pragma unroll
-      for (int k = 0; k < C::batch; ++k) {
-        const int unit = unit_of(thread, batch, k);
-        if (unit_exists(unit)) store(stage + place_of(unit) * 16, units[k], item, unit);
-      }
-    }
-    if (batch < kBatches - 1) return;
-    items.judge(range, item.image);
-    if (++chunk == kChunks) {
-      chunk = 0;
-      index = items.after(index);
-    }
-  }
-
-  __device__ __forceinline__ void store(unsigned char* target, const Unit& unit, const Item& item,
-                                        int index) {
-    const int channel = chunk * kChunkChannels + Unit::plane(index) * kVectorChannels;
-    const float* const powers = items.tables.powers(item.image) + item.group * kGroupColumns;
-#pragma unroll
-    for (int i = 0; i < Unit::kVectors; ++i) {
-      const Scale scale(powers + channel + i * kVectorChannels);
-      store_input(target + Unit::offset(i) * 16, kPartPixels * 16, unit.vector(i), scale, range);
-      if (scale.strict()) range.see_strictly(unit.vector(i), scale);
-    }
-  }
-
-  // A whole chunk at once.
-  __device__ __forceinline__ void fill(unsigned char* stage) {
-#pragma unroll 1
-    for (int batch = 0; batch < kBatches; ++batch) {
-      start(batch, stage);
-      finish(batch, stage);
-    }
-  }
-};
-
-// Copies weights to the ring's stages, in the order of their use; or all of them once, if they fit.
-struct WeightStream {
-  const unsigned char* packed;
-  const Items& items;
-  int index;      // of the item
-  int stage = 0;  // of the item's
-  int slot = 0;   // of the ring
-
-  __device__ WeightStream(const unsigned char* packed, const Items& items)
-      : packed(packed), items(items), index(items.first()) {}
-
-  // Starts to copy the next stage, if there is one.
-  __device__ __forceinline__ void start() {
-    if (index < items.count()) {
-      const Item item(index);
-      const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kOutputs);
-      const long long from = static_cast<long long>(part) * kTileStages + stage;
-      copy(shared_memory() + kWeightRing + slot * kWeightBytes, packed + from * kWeightBytes);
-      if (++stage == kTileStages) {
-        stage = 0;
-        index = items.after(index);
-      }
-    }
-    if (++slot == C::weight_stages) slot = 0;
-  }
-  __device__ static __forceinline__ void copy(unsigned char* target, const unsigned char* source) {
-    constexpr int kVectors = kWeightBytes / 16;
-    const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-    for (int first = 0; first < kVectors; first += kThreads) {
-      const int i = first + thread;
-      if (kVectors % kThreads == 0 || i < kVectors) {
-        copy_async<16>(target + i * 16, source + i * 16, true);
-      }
-    }
-  }
-};
-
-}  // namespace ampere
-}  // namespace fastconv
-"""
-
 SOURCES["ampere/correlate_store.cuh"] = r"""
 // Outputs: from a warp's registers through shared memory to global memory.
 #include "ampere/correlate_multiply.cuh"
@@ -5072,50 +5017,105 @@ SOURCES["ampere/correlate_store.cuh"] = r"""
 namespace fastconv {
 namespace ampere {
 
-// How the sums of a lane's rows become outputs: those of products' upper and lower 8 rows.
-using Finishes = Finish[kRowProducts][2];
+// How the sums of a warp's rows become outputs: each lane knows it of every 32nd row.
+struct Finishes {
+  static constexpr int kRows = ceil_div(kOutputs, 32);  // of a lane
+  Finish of[kRows];
 
-using Stored = Vector<Scalar, C::store_vector>;
+  __device__ Finishes(const Scalar* bias, const Items& items, const Item& item,
+                      const Target& target, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = 32 * i + lane;
+      if (kOutputs % 32 == 0 || row < kOutputs) of[i] = finish_of(bias, items, item, target, row);
+    }
+  }
+  // The one that a lane needs, of eight rows.
+  __device__ __forceinline__ Finish of_eight(int eight, int lane) const {
+    const int source = eight % 4 * 8 + lane / 4;
+    Finish finish;
+    finish.bias = __shfl_sync(~0u, of[eight / 4].bias, source);
+    if constexpr (C::halves) finish.factor = __shfl_sync(~0u, of[eight / 4].factor, source);
+    return finish;
+  }
+};
+
+using Stored = Bits<C::store_vector * kScalarBytes>::type;
 static_assert(C::store_vector == 1 || C::out_channels_last || kStoredStep == 1, "neighbours");
 
-// Stores a vector of what is staged: of a channel, and of one of the tile's pixels.
-__device__ __forceinline__ void store_staged(const Target& target, const Scalar* staged, int row,
-                                             int pixel) {
-  const int line = pixel / C::tile_columns;
-  const int column = target.column + pixel % C::tile_columns;
-  const bool valid = pixel < kTilePixels && column < C::out_width && target.exists(row, line);
-  target.store(row, line, column, *reinterpret_cast<const Stored*>(staged), valid);
-}
+// One of the tile's pixels, where a lane stores.
+struct Spot {
+  int line, column;
+  bool valid;
+
+  __device__ Spot(const Target& target, int pixel) {
+    line = pixel / C::tile_columns;
+    column = target.column + pixel % C::tile_columns;
+    valid = pixel < kTilePixels && column < C::out_width;
+  }
+  __device__ __forceinline__ void store(const Target& target, const Scalar* staged,
+                                        int channel) const {
+    target.store(channel, line, column, *reinterpret_cast<const Stored*>(staged),
+                 valid && target.exists(channel, line));
+  }
+};
+
+__host__ __device__ constexpr int power_of_two_in(int n) { return n & -n; }
 
 // Contiguous outputs: the rows of 8 channels at a time.
 __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
                                            Scalar* staging, const Target& target,
                                            const Multiplier& warp) {
-  constexpr int kVectors = C::pass_pixels / C::store_vector;  // of a channel
+  // Lanes share a channel's row, as many as there can be without a remainder: so each stores the
+  // same pixels of all channels.
+  constexpr int kVectors = C::pass_pixels / C::store_vector;
+  constexpr int kLanes = power_of_two_in(kVectors) < 32 ? power_of_two_in(kVectors) : 32;
   const int lane = warp.lane;
 #pragma unroll
-  for (int i = 0; i < 2 * kRowProducts * kPasses; ++i) {
-    const int product = i / (2 * kPasses);
-    const int half = i / kPasses % 2;
-    const int turn = i % kPasses;
-    __syncwarp();  // the last ones have been read
-    Scalar* const row = staging + lane / 4 * kRowPitch + lane % 4 * 2;
+  for (int turn = 0; turn < kPasses; ++turn) {
 #pragma unroll
-    for (int j = 0; j < C::pass_pixels / 8; ++j) {
-      const float* const pair = sums[product][turn * (C::pass_pixels / 8) + j] + 2 * half;
-      const Finish& finish = finishes[product][half];
-      *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
-          narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
-    }
-    __syncwarp();
-#pragma unroll 2
-    for (int at = lane; at < 8 * kVectors; at += 32) {
-      const int channel = at / kVectors;
-      const int pixel = at % kVectors * C::store_vector;
-      store_staged(target, staging + channel * kRowPitch + pixel, 16 * product + 8 * half + channel,
-                   warp.first_pixel + turn * C::pass_pixels + pixel);
+    for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
+      if (C::buffers == 1) __syncwarp();  // the last ones have been read
+      Scalar* const buffer = staging + eight % C::buffers * 8 * kRowPitch;
+      Scalar* const row = buffer + lane / 4 * kRowPitch + lane % 4 * 2;
+      const Finish finish = finishes.of_eight(eight, lane);
+#pragma unroll
+      for (int j = 0; j < C::pass_pixels / 8; ++j) {
+        const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
+        *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
+            narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int part = 0; part < kVectors / kLanes; ++part) {
+        const int pixel = (part * kLanes + lane % kLanes) * C::store_vector;
+        const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+#pragma unroll
+        for (int first = 0; first < 8; first += 32 / kLanes) {
+          const int channel = first + lane / kLanes;
+          if (kLanes < 4 && channel >= 8) break;
+          spot.store(target, buffer + channel * kRowPitch + pixel, 8 * eight + channel);
+        }
+      }
     }
   }
+}
+
+// A lane's sums of two pixels and a channel, in the staging space.
+__device__ __forceinline__ void stage_pixels(float* pixel, float first, float second) {
+  pixel[0] = first;
+  pixel[kPixelPitch] = second;
+}
+// 16-bit types: lanes of neighbouring channels change numbers, so that each has both channels of
+// one pixel.
+template <class Half>
+__device__ __forceinline__ void stage_pixels(Half* pixel, float first, float second) {
+  const unsigned own = narrow_pair(Half{}, first, second);
+  const unsigned other = __shfl_xor_sync(~0u, own, 4);
+  const bool odd = threadIdx.x / 4 % 2 != 0;
+  Half* const target = odd ? pixel + kPixelPitch - 1 : pixel;
+  *reinterpret_cast<unsigned*>(target) =
+      odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
 }
 
 // Channels-last outputs: all channels of some pixels at a time.
@@ -5128,16 +5128,13 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
   for (int turn = 0; turn < kPasses; ++turn) {
     __syncwarp();  // the last ones have been read
 #pragma unroll
-    for (int j = 0; j < C::pass_pixels / 8; ++j) {
+    for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
+      const Finish finish = finishes.of_eight(eight, lane);
 #pragma unroll
-      for (int product = 0; product < kRowProducts; ++product) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int pixel = 8 * j + lane % 4 * 2 + k % 2;
-          const int channel = 16 * product + k / 2 * 8 + lane / 4;
-          const float sum = sums[product][turn * (C::pass_pixels / 8) + j][k];
-          staging[pixel * kPixelPitch + channel] = narrow<Scalar>(finishes[product][k / 2](sum));
-        }
+      for (int j = 0; j < C::pass_pixels / 8; ++j) {
+        const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
+        stage_pixels(staging + (8 * j + lane % 4 * 2) * kPixelPitch + 8 * eight + lane / 4,
+                     finish(pair[0]), finish(pair[1]));
       }
     }
     __syncwarp();
@@ -5145,27 +5142,66 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
     for (int at = lane; at < C::pass_pixels * kVectors; at += 32) {
       const int pixel = at / kVectors;
       const int channel = at % kVectors * C::store_vector;
-      store_staged(target, staging + pixel * kPixelPitch + channel, channel,
-                   warp.first_pixel + turn * C::pass_pixels + pixel);
+      const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+      spot.store(target, staging + pixel * kPixelPitch + channel, channel);
     }
   }
 }
 
-__device__ __forceinline__ void store(const Sums& sums, const Scalar* bias, Scalar* output,
-                                      const Items& items, const Item& item,
-                                      const Multiplier& warp) {
-  const Target target(output, item, 0, warp.channel_group, 0);
-  Finishes finishes;
-#pragma unroll
-  for (int i = 0; i < 2 * kRowProducts; ++i) {
-    finishes[i / 2][i % 2] = finish_of(bias, items, item, target, 8 * i + warp.lane / 4);
-  }
+__device__ __forceinline__ void store(const Sums& sums, const Finishes& finishes,
+                                      const Target& target, const Multiplier& warp) {
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warp.warp * kStagingBytes);
   if constexpr (C::out_channels_last) {
     store_pixels(sums, finishes, staging, target, warp);
   } else {
     store_rows(sums, finishes, staging, target, warp);
+  }
+}
+
+}  // namespace ampere
+}  // namespace fastconv
+"""
+
+SOURCES["ampere/correlate_weights.cuh"] = r"""
+// Weights on their way to shared memory.
+#include "ampere/correlate_tile.cuh"
+#include "tensor/scale.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// A stage of weights, copied by a warp. Who waits for its barrier sees them.
+__device__ __forceinline__ void copy_weights(int stage, const unsigned char* source, int lane) {
+  constexpr int kVectors = kWeightBytes / 16;
+  constexpr int kAtOnce = 8;
+  unsigned char* const target = shared_memory() + kWeightRing + stage * kWeightBytes;
+#pragma unroll kAtOnce
+  for (int i = lane; i < kVectors; i += 32) copy_async<16>(target + i * 16, source + i * 16, true);
+  barrier_arrive_after_copies(&barriers().weights_full[stage]);
+}
+
+// One warp: sends every tile's weights through the ring, or all weights once if they fit.
+__device__ __forceinline__ void stream_weights(const unsigned char* packed, const Items& items) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (C::resident) {
+    static_assert(!C::resident || C::weight_stages == kTileStages, "all of them fit");
+    for (int i = 0; i < kTileStages; ++i) copy_weights(i, packed + i * kWeightBytes, lane);
+  } else {
+    Ring<C::weight_stages> at(1);
+    for (int index = items.first(); index < items.count(); index = items.after(index)) {
+      const Item item(index);
+      const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kOutputs);
+      const unsigned char* source =
+          packed + static_cast<long long>(part) * kTileStages * kWeightBytes;
+#pragma unroll 1
+      for (int i = 0; i < kTileStages; ++i) {
+        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+        copy_weights(at.stage, source, lane);
+        source += kWeightBytes;
+        at.advance();
+      }
+    }
   }
 }
 
@@ -5181,7 +5217,9 @@ namespace fastconv {
 namespace ampere {
 
 using Sums = float[kRowProducts][kColumnProducts][4];
+constexpr int kPairs = kColumnProducts / 2;  // of eights of pixels
 using Left = unsigned[kRowProducts][4];
+using Right = unsigned[kPairs][4];
 
 __device__ __forceinline__ void clear(Sums& sums) {
 #pragma unroll
@@ -5194,13 +5232,31 @@ __device__ __forceinline__ void clear(Sums& sums) {
   }
 }
 
-// Where a tap's first pixel lies in a stage, in 16 bytes.
-__device__ __forceinline__ int tap_offset(int tap) {
+// Where a tap's first pixel lies in a stage of input, in bytes.
+__host__ __device__ constexpr int tap_offset(int tap) {
   const int row = tap / C::kernel_width;
   const int column = tap % C::kernel_width;
-  return (row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
-         row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases;
+  return ((row % kRowPhases * kColumnSlots + column % kColumnPhases) * kSlotPixels +
+          row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
+         16;
 }
+// Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
+// the kernel, or parts of one.
+constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
+                         (C::kernel_width % C::stage_taps == 0 && kColumnPhases == 1) ||
+                         kWeightStages == 1;
+
+// The taps of a stage of weights, in a stage of input.
+struct Taps {
+  const unsigned char* input;
+  int first;
+
+  __device__ Taps(const unsigned char* input_stage, int first)
+      : input(kSteady ? input_stage + tap_offset(first) : input_stage), first(first) {}
+  __device__ __forceinline__ const unsigned char* operator[](int j) const {
+    return input + (kSteady ? tap_offset(j) : tap_offset(first + j));
+  }
+};
 
 // What low parts are limited to before they are multiplied by each other: no finite one is larger.
 constexpr float kMostLow = 0x1p116f;
@@ -5211,18 +5267,18 @@ struct Multiplier {
   int warp;
   int lane;
   int channel_group;
-  int first_pixel;                  // of the tile
-  int weights;                      // in a stage, in bytes
-  int pixels[kColumnProducts / 2];  // in a stage, for the first tap, in bytes
+  int first_pixel;     // of the tile
+  int weights;         // in a stage, in bytes
+  int pixels[kPairs];  // in a stage, for the first tap, in bytes
 
   __device__ Multiplier() {
-    warp = static_cast<int>(threadIdx.x) / 32;
+    warp = static_cast<int>(threadIdx.x) / 32 - kFirstMultiplier;
     lane = static_cast<int>(threadIdx.x) % 32;
     channel_group = warp % C::channel_groups;
     first_pixel = warp / C::channel_groups * C::pixels;
     weights = channel_group * kProductBytes + (lane / 16 * kOutputs + lane % 16) * 16;
 #pragma unroll
-    for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
+    for (int pair = 0; pair < kPairs; ++pair) {
       int pixel = first_pixel + 16 * pair + lane / 16 * 8 + lane % 8;
       if (pixel >= kTilePixels) pixel = 0;  // whose sums are dropped
       const int place = pixel / C::tile_columns * C::pitch + pixel % C::tile_columns;
@@ -5234,67 +5290,91 @@ struct Multiplier {
 #pragma unroll
     for (int i = 0; i < kRowProducts; ++i) load_matrices(left[i], product + weights + i * 256);
   }
+  __device__ __forceinline__ void load_right(Right& right, const unsigned char* planes) const {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) load_matrices(right[pair], planes + pixels[pair]);
+  }
 
+  // The products of 16 channels with two times 8 pixels.
+  __device__ __forceinline__ static void add(Sums& sums, int i, int pair, const unsigned (&left)[4],
+                                             const unsigned (&right)[4]) {
+    const unsigned first[2] = {right[0], right[1]};
+    const unsigned second[2] = {right[2], right[3]};
+    mma(Factor{}, sums[i][2 * pair], left, first);
+    mma(Factor{}, sums[i][2 * pair + 1], left, second);
+  }
   // The products of `left` with two times 8 pixels.
   __device__ __forceinline__ static void add(Sums& sums, const Left& left,
                                              const unsigned (&right)[4], int pair) {
-    const unsigned first[2] = {right[0], right[1]};
-    const unsigned second[2] = {right[2], right[3]};
 #pragma unroll
-    for (int i = 0; i < kRowProducts; ++i) {
-      mma(Factor{}, sums[i][2 * pair], left[i], first);
-      mma(Factor{}, sums[i][2 * pair + 1], left[i], second);
-    }
+    for (int i = 0; i < kRowProducts; ++i) add(sums, i, pair, left[i], right);
   }
 
-  // The products of one stage of weights.
+  // The products of a stage of weights. Each step's operands are loaded while those of the one
+  // before are multiplied: the smaller one at once, to registers of its own, the other piece by
+  // piece, as registers become free.
   __device__ __forceinline__ void multiply(Sums& sums, const unsigned char* weight_stage,
-                                           const unsigned char* input_stage, int first_tap) const {
+                                           const Taps& taps) const {
+    constexpr int kSteps = C::stage_taps * C::k_steps;
+    const auto product = [&](int step) {
+      return weight_stage + step * (C::channel_groups * kProductBytes);
+    };
+    const auto planes = [&](int step) {
+      return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
+    };
+    constexpr bool kRowsFirst = kPairs <= kRowProducts;
+    Left left[kRowsFirst ? 1 : 2];
+    Right right[kRowsFirst ? 2 : 1];
+    load_left(left[0], product(0));
+    load_right(right[0], planes(0));
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      const unsigned char* const tap = input_stage + tap_offset(first_tap + j) * 16;
+    for (int step = 0; step < kSteps; ++step) {
+      const bool more = step + 1 < kSteps;
+      if constexpr (kRowsFirst) {
+        if (more) load_right(right[(step + 1) % 2], planes(step + 1));
 #pragma unroll
-      for (int k = 0; k < C::k_steps; ++k) {
-        Left left;
-        load_left(left, weight_stage + (j * C::k_steps + k) * (C::channel_groups * kProductBytes));
+        for (int i = 0; i < kRowProducts; ++i) {
 #pragma unroll
-        for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
-          unsigned right[4];
-          load_matrices(right, tap + pixels[pair] + 2 * k * kPlaneBytes);
-          add(sums, left, right, pair);
+          for (int pair = 0; pair < kPairs; ++pair) {
+            add(sums, i, pair, left[0][i], right[step % 2][pair]);
+          }
+          if (more) load_matrices(left[0][i], product(step + 1) + weights + i * 256);
+        }
+      } else {
+        if (more) load_left(left[(step + 1) % 2], product(step + 1));
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          add(sums, left[step % 2], right[0][pair], pair);
+          if (more) load_matrices(right[0][pair], planes(step + 1) + pixels[pair]);
         }
       }
     }
   }
 
-  // The same of numbers in two parts: the products of two high parts to `sums`, those of a high and
-  // a low one, which are far smaller, to `low`.
+  // The products of a tap, of numbers in two parts: of two high parts to `sums`, of a high and a
+  // low one, which are far smaller, to `low`.
   __device__ __forceinline__ void multiply_split(Sums& sums, Sums& low,
-                                                 const unsigned char* weight_stage,
-                                                 const unsigned char* input_stage,
-                                                 int first_tap) const {
+                                                 const unsigned char* tap_weights,
+                                                 const unsigned char* tap_input) const {
     constexpr int kPart = C::channel_groups * kProductBytes;
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      const unsigned char* const tap = input_stage + tap_offset(first_tap + j) * 16;
+    for (int k = 0; k < C::k_steps; ++k) {
+      Left left, left_low;
+      load_left(left, tap_weights + 2 * k * kPart);
+      load_left(left_low, tap_weights + (2 * k + 1) * kPart);
+      Left smaller;
+      make_smaller(smaller, left);
 #pragma unroll
-      for (int k = 0; k < C::k_steps; ++k) {
-        const unsigned char* const product = weight_stage + (j * C::k_steps + k) * (2 * kPart);
-        Left left, left_low;
-        load_left(left, product);
-        load_left(left_low, product + kPart);
-#pragma unroll
-        for (int pair = 0; pair < kColumnProducts / 2; ++pair) {
-          const unsigned char* const place = tap + pixels[pair] + 2 * k * kPlaneBytes;
-          unsigned right[4], right_low[4];
-          load_matrices(right, place);
-          load_matrices(right_low, place + kPartPixels * 16);
-          // Infinite ones first: an infinity's other products, which may overflow, change nothing.
-          add_enlarged(low, left, right_low, pair);
-          add(low, left_low, right, pair);
-          if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
-          add(sums, left, right, pair);
-        }
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const unsigned char* const place = tap_input + pixels[pair] + 2 * k * kPlaneBytes;
+        unsigned right[4], right_low[4];
+        load_matrices(right, place);
+        load_matrices(right_low, place + kPartPixels * 16);
+        // Infinite ones first: an infinity's other products, which may overflow, change nothing.
+        add(low, smaller, right_low, pair);
+        add(low, left_low, right, pair);
+        if constexpr (C::low_products) add_low(low, left_low, right_low, pair);
+        add(sums, left, right, pair);
       }
     }
   }
@@ -5316,20 +5396,14 @@ struct Multiplier {
     return __float_as_uint(limited(__uint_as_float(low), kMostLow));
   }
 
-  // Products with the input's low parts, which are enlarged where they are halves: so weights are
-  // made as much smaller.
-  __device__ __forceinline__ static void add_enlarged(Sums& low, const Left& left,
-                                                      const unsigned (&right)[4], int pair) {
-    if constexpr (C::halves) {
-      Left smaller;
+  // Weights for the input's low parts, which are enlarged where they are halves.
+  __device__ __forceinline__ static void make_smaller(Left& smaller, const Left& left) {
 #pragma unroll
-      for (int i = 0; i < kRowProducts; ++i) {
+    for (int i = 0; i < kRowProducts; ++i) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) smaller[i][k] = halves_by_2048th(left[i][k]);
+      for (int k = 0; k < 4; ++k) {
+        smaller[i][k] = C::halves ? halves_by_2048th(left[i][k]) : left[i][k];
       }
-      add(low, smaller, right, pair);
-    } else {
-      add(low, left, right, pair);
     }
   }
 };
@@ -5368,6 +5442,7 @@ __device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
 SOURCES["ampere/correlate_tile.cuh"] = r"""
 // What a block of correlate.cuh is made of, and what it has in shared memory.
 #include "include/mma.cuh"
+#include "include/sm80.cuh"
 #include "tensor/tile.cuh"
 
 namespace fastconv {
@@ -5379,11 +5454,12 @@ static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::s
                   C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part,
               "what only Hopper's tiles have");
 
-// Warps share a tile: by channels, then by pixels, which are counted row by row.
-constexpr int kThreads = 32 * C::warps;
+// Of a block's warps, one streams weights, some load input, and the rest multiply. These share a
+// tile: by channels, then by pixels, which are counted row by row.
+constexpr int kFirstMultiplier = 1 + C::loaders / 32;
+constexpr int kThreads = 32 * (kFirstMultiplier + C::warps);
 constexpr int kPixelGroups = C::warps / C::channel_groups;
 constexpr int kTilePixels = kTileRows * C::tile_columns;
-static_assert(kThreads == C::loaders, "all threads load");
 static_assert(C::warps == kPixelGroups * C::channel_groups, "whole groups");
 static_assert(kTilePixels <= kPixelGroups * C::pixels, "every pixel is some warp's");
 
@@ -5392,7 +5468,7 @@ constexpr int kRowProducts = kOutputs / 16;
 constexpr int kColumnProducts = C::pixels / 8;
 static_assert(kOutputs % 16 == 0 && C::pixels % 16 == 0, "pixels are read in pairs of eights");
 
-// Input has two stages: one is multiplied while the next chunk's is filled. Weights have a ring.
+// Rings: of input, whose stages have a chunk each, and of weights.
 constexpr int kInputBytes = C::parts * kPartPixels * 16;
 constexpr int kTileStages = kChunks * kWeightStages;  // of weights
 
@@ -5401,16 +5477,67 @@ constexpr int kTileStages = kChunks * kWeightStages;  // of weights
 // banks.
 constexpr int kRowPitch = round_up(C::pass_pixels, 32) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
-constexpr int kStagingBytes =
-    kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch : 8 * kRowPitch);
+constexpr int kStagingBytes = kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch
+                                                                   : C::buffers * 8 * kRowPitch);
 constexpr int kPasses = C::pixels / C::pass_pixels;
 static_assert(C::pixels % C::pass_pixels == 0 && C::pass_pixels % 8 == 0, "whole passes");
 
 constexpr int kInputRing = 0;
-constexpr int kWeightRing = kInputRing + 2 * kInputBytes;
+constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
-static_assert(kStaging + C::warps * kStagingBytes == C::shared_bytes, "as planned");
+constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // a copy of each loading warp's
+constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
+constexpr int kBarriers = kPowers + C::loaders / 32 * kPowersBytes;
+static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) == C::shared_bytes, "");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
+
+struct Barriers {
+  Barrier input_full[C::input_stages];
+  Barrier input_empty[C::input_stages];
+  Barrier weights_full[C::weight_stages];
+  Barrier weights_empty[C::weight_stages];
+};
+
+__device__ __forceinline__ Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+
+// By one thread of the block.
+__device__ __forceinline__ void init_barriers() {
+  for (int i = 0; i < C::input_stages; ++i) {
+    barrier_init(&barriers().input_full[i], C::loaders / 32);
+    barrier_init(&barriers().input_empty[i], C::warps);
+  }
+  for (int i = 0; i < C::weight_stages; ++i) {
+    barrier_init(&barriers().weights_full[i], 32);
+    barrier_init(&barriers().weights_empty[i], C::warps);
+  }
+}
+
+// All lanes of a warp are done with what the barrier tells others of.
+__device__ __forceinline__ void arrive_as_warp(Barrier* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// The ring of input stages, for those who load it (tensor/load.cuh).
+struct Input {
+  static constexpr int kStages = C::input_stages;
+  static constexpr bool kPowersCopied = C::halves;
+
+  __device__ __forceinline__ static unsigned char* stage(int stage) {
+    return shared_memory() + kInputRing + stage * kInputBytes;
+  }
+  __device__ __forceinline__ static float* powers(int warp) {
+    return reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes);
+  }
+  __device__ __forceinline__ static void wait(const Ring<kStages>& at) {
+    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+  }
+  __device__ __forceinline__ static void show(int stage) {
+    arrive_as_warp(&barriers().input_full[stage]);
+  }
+};
 
 }  // namespace ampere
 }  // namespace fastconv
@@ -6937,29 +7064,6 @@ using Sums = float[kSlots][4];
 using Left = unsigned[C::parts][C::row_tiles][4];
 using Right = unsigned[C::parts][2];
 
-// Whether rounding to even is one instruction.
-#if __CUDA_ARCH__ >= 900
-constexpr bool kRoundsToEven = true;
-#else
-constexpr bool kRoundsToEven = false;
-#endif
-
-// float32 as the tensor core wants it: rounded to TF32, or in two such parts.
-template <int kCount>
-__device__ __forceinline__ void convert(unsigned (&high)[kCount], unsigned (&low)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float value = __uint_as_float(high[i]);
-    if constexpr (C::parts == 2 && kRoundsToEven) {
-      split(value, high[i], low[i]);
-    } else if constexpr (C::parts == 2) {
-      split_away(value, high[i], low[i]);
-    } else {
-      high[i] = __float_as_uint(round_operand_to_tf32(value));
-    }
-  }
-}
-
 // --- The output's gradient: rows of products -----------------------------------------------------
 
 constexpr bool kByMatrices = kHalves || !C::grad_channels_last;  // or element by element
@@ -6982,22 +7086,25 @@ __device__ __forceinline__ int first_left(int output, int lane) {
   }
 }
 
+__device__ __forceinline__ void load_rows(unsigned (&rows)[4], const unsigned char* first) {
+  if constexpr (!kByMatrices) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = *reinterpret_cast<const unsigned*>(first + i % 2 * (8 * kScalarBytes) +
+                                                   i / 2 * kGradHalf);
+    }
+  } else if constexpr (C::grad_channels_last) {
+    load_transposed(rows, first);
+  } else {
+    load_matrices(rows, first);
+  }
+}
 __device__ __forceinline__ void load_left(Left& left, const unsigned char* first) {
 #pragma unroll
-  for (int tile = 0; tile < C::row_tiles; ++tile) {
-    const unsigned char* const at = first + tile * kGradTile;
-    if constexpr (!kByMatrices) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        left[0][tile][i] =
-            *reinterpret_cast<const unsigned*>(at + i % 2 * (8 * kScalarBytes) + i / 2 * kGradHalf);
-      }
-    } else if constexpr (C::grad_channels_last) {
-      load_transposed(left[0][tile], at);
-    } else {
-      load_matrices(left[0][tile], at);
-    }
-    if constexpr (!kHalves) convert(left[0][tile], left[C::parts - 1][tile]);
+  for (int i = 0; i < C::parts * C::row_tiles; ++i) {
+    const int part = i / C::row_tiles;
+    const int tile = i % C::row_tiles;
+    load_rows(left[part][tile], first + part * kPartBytes + tile * kGradTile);
   }
 }
 
@@ -7027,9 +7134,13 @@ __device__ __forceinline__ void load_right(Right (&right)[kUnitsAtOnce],
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      right[0][0][i] = *reinterpret_cast<const unsigned*>(first + i * (4 * kInPixel));
+      const float number = *reinterpret_cast<const float*>(first + i * (4 * kInPixel));
+      if constexpr (C::parts == 2) {
+        split_operand(number, right[0][0][i], right[0][C::parts - 1][i]);
+      } else {
+        right[0][0][i] = __float_as_uint(number);
+      }
     }
-    convert(right[0][0], right[0][C::parts - 1]);
   }
 }
 
@@ -7054,12 +7165,12 @@ __device__ __forceinline__ void multiply(float (*sums)[4], const Left& left, con
   }
 }
 
-// Of a slice's products, as many as code is written out for: more of them would be loaded at once
-// than there are registers for.
-__host__ __device__ constexpr int unrolled(int products, int most) {
-  return products % most == 0 ? most : unrolled(products, most - 1);
-}
-constexpr int kUnrolled = unrolled(C::slice_products, C::parts == 2 || kSlots > 24 ? 2 : 4);
+// Of a slice's products, as many as code is written out for, so that the next one's numbers are
+// loaded while one is computed: more of them would be loaded at once than there are registers for.
+constexpr int kMostUnrolled = kHalves         ? (kSlots > 24 ? 2 : 4)
+                              : C::parts == 2 ? (kByMatrices ? 4 : 2)
+                                              : 8;
+constexpr int kUnrolled = C::slice_products < kMostUnrolled ? C::slice_products : kMostUnrolled;
 
 // What a warp multiplies: where its lanes find it in a step.
 struct Multiplier {
@@ -7084,15 +7195,23 @@ struct Multiplier {
     int units[kUnitLoads];
     find_units(units, step.position + row * kLineAdvance + line, right + column * kInPixel);
 #pragma unroll 1
-    for (int k = 0; k < C::slice_products; k += kUnrolled) {
-#pragma unroll
-      for (int i = 0; i < kUnrolled; ++i) {
-        multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
-                        i * (kProductColumns * kInPixel));
-      }
+    for (int k = 0; k < C::slice_products / kUnrolled; ++k) {
+      multiply_products<kUnrolled>(sums, grad, units);
       grad += kUnrolled * (kProductColumns * kGradPixel);
 #pragma unroll
       for (int& unit : units) unit += kUnrolled * (kProductColumns * kInPixel);
+    }
+    multiply_products<C::slice_products % kUnrolled>(sums, grad, units);
+  }
+
+  // So many products along the pixels.
+  template <int kCount>
+  __device__ static __forceinline__ void multiply_products(Sums& sums, const unsigned char* grad,
+                                                           const int (&units)[kUnitLoads]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      multiply_pixels(sums, grad + i * (kProductColumns * kGradPixel), units,
+                      i * (kProductColumns * kInPixel));
     }
   }
 
@@ -7171,7 +7290,8 @@ __device__ __forceinline__ long long bias_slots(int blocks, int block) {
 SOURCES["ampere/weight_grad_load.cuh"] = r"""
 // Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
 // 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
-// is loaded before the slice is multiplied, and written after that.
+// is loaded before the slice is multiplied, and written after that. What has been copied of float32
+// is converted in place, by the thread that copied it.
 #include "ampere/weight_grad_tile.cuh"
 
 namespace fastconv {
@@ -7199,6 +7319,52 @@ struct Sheet {
 
 __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// --- float32 as the tensor core wants it ---------------------------------------------------------
+
+// Whether rounding to even is one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kRoundsToEven = true;
+#else
+constexpr bool kRoundsToEven = false;
+#endif
+
+__device__ __forceinline__ void split_operand(float value, unsigned& high, unsigned& low) {
+  if constexpr (kRoundsToEven) {
+    split(value, high, low);
+  } else {
+    split_away(value, high, low);
+  }
+}
+
+// Numbers are rounded, or split, where they lie in shared memory: once, not for every product that
+// they are in. The input's are not split: that would take twice the room, and most of a product's
+// numbers are the output's gradient.
+constexpr bool kConvertsGrad = !kHalves;
+constexpr bool kConvertsInput = !kHalves && C::parts == 1;
+constexpr int kConvertedAtOnce = C::parts == 2 ? 2 : 4;  // vectors, beside the sums in registers
+
+// Neighbours in shared memory; if they are split, `low` bytes from where their low parts go.
+template <int kCount, int kParts>
+__device__ __forceinline__ void convert(unsigned char* first, int low) {
+  using Numbers = Vector<float, kCount>;
+  Numbers numbers = *reinterpret_cast<const Numbers*>(first);
+  Numbers rest;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& number = numbers.element[i];
+    if constexpr (kParts == 2) {
+      unsigned parts[2];
+      split_operand(number, parts[0], parts[1]);
+      number = __uint_as_float(parts[0]);
+      rest.element[i] = __uint_as_float(parts[1]);
+    } else {
+      number = round_operand_to_tf32(number);
+    }
+  }
+  *reinterpret_cast<Numbers*>(first) = numbers;
+  if constexpr (kParts == 2) *reinterpret_cast<Numbers*>(first + low) = rest;
 }
 
 // --- The output's gradient -----------------------------------------------------------------------
@@ -7275,6 +7441,18 @@ struct GradLoader {
         const Place place = find(step_row, task);
         copy_elements<C::grad_vector>(reinterpret_cast<Scalar*>(stage + place.target), place.source,
                                       place.left > 0);
+      }
+    }
+  }
+
+  // What this thread has copied.
+  __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
+#pragma unroll 1
+    for (int step_row = 0; step_row < C::step_rows; ++step_row) {
+#pragma unroll kConvertedAtOnce
+      for (int task = 0; task < GradSheet::kTasks; ++task) {
+        if (!GradSheet::exists(task)) continue;
+        convert<C::grad_vector, C::parts>(stage + find(step_row, task).target, kPartBytes);
       }
     }
   }
@@ -7453,6 +7631,20 @@ struct InLoader {
     }
   }
 
+  // What this thread has copied of them.
+  __device__ __forceinline__ void convert_copied(int position, int first, int end) const {
+#pragma unroll 1
+    for (int line = first; line < end; ++line) {
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes;
+#pragma unroll kConvertedAtOnce
+      for (int task = 0; task < InSheet::kTasks; ++task) {
+        if (!InSheet::exists(task)) continue;
+        convert<C::in_vector, 1>(target + find(0, task).target, 0);
+      }
+    }
+  }
+
   template <int kTasks>
   struct Batch {
     Neighbours<kTaskColumns> elements[kTasks][kOctet];
@@ -7540,6 +7732,13 @@ struct Loader {
     if constexpr (!kGradInRegisters) grad.copy(to.grad());
     if constexpr (!kInInRegisters) in.copy(to.position, first_line, kWindow);
     copy_async_commit();
+  }
+
+  // Waits for what this thread has copied of a step, and converts it.
+  __device__ __forceinline__ void convert_copied(const StepPlace& to, int first_line) const {
+    copy_async_wait<0>();
+    if constexpr (kConvertsGrad) grad.convert_copied(to.grad());
+    if constexpr (kConvertsInput) in.convert_copied(to.position, first_line, kWindow);
   }
 
   // Loads a slice's share of what goes through registers; all but the last of it is written at
@@ -7787,8 +7986,9 @@ __device__ __forceinline__ int channel_bytes(int channel) {
 }
 
 // The output's gradient, as it lies in memory: [channel][pixel], or [pixel][channel] if it is
-// channels-last. Two stages.
-constexpr int kStageBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+// channels-last; then, with two parts, all the low ones. Two stages.
+constexpr int kPartBytes = (C::grad_channels_last ? kStepPixels : kBlockOutputs) * C::grad_pitch;
+constexpr int kStageBytes = C::parts * kPartBytes;
 
 constexpr int kInput = 0;
 constexpr int kRingBytes = kLines * kLineBytes;
@@ -8437,14 +8637,16 @@ SM_80_FORWARD_FLOAT_TF32_0 = config(
     image_width=504, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
     column_at=0, column_begin=0, column_end=1, column_sums=1, interleave=1,
     in_channels_last=False, out_channels_last=False, vector_loads=False, stack=1, lead=0,
-    segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False, warps=4,
-    blocks=2, product_rows=64, channel_groups=1, pixels=64, block_rows=8, tile_columns=32,
-    pitch=40, plane_padding=0, k_steps=1, stage_taps=3, weight_stages=4, resident=False,
-    loaders=128, unit_vectors=1, batch=1, pass_pixels=64, store_vector=4, shared_bytes=64512,
-    packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+    segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False, warps=8,
+    product_rows=64, channel_groups=1, pixels=48, block_rows=16, tile_columns=24, pitch=32,
+    plane_padding=0, k_steps=1, stage_taps=9, period_taps=1, flush_taps=1, input_stages=2,
+    weight_stages=4, resident=False, loaders=96, unit_vectors=2, batch=4, batches_ahead=1,
+    pass_pixels=48, buffers=1, store_vector=4, shared_bytes=133408, packed_at=368640,
+    tables_at=552960, table_channels=64, table_columns=32, repairs=False,
 )
 SM_80_FORWARD_FLOAT_TF32_1 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, halves=False, packed_at=0, repairs=True,
+    SM_80_FORWARD_FLOAT_TF32_0, halves=False, batch=7, shared_bytes=133216, packed_at=0,
+    repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -8460,7 +8662,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_0,
-            grid=share(216), block=128, shared_bytes=64512,
+            grid=share(108), block=384, shared_bytes=133408,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8470,7 +8672,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_1,
-            grid=share(216), block=128, shared_bytes=64512,
+            grid=share(108), block=384, shared_bytes=133216,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8478,12 +8680,10 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_86_FORWARD_FLOAT_TF32_0 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, product_rows=32, channel_groups=2, pixels=96, tile_columns=24,
-    pitch=32, weight_stages=2, pass_pixels=48, shared_bytes=46080,
+    SM_80_FORWARD_FLOAT_TF32_0, weight_stages=2, shared_bytes=96512,
 )
 SM_86_FORWARD_FLOAT_TF32_1 = config(
-    SM_80_FORWARD_FLOAT_TF32_1, warps=8, blocks=1, block_rows=16, loaders=256,
-    shared_bytes=94208,
+    SM_80_FORWARD_FLOAT_TF32_1, weight_stages=2, shared_bytes=96320,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -8499,7 +8699,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_0,
-            grid=share(164), block=128, shared_bytes=46080,
+            grid=share(82), block=384, shared_bytes=96512,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8509,7 +8709,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_1,
-            grid=share(82), block=256, shared_bytes=94208,
+            grid=share(82), block=384, shared_bytes=96320,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8562,10 +8762,12 @@ SM_80_INPUT_GRAD_FLOAT_TF32_0 = config(
     SM_80_FORWARD_FLOAT_TF32_0, transposed=True, group_in=64, group_out=32, in_height=508,
     in_width=504, out_height=512, out_width=512, padding_top=4, padding_left=8, last_tap_row=4,
     last_tap_column=8, image_height=512, image_width=512, product_rows=32, pixels=96,
-    block_rows=12, pass_pixels=48, shared_bytes=62464, table_channels=32, table_columns=64,
+    block_rows=12, tile_columns=64, pitch=72, pass_pixels=32, shared_bytes=121120,
+    table_channels=32, table_columns=64,
 )
 SM_80_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_0, halves=False, packed_at=0, repairs=True,
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, halves=False, batch=6, shared_bytes=120928, packed_at=0,
+    repairs=True,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -8581,7 +8783,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
-            grid=share(216), block=128, shared_bytes=62464,
+            grid=share(108), block=384, shared_bytes=121120,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8591,7 +8793,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_1,
-            grid=share(216), block=128, shared_bytes=62464,
+            grid=share(108), block=384, shared_bytes=120928,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8599,11 +8801,10 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_86_INPUT_GRAD_FLOAT_TF32_0 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_0, warps=8, blocks=1, tile_columns=64, pitch=72,
-    weight_stages=3, loaders=256, shared_bytes=101376,
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, stage_taps=5, weight_stages=3, shared_bytes=99600,
 )
 SM_86_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_86_INPUT_GRAD_FLOAT_TF32_0, halves=False, packed_at=0, repairs=True,
+    SM_80_INPUT_GRAD_FLOAT_TF32_1, stage_taps=5, weight_stages=3, shared_bytes=99408,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -8619,7 +8820,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_0,
-            grid=share(82), block=256, shared_bytes=101376,
+            grid=share(82), block=384, shared_bytes=99600,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8629,7 +8830,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_1,
-            grid=share(82), block=256, shared_bytes=101376,
+            grid=share(82), block=384, shared_bytes=99408,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8754,12 +8955,13 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_FORWARD_FLOAT_IEEE_0 = config(
-    SM_86_FORWARD_FLOAT_TF32_0, parts=2, channel_groups=1, pixels=48, weight_stages=4,
-    shared_bytes=82944, packed_at=737280, tables_at=1105920,
+    SM_80_FORWARD_FLOAT_TF32_0, parts=2, product_rows=32, channel_groups=2, pixels=32,
+    tile_columns=8, pitch=16, stage_taps=3, period_taps=3, flush_taps=3, pass_pixels=32,
+    shared_bytes=100640, packed_at=737280, tables_at=1105920,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
-    SM_86_FORWARD_FLOAT_TF32_1, parts=2, product_rows=32, pixels=48, tile_columns=24, pitch=32,
-    pass_pixels=48, shared_bytes=124928, tables_at=1105920,
+    SM_80_FORWARD_FLOAT_IEEE_0, halves=False, channel_groups=1, block_rows=32, batch=6,
+    shared_bytes=108640, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -8775,7 +8977,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
-            grid=share(216), block=128, shared_bytes=82944,
+            grid=share(108), block=384, shared_bytes=100640,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8785,7 +8987,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(108), block=256, shared_bytes=124928,
+            grid=share(108), block=384, shared_bytes=108640,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8793,11 +8995,11 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_86_FORWARD_FLOAT_IEEE_0 = config(
-    SM_80_FORWARD_FLOAT_IEEE_0, warps=8, blocks=1, channel_groups=2, weight_stages=2,
-    loaders=256, shared_bytes=92160,
+    SM_80_FORWARD_FLOAT_IEEE_0, channel_groups=1, block_rows=32, weight_stages=2, batch=3,
+    shared_bytes=96512,
 )
 SM_86_FORWARD_FLOAT_IEEE_1 = config(
-    SM_86_FORWARD_FLOAT_IEEE_0, halves=False, packed_at=0, repairs=True,
+    SM_80_FORWARD_FLOAT_IEEE_1, weight_stages=2, shared_bytes=96320,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -8813,7 +9015,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_0,
-            grid=share(82), block=256, shared_bytes=92160,
+            grid=share(82), block=384, shared_bytes=96512,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8823,7 +9025,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
-            grid=share(82), block=256, shared_bytes=92160,
+            grid=share(82), block=384, shared_bytes=96320,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8874,12 +9076,13 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, warps=8, blocks=1, pixels=48, loaders=256,
-    shared_bytes=124928, packed_at=737280, tables_at=1105920,
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, pixels=32, block_rows=8, tile_columns=32, pitch=40,
+    stage_taps=3, period_taps=3, flush_taps=3, batch=3, shared_bytes=96544, packed_at=737280,
+    tables_at=1105920,
 )
 SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_0, halves=False, compensated=True, stage_taps=5,
-    shared_bytes=141312, packed_at=0, repairs=True,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, halves=False, compensated=True, stage_taps=5, period_taps=5,
+    flush_taps=5, batch=5, shared_bytes=112736, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -8895,7 +9098,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=share(108), block=256, shared_bytes=124928,
+            grid=share(108), block=384, shared_bytes=96544,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8905,35 +9108,31 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
-            grid=share(108), block=256, shared_bytes=141312,
+            grid=share(108), block=384, shared_bytes=112736,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
     scratch_bytes=1108416,
 )
 
-SM_86_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_0, pixels=32, block_rows=8, pass_pixels=32, shared_bytes=96256,
-)
 SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_1, pixels=32, block_rows=8, weight_stages=2, pass_pixels=32,
-    shared_bytes=92160,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_1, weight_stages=2, shared_bytes=92224,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/correlate.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=share(82), block=256, shared_bytes=96256,
+            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            grid=share(82), block=384, shared_bytes=96544,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -8943,7 +9142,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
-            grid=share(82), block=256, shared_bytes=92160,
+            grid=share(82), block=384, shared_bytes=92224,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -8972,14 +9171,14 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
-    SM_80_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, units=8, warps_out=1, warps_units=8, step_rows=4,
-    steps=127, grad_pitch=912, flush_steps=16, shared_bytes=164864,
+    SM_80_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, row_tiles=4, units=4, warps_out=1, warps_units=8,
+    box_channels=16, flush_steps=32, shared_bytes=154624,
 )
 TUNED["sm_80", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
             "ampere/weight_grad.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
-            grid=6 * share(18), block=256, shared_bytes=164864,
+            grid=6 * share(18), block=256, shared_bytes=154624,
             arguments=("grad_output", "input", "scratch", 0, 6, share(18), 8),
         ),
         Launch(

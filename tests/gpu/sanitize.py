@@ -1,8 +1,8 @@
 """Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch; see the Makefile.
 
-With the argument "portable" only the portable kernels run. Two of the tools do not understand all
-that sm_90a does: initcheck does not see what bulk copies write, and racecheck takes asynchronous
-copies that an mbarrier orders for races.
+With an argument, a family and the portable kernels alone run: "direct", or "ampere", as on sm_80.
+Two of the tools do not understand all that sm_90a does: initcheck does not see what bulk copies
+write, and racecheck takes asynchronous copies that an mbarrier orders for races.
 
 All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
 (making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 import oracle
 from fastconv import ops
 from fastconv.backends import cuda
-from fastconv.kernels import direct, hopper, planner
-from fastconv.kernels.hopper import correlate
+from fastconv.kernels import ampere, hopper, planner
 from fastconv.problem import Problem
 
-WEIGHT_GRAD = importlib.import_module(hopper.weight_grad.__module__)
+HOPPER_WEIGHT_GRAD = importlib.import_module(hopper.weight_grad.__module__)
+AMPERE_WEIGHT_GRAD = importlib.import_module(ampere.weight_grad.__module__)
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
 FORMATS = (torch.contiguous_format, torch.channels_last)
 
@@ -142,10 +143,14 @@ def check(
 
 def main() -> int:
     torch.manual_seed(0)
-    portable = sys.argv[1:] == ["portable"]
-    if portable:
-        planner.FORWARD, planner.INPUT_GRAD = (direct.forward,), (direct.input_grad,)
-        planner.WEIGHT_GRAD = (direct.weight_grad,)
+    families = sys.argv[1:]
+    with planner.only(*families, limits="sm_80") if families else nullcontext():
+        correct = checks(tensor_cores=families != ["direct"])
+    print(f"{sum(correct)} of {len(correct)} correct")
+    return 0 if all(correct) else 1
+
+
+def checks(tensor_cores: bool) -> list[bool]:
     correct = []
     for index, arguments in enumerate(PROBLEMS.values()):
         # Each problem in both layouts; dtypes and alignment take turns.
@@ -153,10 +158,7 @@ def main() -> int:
             dtype = DTYPES[(index + turn) % len(DTYPES)]
             aligned = (index + 2 * turn) % 3 != 0
             correct.append(check(Problem.of(*arguments), dtype, memory_format, aligned))
-    if not portable:
-        correct += tensor_core_checks()
-    print(f"{sum(correct)} of {len(correct)} correct")
-    return 0 if all(correct) else 1
+    return correct + (tensor_core_checks() if tensor_cores else [])
 
 
 def tensor_core_checks() -> list[bool]:
@@ -167,8 +169,11 @@ def tensor_core_checks() -> list[bool]:
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
-        mock.patch.object(WEIGHT_GRAD, "_portable_cycles", return_value=math.inf),
-        mock.patch.object(correlate, "HALVES_CYCLES", 0.0),
+        mock.patch.object(HOPPER_WEIGHT_GRAD, "_portable_cycles", return_value=math.inf),
+        mock.patch.object(AMPERE_WEIGHT_GRAD, "portable_cycles", return_value=math.inf),
+        mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0),
+        mock.patch.object(hopper.correlate, "HALVES_CYCLES", 0.0),
+        mock.patch.object(ampere.correlate, "HALVES_CYCLES", 0.0),
     ):
         for index, arguments in enumerate(TENSOR_CORE_PROBLEMS.values()):
             for turn, memory_format in enumerate(FORMATS):
