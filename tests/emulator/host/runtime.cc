@@ -12,6 +12,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -146,6 +148,14 @@ bool reverse;
 // Of __syncthreads.
 Site barrier_site;
 unsigned barrier_arrived, barrier_generation;
+
+// Of a barrier that some of the threads have.
+struct NamedBarrier {
+  int threads = 0;  // that a round is for
+  std::set<const Thread*> come;
+  unsigned generation = 0;
+};
+std::map<int, NamedBarrier> named_barriers;
 
 // Of wait_long.
 unsigned long_waits, long_generation;
@@ -313,6 +323,10 @@ void run_block() {
   for (const Thread& thread : threads) {
     if (!thread.exited) fail_stuck();
   }
+  for (const auto& [number, barrier] : named_barriers) {
+    if (!barrier.come.empty()) fail("some threads came to barrier %d for nobody", number);
+  }
+  named_barriers.clear();
   sm90_end_block();
 }
 
@@ -381,6 +395,24 @@ void barrier(Site site) {
   ++barrier_arrived;
   const unsigned generation = barrier_generation;
   wait(site, [=] { return barrier_generation != generation; });
+}
+
+void named_barrier(Site site, int number, int count, bool waits) {
+  if (number < 1 || number > 15 || count % kWarp || count > static_cast<int>(threads.size())) {
+    fail("barrier %d of %d threads: there are 15, of whole warps", number, count);
+  }
+  NamedBarrier& barrier = named_barriers[number];
+  if (barrier.come.empty()) barrier.threads = count;
+  if (barrier.threads != count) {
+    fail("barrier %d is of %d threads, but others came for %d", number, count, barrier.threads);
+  }
+  if (!barrier.come.insert(running).second) fail("comes to barrier %d twice in a round", number);
+  const unsigned generation = barrier.generation;
+  if (static_cast<int>(barrier.come.size()) == count) {
+    barrier.come.clear();
+    ++barrier.generation;
+  }
+  if (waits) wait(site, [&barrier, generation] { return barrier.generation != generation; });
 }
 
 Exchange exchange(Site site, unsigned mask, unsigned long long value, int source) {

@@ -48,6 +48,9 @@ void wait_long(Site site);
 // Waits for all threads of the block, at the same site.
 void barrier(Site site);
 
+// Comes to a barrier of so many threads, and waits for the others or not.
+void named_barrier(Site site, int number, int threads, bool waits);
+
 // What one lane gets from a warp-wide operation.
 struct Exchange {
   unsigned long long value;  // what lane `source` passed, poison if it takes no part

@@ -80,6 +80,12 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
   const Multiplier warp;
   Ring<C::input_stages> input(0);
   Ring<C::weight_stages> weights(0);
+  InputStages::empty_all();
+  if constexpr (C::resident) {
+    WeightStages::wait_full(0);
+  } else {
+    WeightStages::empty_all();
+  }
   int next;
 #pragma unroll 1
   for (int index = items.first(); index < items.count(); index = next) {
@@ -91,17 +97,16 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
     accumulators.start();
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      barrier_wait(&barriers().input_full[input.stage], input.parity);
+      InputStages::wait_full(input.stage);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        // Weights that stay are there for good after the first phase.
-        barrier_wait(&barriers().weights_full[weights.stage], C::resident ? 0 : weights.parity);
+        if constexpr (!C::resident) WeightStages::wait_full(weights.stage);
         accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
                               Taps(Input::stage(input.stage), stage * C::stage_taps));
-        if constexpr (!C::resident) arrive_as_warp(&barriers().weights_empty[weights.stage]);
+        if constexpr (!C::resident) WeightStages::empty(weights.stage);
         weights.advance();
       }
-      arrive_as_warp(&barriers().input_empty[input.stage]);
+      InputStages::empty(input.stage);
       input.advance();
     }
     store(accumulators.result(), finishes, target, warp);
@@ -113,17 +118,18 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
-  if (threadIdx.x == 0) init_barriers();
-  __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= kFirstMultiplier) {
     multiply_tiles(bias, output, items);
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
-  } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
-    copy_input<Input>(input, items);
   } else {
-    load_input<Input>(input, items);
+    if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+      copy_input<Input>(input, items);
+    } else {
+      load_input<Input>(input, items);
+    }
+    InputStages::wait_all_empty();
   }
 }
 

@@ -46,38 +46,39 @@ constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // a copy of each loading warp's
 constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
-constexpr int kBarriers = kPowers + C::loaders / 32 * kPowersBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) == C::shared_bytes, "");
+static_assert(kPowers + C::loaders / 32 * kPowersBytes == C::shared_bytes, "as planned");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
 
-struct Barriers {
-  Barrier input_full[C::input_stages];
-  Barrier input_empty[C::input_stages];
-  Barrier weights_full[C::weight_stages];
-  Barrier weights_empty[C::weight_stages];
+// The stages of a ring, which kFillers threads fill for those that multiply: two barriers each, of
+// which the first one's number is kFirst. Before the first lap, all stages count as emptied.
+template <int kFirst, int kStages, int kFillers>
+struct Stages {
+  static constexpr int kThreads = kFillers + 32 * C::warps;
+  static_assert(kFirst + 2 * kStages <= 16, "there are no more");
+
+  __device__ __forceinline__ static void wait_full(int stage) { wait_at(kFirst + stage, kThreads); }
+  __device__ __forceinline__ static void fill(int stage) {
+    __syncwarp();  // lanes that had nothing to write may be ahead
+    come_to(kFirst + stage, kThreads);
+  }
+  __device__ __forceinline__ static void wait_empty(int stage) {
+    wait_at(kFirst + kStages + stage, kThreads);
+  }
+  __device__ __forceinline__ static void empty(int stage) {
+    come_to(kFirst + kStages + stage, kThreads);
+  }
+  // By those that multiply, at first; and by those that fill, in the end: no one comes in vain.
+  __device__ __forceinline__ static void empty_all() {
+    for (int i = 0; i < kStages; ++i) empty(i);
+  }
+  __device__ __forceinline__ static void wait_all_empty() {
+    for (int i = 0; i < kStages; ++i) wait_empty(i);
+  }
 };
-
-__device__ __forceinline__ Barriers& barriers() {
-  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
-}
-
-// By one thread of the block.
-__device__ __forceinline__ void init_barriers() {
-  for (int i = 0; i < C::input_stages; ++i) {
-    barrier_init(&barriers().input_full[i], C::loaders / 32);
-    barrier_init(&barriers().input_empty[i], C::warps);
-  }
-  for (int i = 0; i < C::weight_stages; ++i) {
-    barrier_init(&barriers().weights_full[i], 32);
-    barrier_init(&barriers().weights_empty[i], C::warps);
-  }
-}
-
-// All lanes of a warp are done with what the barrier tells others of.
-__device__ __forceinline__ void arrive_as_warp(Barrier* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
+using InputStages = Stages<1, C::input_stages, C::loaders>;
+// Weights that stay are all there, or not yet.
+constexpr int kWeightLaps = C::resident ? 1 : C::weight_stages;
+using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 
 // The ring of input stages, for those who load it (tensor/load.cuh).
 struct Input {
@@ -91,11 +92,9 @@ struct Input {
     return reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes);
   }
   __device__ __forceinline__ static void wait(const Ring<kStages>& at) {
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    InputStages::wait_empty(at.stage);
   }
-  __device__ __forceinline__ static void show(int stage) {
-    arrive_as_warp(&barriers().input_full[stage]);
-  }
+  __device__ __forceinline__ static void show(int stage) { InputStages::fill(stage); }
 };
 
 }  // namespace ampere

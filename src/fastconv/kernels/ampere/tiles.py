@@ -176,8 +176,8 @@ class Tile:
 
     @property
     def input_bytes(self) -> int:
-        """Of all stages, with their barriers."""
-        return INPUT_STAGES * (self.layer.parts * self.vectors * 16 + 16)
+        """Of all stages."""
+        return INPUT_STAGES * self.layer.parts * self.vectors * 16
 
     @property
     def powers_bytes(self) -> int:
@@ -187,7 +187,7 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        weights = self.weight_stages * (self.weight_bytes + 16)
+        weights = self.weight_stages * self.weight_bytes
         return self.input_bytes + weights + self.staging_bytes + self.powers_bytes
 
     @property
@@ -228,7 +228,7 @@ class Tile:
         for taps in self.layer.stages_taps:
             tile = replace(self, stage_taps=taps)
             room = self.gpu.shared_budget(1) - tile.shared_bytes
-            stages = room // (tile.weight_bytes + 16)
+            stages = room // tile.weight_bytes
             if self.alone and stages >= tile.all_weight_stages:
                 return replace(tile, weight_stages=tile.all_weight_stages)
             if stages >= FEWEST_WEIGHT_STAGES:

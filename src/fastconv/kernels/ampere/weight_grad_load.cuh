@@ -54,14 +54,14 @@ __device__ __forceinline__ void split_operand(float value, unsigned& high, unsig
 // numbers are the output's gradient.
 constexpr bool kConvertsGrad = !kHalves;
 constexpr bool kConvertsInput = !kHalves && C::parts == 1;
-constexpr int kConvertedAtOnce = C::parts == 2 ? 2 : 4;  // vectors, beside the sums in registers
+constexpr int kConvertedAtOnce = 4;  // vectors, beside the sums in registers
 
-// Neighbours in shared memory; if they are split, `low` bytes from where their low parts go.
-template <int kCount, int kParts>
-__device__ __forceinline__ void convert(unsigned char* first, int low) {
-  using Numbers = Vector<float, kCount>;
-  Numbers numbers = *reinterpret_cast<const Numbers*>(first);
-  Numbers rest;
+// Neighbours that were in shared memory, to there; if they are split, `low` bytes from where their
+// low parts go.
+template <int kParts, int kCount>
+__device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned char* first,
+                                        int low) {
+  Vector<float, kCount> rest;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     float& number = numbers.element[i];
@@ -74,8 +74,30 @@ __device__ __forceinline__ void convert(unsigned char* first, int low) {
       number = round_operand_to_tf32(number);
     }
   }
-  *reinterpret_cast<Numbers*>(first) = numbers;
-  if constexpr (kParts == 2) *reinterpret_cast<Numbers*>(first + low) = rest;
+  *reinterpret_cast<Vector<float, kCount>*>(first) = numbers;
+  if constexpr (kParts == 2) *reinterpret_cast<Vector<float, kCount>*>(first + low) = rest;
+}
+
+// What the tasks of a sheet have copied, some of them at once: they do not wait for one another.
+// `place` tells where a task's is.
+template <class Sheet, int kParts, int kCount, class Place>
+__device__ __forceinline__ void convert_tasks(const Place& place, int low) {
+#pragma unroll 1
+  for (int first = 0; first < Sheet::kTasks; first += kConvertedAtOnce) {
+    Vector<float, kCount> numbers[kConvertedAtOnce];
+#pragma unroll
+    for (int i = 0; i < kConvertedAtOnce; ++i) {
+      if (first + i < Sheet::kTasks && Sheet::exists(first + i)) {
+        numbers[i] = *reinterpret_cast<const Vector<float, kCount>*>(place(first + i));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kConvertedAtOnce; ++i) {
+      if (first + i < Sheet::kTasks && Sheet::exists(first + i)) {
+        convert<kParts>(numbers[i], place(first + i), low);
+      }
+    }
+  }
 }
 
 // --- The output's gradient -----------------------------------------------------------------------
@@ -160,11 +182,8 @@ struct GradLoader {
   __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
 #pragma unroll 1
     for (int step_row = 0; step_row < C::step_rows; ++step_row) {
-#pragma unroll kConvertedAtOnce
-      for (int task = 0; task < GradSheet::kTasks; ++task) {
-        if (!GradSheet::exists(task)) continue;
-        convert<C::grad_vector, C::parts>(stage + find(step_row, task).target, kPartBytes);
-      }
+      const auto place = [&](int task) { return stage + find(step_row, task).target; };
+      convert_tasks<GradSheet, C::parts, C::grad_vector>(place, kPartBytes);
     }
   }
 
@@ -348,11 +367,8 @@ struct InLoader {
     for (int line = first; line < end; ++line) {
       unsigned char* const target =
           shared_memory() + kInput + ring_line(position + line) * kLineBytes;
-#pragma unroll kConvertedAtOnce
-      for (int task = 0; task < InSheet::kTasks; ++task) {
-        if (!InSheet::exists(task)) continue;
-        convert<C::in_vector, 1>(target + find(0, task).target, 0);
-      }
+      const auto place = [&](int task) { return target + find(0, task).target; };
+      convert_tasks<InSheet, 1, C::in_vector>(place, 0);
     }
   }
 

@@ -80,4 +80,15 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
   return bits;
 }
 
+// --- Barriers that some threads of a block have among themselves ---------------------------------
+// Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all
+// of them to have come, the others only come. Who waits sees what all of them wrote before.
+
+__device__ __forceinline__ void wait_at(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void come_to(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 }  // namespace fastconv

@@ -4,11 +4,26 @@
 
 namespace fastconv {
 
-// --- Barriers, and what they count of bulk copies ------------------------------------------------
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
 
 // After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 // Arrives, and has the phase wait for so many bytes of bulk_load.
@@ -26,6 +41,37 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
+}
+
+// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
+// comes after this.
+__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
+// what they copied, but not what the thread has written itself.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
 }
 
 // True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes

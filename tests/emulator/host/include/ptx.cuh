@@ -68,4 +68,11 @@ inline unsigned floats_to_bfloats(float first, float second) {
   return float_to_bfloat(first) | float_to_bfloat(second) << 16;
 }
 
+inline void wait_at(int barrier, int threads, emulator::Site site = emulator::here("wait_at")) {
+  emulator::named_barrier(site, barrier, threads, true);
+}
+inline void come_to(int barrier, int threads, emulator::Site site = emulator::here("come_to")) {
+  emulator::named_barrier(site, barrier, threads, false);
+}
+
 }  // namespace fastconv

@@ -2,7 +2,6 @@
 #pragma once
 #include "include/ptx.cuh"
 #include "mma.h"
-#include "sm90.h"
 
 namespace fastconv {
 
@@ -85,29 +84,6 @@ inline void load_matrices(unsigned (&fragments)[4], const void* row,
 inline void load_transposed(unsigned (&fragments)[4], const void* row,
                             emulator::Site site = emulator::here("load_transposed")) {
   emulator::load_matrices(site, fragments, row, true);
-}
-
-using Barrier = unsigned long long;
-
-inline void barrier_init(Barrier* barrier, int arrivals) {
-  emulator::barrier_init(barrier, arrivals);
-}
-
-inline void barrier_arrive(Barrier* barrier) { emulator::barrier_arrive(barrier, 0); }
-
-inline void barrier_expect_copies(Barrier* barrier,
-                                  emulator::Site site = emulator::here("barrier_expect_copies")) {
-  emulator::barrier_expect_copies(site, barrier);
-}
-
-inline void barrier_arrive_after_copies(
-    Barrier* barrier, emulator::Site site = emulator::here("barrier_arrive_after_copies")) {
-  emulator::barrier_arrive_after_copies(site, barrier);
-}
-
-inline void barrier_wait(Barrier* barrier, unsigned parity,
-                         emulator::Site site = emulator::here("barrier_wait")) {
-  emulator::barrier_wait(site, barrier, parity);
 }
 
 }  // namespace fastconv

@@ -5,7 +5,15 @@
 
 namespace fastconv {
 
+using Barrier = unsigned long long;
+
+inline void barrier_init(Barrier* barrier, int arrivals) {
+  emulator::barrier_init(barrier, arrivals);
+}
+
 inline void barrier_init_fence() {}
+
+inline void barrier_arrive(Barrier* barrier) { emulator::barrier_arrive(barrier, 0); }
 
 inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
   emulator::barrier_arrive(barrier, bytes);
@@ -15,9 +23,24 @@ inline void barrier_expect(Barrier* barrier, int bytes) {
   emulator::barrier_expect(barrier, bytes);
 }
 
+inline void barrier_expect_copies(Barrier* barrier,
+                                  emulator::Site site = emulator::here("barrier_expect_copies")) {
+  emulator::barrier_expect_copies(site, barrier);
+}
+
+inline void barrier_arrive_after_copies(
+    Barrier* barrier, emulator::Site site = emulator::here("barrier_arrive_after_copies")) {
+  emulator::barrier_arrive_after_copies(site, barrier);
+}
+
 inline bool is_elected(emulator::Site site = emulator::here("is_elected")) {
   emulator::exchange(site, ~0u, 0, 0);
   return emulator::lane() == 0;
+}
+
+inline void barrier_wait(Barrier* barrier, unsigned parity,
+                         emulator::Site site = emulator::here("barrier_wait")) {
+  emulator::barrier_wait(site, barrier, parity);
 }
 
 inline void bulk_load(void* shared, const void* global, int bytes, Barrier* barrier,
