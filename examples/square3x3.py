@@ -306,30 +306,34 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
   const Multiplier warp;
   Ring<C::input_stages> input(0);
   Ring<C::weight_stages> weights(0);
+  InputStages::empty_all();
+  if constexpr (C::resident) {
+    WeightStages::wait_full(0);
+  } else {
+    WeightStages::empty_all();
+  }
   int next;
 #pragma unroll 1
   for (int index = items.first(); index < items.count(); index = next) {
     next = items.after(index);  // early: it takes a look at memory
-    const Item item(index);
-    const Target target(output, item, 0, warp.channel_group, 0);
-    const Finishes finishes(bias, items, item, target, warp.lane);  // early, too
+    const Finishes finishes(bias, items, output, Item(index), warp);  // early, too
     Accumulators<C::parts> accumulators;
     accumulators.start();
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      barrier_wait(&barriers().input_full[input.stage], input.parity);
+      InputStages::wait_full(input.stage);
 #pragma unroll 1
       for (int stage = 0; stage < kWeightStages; ++stage) {
-        // Weights that stay are there for good after the first phase.
-        barrier_wait(&barriers().weights_full[weights.stage], C::resident ? 0 : weights.parity);
+        if constexpr (!C::resident) WeightStages::wait_full(weights.stage);
         accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
                               Taps(Input::stage(input.stage), stage * C::stage_taps));
-        if constexpr (!C::resident) arrive_as_warp(&barriers().weights_empty[weights.stage]);
+        if constexpr (!C::resident) WeightStages::empty(weights.stage);
         weights.advance();
       }
-      arrive_as_warp(&barriers().input_empty[input.stage]);
+      InputStages::empty(input.stage);
       input.advance();
     }
+    const Target target(output, Item(once_more(index)), 0, warp.channel_group, 0);
     store(accumulators.result(), finishes, target, warp);
   }
 }
@@ -339,17 +343,18 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
-  if (threadIdx.x == 0) init_barriers();
-  __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= kFirstMultiplier) {
     multiply_tiles(bias, output, items);
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
-  } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
-    copy_input<Input>(input, items);
   } else {
-    load_input<Input>(input, items);
+    if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+      copy_input<Input>(input, items);
+    } else {
+      load_input<Input>(input, items);
+    }
+    InputStages::wait_all_empty();
   }
 }
 
@@ -3924,11 +3929,26 @@ SOURCES["include/sm90.cuh"] = r"""
 
 namespace fastconv {
 
-// --- Barriers, and what they count of bulk copies ------------------------------------------------
+// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
+// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
+// expects have been copied; then the next phase begins. Phases count from 0.
+
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
 
 // After barrier_init, before __syncthreads: shows the barriers to asynchronous copies as well.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 // Arrives, and has the phase wait for so many bytes of bulk_load.
@@ -3946,6 +3966,37 @@ __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
       "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
+}
+
+// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
+// comes after this.
+__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
+// what they copied, but not what the thread has written itself.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
+// phase or the one after it.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
 }
 
 // True for one lane of the warp, all of which call it. The compiler knows that it is one, and takes
@@ -5366,58 +5417,6 @@ __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const 
                : "memory");
 }
 
-// --- Barriers in shared memory (mbarrier) --------------------------------------------------------
-// A phase of a barrier is complete when the arrivals it was made for have happened and the bytes it
-// expects have been copied; then the next phase begins. Phases count from 0.
-
-using Barrier = unsigned long long;
-
-__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(arrivals)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-// Has the phase wait for all of this thread's copy_async so far. The phase lacks an arrival that
-// comes after this.
-__device__ __forceinline__ void barrier_expect_copies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-// Arrives when all of this thread's copy_async so far are complete. Who waits for the phase sees
-// what they copied, but not what the thread has written itself.
-__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-// Waits for a phase with this parity (its number modulo 2) to be complete. The barrier is in that
-// phase or the one after it.
-__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
-  unsigned complete;
-  do {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-#if __CUDA_ARCH__ >= 900
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"  // may sleep
-#else
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-#endif
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(complete)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (!complete);
-}
-
 }  // namespace fastconv
 """
 
@@ -5503,6 +5502,24 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
   return bits;
 }
 
+// The same number, of which the compiler does not know that: what follows from it is computed again
+// rather than kept in registers.
+__device__ __forceinline__ int once_more(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
+// --- Barriers that some threads of a block have among themselves ---------------------------------
+// Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all
+// of them to have come, the others only come. Who waits sees what all of them wrote before.
+
+__device__ __forceinline__ void wait_at(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void come_to(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 }  // namespace fastconv
 """
 
@@ -5519,11 +5536,12 @@ struct Finishes {
   static constexpr int kRows = ceil_div(kOutputs, 32);  // of a lane
   Finish of[kRows];
 
-  __device__ Finishes(const Scalar* bias, const Items& items, const Item& item,
-                      const Target& target, int lane) {
+  __device__ Finishes(const Scalar* bias, const Items& items, Scalar* output, const Item& item,
+                      const Multiplier& warp) {
+    const Target target(output, item, 0, warp.channel_group, 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = 32 * i + lane;
+      const int row = 32 * i + warp.lane;
       if (kOutputs % 32 == 0 || row < kOutputs) of[i] = finish_of(bias, items, item, target, row);
     }
   }
@@ -5668,14 +5686,14 @@ SOURCES["ampere/correlate_weights.cuh"] = r"""
 namespace fastconv {
 namespace ampere {
 
-// A stage of weights, copied by a warp. Who waits for its barrier sees them.
+// A stage of weights, copied by a warp.
 __device__ __forceinline__ void copy_weights(int stage, const unsigned char* source, int lane) {
   constexpr int kVectors = kWeightBytes / 16;
   constexpr int kAtOnce = 8;
   unsigned char* const target = shared_memory() + kWeightRing + stage * kWeightBytes;
 #pragma unroll kAtOnce
   for (int i = lane; i < kVectors; i += 32) copy_async<16>(target + i * 16, source + i * 16, true);
-  barrier_arrive_after_copies(&barriers().weights_full[stage]);
+  copy_async_commit();
 }
 
 // One warp: sends every tile's weights through the ring, or all weights once if they fit.
@@ -5684,22 +5702,40 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
   if constexpr (C::resident) {
     static_assert(!C::resident || C::weight_stages == kTileStages, "all of them fit");
     for (int i = 0; i < kTileStages; ++i) copy_weights(i, packed + i * kWeightBytes, lane);
-  } else {
-    Ring<C::weight_stages> at(1);
-    for (int index = items.first(); index < items.count(); index = items.after(index)) {
-      const Item item(index);
-      const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kOutputs);
-      const unsigned char* source =
-          packed + static_cast<long long>(part) * kTileStages * kWeightBytes;
+    copy_async_wait<0>();
+    WeightStages::fill(0);
+    return;
+  }
+  // Copies under way beside the one that is shown next. One stage less than there could be: those
+  // that multiply have one while the next is shown.
+  constexpr int kAhead = C::resident ? 0 : C::weight_stages - 2;
+  Ring<C::weight_stages> at(0), landed(0);
+  int under_way = 0;
+  for (int index = items.first(); index < items.count(); index = items.after(index)) {
+    const Item item(index);
+    const int part = item.group * kOutputGroups + item.outputs / (C::channel_groups * kOutputs);
+    const unsigned char* source =
+        packed + static_cast<long long>(part) * kTileStages * kWeightBytes;
 #pragma unroll 1
-      for (int i = 0; i < kTileStages; ++i) {
-        barrier_wait(&barriers().weights_empty[at.stage], at.parity);
-        copy_weights(at.stage, source, lane);
-        source += kWeightBytes;
-        at.advance();
+    for (int i = 0; i < kTileStages; ++i) {
+      WeightStages::wait_empty(at.stage);
+      copy_weights(at.stage, source, lane);
+      source += kWeightBytes;
+      at.advance();
+      if (++under_way > kAhead) {
+        copy_async_wait<kAhead>();
+        WeightStages::fill(landed.stage);
+        landed.advance();
+        --under_way;
       }
     }
   }
+  copy_async_wait<0>();
+  for (; under_way > 0; --under_way) {
+    WeightStages::fill(landed.stage);
+    landed.advance();
+  }
+  WeightStages::wait_all_empty();
 }
 
 }  // namespace ampere
@@ -5737,6 +5773,10 @@ __host__ __device__ constexpr int tap_offset(int tap) {
           row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
          16;
 }
+// Whether a thread has registers for operands that it needs later. Where it has not, there are more
+// warps, and another one multiplies while this one waits.
+constexpr bool kRoomy = kThreads == 256;
+
 // Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
 // the kernel, or parts of one.
 constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
@@ -5807,18 +5847,38 @@ struct Multiplier {
     for (int i = 0; i < kRowProducts; ++i) add(sums, i, pair, left[i], right);
   }
 
-  // The products of a stage of weights. Each step's operands are loaded while those of the one
-  // before are multiplied: the smaller one at once, to registers of its own, the other piece by
-  // piece, as registers become free.
+  // The products of a stage of weights.
   __device__ __forceinline__ void multiply(Sums& sums, const unsigned char* weight_stage,
                                            const Taps& taps) const {
-    constexpr int kSteps = C::stage_taps * C::k_steps;
     const auto product = [&](int step) {
       return weight_stage + step * (C::channel_groups * kProductBytes);
     };
     const auto planes = [&](int step) {
       return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
     };
+    constexpr int kSteps = C::stage_taps * C::k_steps;
+    if constexpr (kRoomy) {
+      multiply_ahead<kSteps>(sums, product, planes);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Left left;
+        load_left(left, product(step));
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          unsigned right[4];
+          load_matrices(right, planes(step) + pixels[pair]);
+          add(sums, left, right, pair);
+        }
+      }
+    }
+  }
+
+  // Each step's operands are loaded while those of the one before are multiplied: the smaller one
+  // at once, to registers of its own, the other piece by piece, as registers become free.
+  template <int kSteps, class Product, class Planes>
+  __device__ __forceinline__ void multiply_ahead(Sums& sums, const Product& product,
+                                                 const Planes& planes) const {
     constexpr bool kRowsFirst = kPairs <= kRowProducts;
     Left left[kRowsFirst ? 1 : 2];
     Right right[kRowsFirst ? 2 : 1];
@@ -5984,38 +6044,39 @@ constexpr int kWeightRing = kInputRing + C::input_stages * kInputBytes;
 constexpr int kStaging = kWeightRing + C::weight_stages * kWeightBytes;
 constexpr int kPowers = kStaging + C::warps * kStagingBytes;  // a copy of each loading warp's
 constexpr int kPowersBytes = C::halves ? kChunkChannels * 4 : 0;
-constexpr int kBarriers = kPowers + C::loaders / 32 * kPowersBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::weight_stages) == C::shared_bytes, "");
+static_assert(kPowers + C::loaders / 32 * kPowersBytes == C::shared_bytes, "as planned");
 static_assert(kStagingBytes % 16 == 0, "vectors are aligned");
 
-struct Barriers {
-  Barrier input_full[C::input_stages];
-  Barrier input_empty[C::input_stages];
-  Barrier weights_full[C::weight_stages];
-  Barrier weights_empty[C::weight_stages];
+// The stages of a ring, which kFillers threads fill for those that multiply: two barriers each, of
+// which the first one's number is kFirst. Before the first lap, all stages count as emptied.
+template <int kFirst, int kStages, int kFillers>
+struct Stages {
+  static constexpr int kThreads = kFillers + 32 * C::warps;
+  static_assert(kFirst + 2 * kStages <= 16, "there are no more");
+
+  __device__ __forceinline__ static void wait_full(int stage) { wait_at(kFirst + stage, kThreads); }
+  __device__ __forceinline__ static void fill(int stage) {
+    __syncwarp();  // lanes that had nothing to write may be ahead
+    come_to(kFirst + stage, kThreads);
+  }
+  __device__ __forceinline__ static void wait_empty(int stage) {
+    wait_at(kFirst + kStages + stage, kThreads);
+  }
+  __device__ __forceinline__ static void empty(int stage) {
+    come_to(kFirst + kStages + stage, kThreads);
+  }
+  // By those that multiply, at first; and by those that fill, in the end: no one comes in vain.
+  __device__ __forceinline__ static void empty_all() {
+    for (int i = 0; i < kStages; ++i) empty(i);
+  }
+  __device__ __forceinline__ static void wait_all_empty() {
+    for (int i = 0; i < kStages; ++i) wait_empty(i);
+  }
 };
-
-__device__ __forceinline__ Barriers& barriers() {
-  return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
-}
-
-// By one thread of the block.
-__device__ __forceinline__ void init_barriers() {
-  for (int i = 0; i < C::input_stages; ++i) {
-    barrier_init(&barriers().input_full[i], C::loaders / 32);
-    barrier_init(&barriers().input_empty[i], C::warps);
-  }
-  for (int i = 0; i < C::weight_stages; ++i) {
-    barrier_init(&barriers().weights_full[i], 32);
-    barrier_init(&barriers().weights_empty[i], C::warps);
-  }
-}
-
-// All lanes of a warp are done with what the barrier tells others of.
-__device__ __forceinline__ void arrive_as_warp(Barrier* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
+using InputStages = Stages<1, C::input_stages, C::loaders>;
+// Weights that stay are all there, or not yet.
+constexpr int kWeightLaps = C::resident ? 1 : C::weight_stages;
+using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 
 // The ring of input stages, for those who load it (tensor/load.cuh).
 struct Input {
@@ -6029,11 +6090,9 @@ struct Input {
     return reinterpret_cast<float*>(shared_memory() + kPowers + warp * kPowersBytes);
   }
   __device__ __forceinline__ static void wait(const Ring<kStages>& at) {
-    barrier_wait(&barriers().input_empty[at.stage], at.parity);
+    InputStages::wait_empty(at.stage);
   }
-  __device__ __forceinline__ static void show(int stage) {
-    arrive_as_warp(&barriers().input_full[stage]);
-  }
+  __device__ __forceinline__ static void show(int stage) { InputStages::fill(stage); }
 };
 
 }  // namespace ampere
@@ -7881,14 +7940,14 @@ __device__ __forceinline__ void split_operand(float value, unsigned& high, unsig
 // numbers are the output's gradient.
 constexpr bool kConvertsGrad = !kHalves;
 constexpr bool kConvertsInput = !kHalves && C::parts == 1;
-constexpr int kConvertedAtOnce = C::parts == 2 ? 2 : 4;  // vectors, beside the sums in registers
+constexpr int kConvertedAtOnce = 4;  // vectors, beside the sums in registers
 
-// Neighbours in shared memory; if they are split, `low` bytes from where their low parts go.
-template <int kCount, int kParts>
-__device__ __forceinline__ void convert(unsigned char* first, int low) {
-  using Numbers = Vector<float, kCount>;
-  Numbers numbers = *reinterpret_cast<const Numbers*>(first);
-  Numbers rest;
+// Neighbours that were in shared memory, to there; if they are split, `low` bytes from where their
+// low parts go.
+template <int kParts, int kCount>
+__device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned char* first,
+                                        int low) {
+  Vector<float, kCount> rest;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     float& number = numbers.element[i];
@@ -7901,8 +7960,30 @@ __device__ __forceinline__ void convert(unsigned char* first, int low) {
       number = round_operand_to_tf32(number);
     }
   }
-  *reinterpret_cast<Numbers*>(first) = numbers;
-  if constexpr (kParts == 2) *reinterpret_cast<Numbers*>(first + low) = rest;
+  *reinterpret_cast<Vector<float, kCount>*>(first) = numbers;
+  if constexpr (kParts == 2) *reinterpret_cast<Vector<float, kCount>*>(first + low) = rest;
+}
+
+// What the tasks of a sheet have copied, some of them at once: they do not wait for one another.
+// `place` tells where a task's is.
+template <class Sheet, int kParts, int kCount, class Place>
+__device__ __forceinline__ void convert_tasks(const Place& place, int low) {
+#pragma unroll 1
+  for (int first = 0; first < Sheet::kTasks; first += kConvertedAtOnce) {
+    Vector<float, kCount> numbers[kConvertedAtOnce];
+#pragma unroll
+    for (int i = 0; i < kConvertedAtOnce; ++i) {
+      if (first + i < Sheet::kTasks && Sheet::exists(first + i)) {
+        numbers[i] = *reinterpret_cast<const Vector<float, kCount>*>(place(first + i));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kConvertedAtOnce; ++i) {
+      if (first + i < Sheet::kTasks && Sheet::exists(first + i)) {
+        convert<kParts>(numbers[i], place(first + i), low);
+      }
+    }
+  }
 }
 
 // --- The output's gradient -----------------------------------------------------------------------
@@ -7987,11 +8068,8 @@ struct GradLoader {
   __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
 #pragma unroll 1
     for (int step_row = 0; step_row < C::step_rows; ++step_row) {
-#pragma unroll kConvertedAtOnce
-      for (int task = 0; task < GradSheet::kTasks; ++task) {
-        if (!GradSheet::exists(task)) continue;
-        convert<C::grad_vector, C::parts>(stage + find(step_row, task).target, kPartBytes);
-      }
+      const auto place = [&](int task) { return stage + find(step_row, task).target; };
+      convert_tasks<GradSheet, C::parts, C::grad_vector>(place, kPartBytes);
     }
   }
 
@@ -8175,11 +8253,8 @@ struct InLoader {
     for (int line = first; line < end; ++line) {
       unsigned char* const target =
           shared_memory() + kInput + ring_line(position + line) * kLineBytes;
-#pragma unroll kConvertedAtOnce
-      for (int task = 0; task < InSheet::kTasks; ++task) {
-        if (!InSheet::exists(task)) continue;
-        convert<C::in_vector, 1>(target + find(0, task).target, 0);
-      }
+      const auto place = [&](int task) { return target + find(0, task).target; };
+      convert_tasks<InSheet, 1, C::in_vector>(place, 0);
     }
   }
 
@@ -9179,11 +9254,11 @@ SM_80_FORWARD_FLOAT_TF32_0 = config(
     product_rows=64, channel_groups=1, pixels=64, block_rows=1, tile_columns=256, pitch=258,
     plane_padding=0, k_steps=1, stage_taps=9, period_taps=1, flush_taps=1, input_stages=2,
     weight_stages=4, resident=False, loaders=96, unit_vectors=2, batch=5, batches_ahead=1,
-    pass_pixels=64, buffers=2, store_vector=2, shared_bytes=141984, packed_at=73728,
+    pass_pixels=64, buffers=2, store_vector=2, shared_bytes=141888, packed_at=73728,
     tables_at=110592, table_channels=128, table_columns=16, repairs=False,
 )
 SM_80_FORWARD_FLOAT_TF32_1 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, halves=False, batch=9, shared_bytes=141792, packed_at=0,
+    SM_80_FORWARD_FLOAT_TF32_0, halves=False, batch=9, shared_bytes=141696, packed_at=0,
     repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
@@ -9200,7 +9275,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_0,
-            grid=share(108), block=256, shared_bytes=141984,
+            grid=share(108), block=256, shared_bytes=141888,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9210,7 +9285,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_1,
-            grid=share(108), block=256, shared_bytes=141792,
+            grid=share(108), block=256, shared_bytes=141696,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9218,11 +9293,11 @@ TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_86_FORWARD_FLOAT_TF32_0 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, stage_taps=3, shared_bytes=92832,
+    SM_80_FORWARD_FLOAT_TF32_0, stage_taps=3, shared_bytes=92736,
 )
 SM_86_FORWARD_FLOAT_TF32_1 = config(
     SM_80_FORWARD_FLOAT_TF32_1, block_rows=2, tile_columns=128, pitch=130, weight_stages=2,
-    batch=6, shared_bytes=88640,
+    batch=6, shared_bytes=88576,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -9238,7 +9313,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_0,
-            grid=share(82), block=256, shared_bytes=92832,
+            grid=share(82), block=256, shared_bytes=92736,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9248,7 +9323,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_1,
-            grid=share(82), block=256, shared_bytes=88640,
+            grid=share(82), block=256, shared_bytes=88576,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9280,11 +9355,11 @@ SM_80_INPUT_GRAD_FLOAT_TF32_0 = config(
     in_width=1022, out_height=1024, out_width=1024, padding_top=2, padding_left=2,
     last_tap_row=2, last_tap_column=2, image_height=1024, image_width=1024, product_rows=16,
     pixels=128, block_rows=8, tile_columns=64, pitch=66, weight_stages=8, resident=True,
-    loaders=352, batch=2, store_vector=4, shared_bytes=98400, table_channels=16,
+    loaders=224, batch=3, store_vector=4, shared_bytes=97984, table_channels=16,
     table_columns=128,
 )
 SM_80_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_0, halves=False, weight_stages=16, shared_bytes=134688,
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, halves=False, weight_stages=16, shared_bytes=134400,
     packed_at=0, repairs=True,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
@@ -9301,7 +9376,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
-            grid=share(108), block=512, shared_bytes=98400,
+            grid=share(108), block=384, shared_bytes=97984,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9311,7 +9386,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_1,
-            grid=share(108), block=512, shared_bytes=134688,
+            grid=share(108), block=384, shared_bytes=134400,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9319,7 +9394,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
 )
 
 SM_86_INPUT_GRAD_FLOAT_TF32_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_1, weight_stages=4, resident=False, shared_bytes=79200,
+    SM_80_INPUT_GRAD_FLOAT_TF32_1, weight_stages=4, resident=False, shared_bytes=79104,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -9335,7 +9410,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
-            grid=share(82), block=512, shared_bytes=98400,
+            grid=share(82), block=384, shared_bytes=97984,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9345,7 +9420,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_1,
-            grid=share(82), block=512, shared_bytes=79200,
+            grid=share(82), block=384, shared_bytes=79104,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9473,11 +9548,11 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 SM_80_FORWARD_FLOAT_IEEE_0 = config(
     SM_86_FORWARD_FLOAT_TF32_0, parts=2, warps=8, product_rows=16, channel_groups=2,
     block_rows=2, tile_columns=128, pitch=130, period_taps=3, flush_taps=3, batch=3, buffers=1,
-    shared_bytes=109856, packed_at=147456, tables_at=221184,
+    shared_bytes=109760, packed_at=147456, tables_at=221184,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_IEEE_0, halves=False, product_rows=32, channel_groups=1, pixels=32,
-    batch=6, pass_pixels=32, shared_bytes=101472, packed_at=0, repairs=True,
+    SM_80_FORWARD_FLOAT_IEEE_0, halves=False, pixels=48, block_rows=3, tile_columns=64,
+    pitch=66, batch=4, pass_pixels=48, shared_bytes=85248, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9493,7 +9568,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
-            grid=share(108), block=384, shared_bytes=109856,
+            grid=share(108), block=384, shared_bytes=109760,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9503,7 +9578,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(108), block=384, shared_bytes=101472,
+            grid=share(108), block=384, shared_bytes=85248,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9512,10 +9587,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 
 SM_86_FORWARD_FLOAT_IEEE_0 = config(
     SM_80_FORWARD_FLOAT_IEEE_0, channel_groups=4, tile_columns=64, pitch=66, weight_stages=3,
-    shared_bytes=89360,
-)
-SM_86_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_IEEE_1, weight_stages=3, shared_bytes=95312,
+    shared_bytes=89280,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9531,17 +9603,17 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_0,
-            grid=share(82), block=384, shared_bytes=89360,
+            grid=share(82), block=384, shared_bytes=89280,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_1,
+            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_1,
             grid=36, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
-            grid=share(82), block=384, shared_bytes=95312,
+            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
+            grid=share(82), block=384, shared_bytes=85248,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9565,11 +9637,11 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 SM_80_INPUT_GRAD_FLOAT_IEEE_0 = config(
     SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, pixels=96, block_rows=12, tile_columns=32, pitch=34,
     stage_taps=3, period_taps=3, flush_taps=3, weight_stages=24, loaders=96, batch=5,
-    pass_pixels=32, shared_bytes=145504, packed_at=147456, tables_at=221184,
+    pass_pixels=32, shared_bytes=145088, packed_at=147456, tables_at=221184,
 )
 SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_86_INPUT_GRAD_FLOAT_TF32_1, parts=2, warps=8, pixels=64, stage_taps=3, period_taps=3,
-    flush_taps=3, loaders=96, batch=7, buffers=1, shared_bytes=115296, tables_at=221184,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, halves=False, warps=8, pixels=48, weight_stages=4,
+    resident=False, pass_pixels=48, buffers=1, shared_bytes=91648, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9585,7 +9657,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=share(108), block=256, shared_bytes=145504,
+            grid=share(108), block=256, shared_bytes=145088,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9595,7 +9667,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
-            grid=share(108), block=384, shared_bytes=115296,
+            grid=share(108), block=384, shared_bytes=91648,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9603,11 +9675,11 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_86_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_0, weight_stages=4, resident=False, shared_bytes=83744,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, weight_stages=4, resident=False, shared_bytes=83648,
 )
 SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_1, warps=4, pixels=96, block_rows=6, batch=6, pass_pixels=32,
-    buffers=2, shared_bytes=90208,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_1, block_rows=6, tile_columns=64, pitch=66, batch=6,
+    shared_bytes=98304,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9623,7 +9695,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=share(82), block=256, shared_bytes=83744,
+            grid=share(82), block=256, shared_bytes=83648,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9633,7 +9705,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
-            grid=share(82), block=256, shared_bytes=90208,
+            grid=share(82), block=384, shared_bytes=98304,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),

@@ -283,7 +283,8 @@ def test_tensor_core_forward(suite: str) -> None:
     )
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
     assert taken == {*MODES}
-    _check_tensor_core_kernels(works)
+    # square3x3's in ieee keeps 24 bytes of what its loaders need once for a stage.
+    _check_tensor_core_kernels(works, most_spilled=24)
 
 
 @needs_nvrtc

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,9 +31,12 @@ from emulator.works import Case, Planner, Work
 from fastconv.bench import population
 from fastconv.bench.workloads import parse_shape
 from fastconv.kernels import ampere, classes, gpus, hopper, planner
+from fastconv.kernels.ampere.tiles import tiles_of
+from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.classes import Class
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
+from fastconv.kernels.tensor.layers import views
 from fastconv.problem import Problem
 
 weight_grad = importlib.import_module(hopper.weight_grad.__module__)
@@ -49,8 +53,7 @@ class Forced:
     """Plans with the kernel that large problems have, even where it is not the fastest.
 
     Those are float32 as float16 and, of weight gradients, the tensor cores'; with its own tile, or
-    one of a larger problem: channel groups, kernel rows, product taps, product octets, segments,
-    phase images, stage columns and strip stages.
+    one of a larger problem: what NAMES has of its kernel's constants.
     """
 
     direction: str
@@ -76,11 +79,39 @@ class Forced:
         ampere.block.check(gpu)
         with _free_halves(ampere), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
             if self.direction == "weight_grad":
-                tile = ampere_weight_grad.choose_tile(problem, operands, gpu)
-                made = ampere_weight_grad.plan(tile, gpu)
+                made = ampere_weight_grad.plan(self._ampere_tile(problem, operands, gpu), gpu)
             else:
-                made = getattr(planner, self.direction)(problem, operands, gpu)
+                with mock.patch.object(ampere.correlate, "_tiles", self._ampere_tiles):
+                    made = getattr(planner, self.direction)(problem, operands, gpu)
             return made
+
+    def _ampere_tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
+        if not self.tile:
+            return ampere_weight_grad.choose_tile(problem, operands, gpu)
+        *sizes, rolling = self.tile
+        tile = ampere_weight_grad.Tile(problem, operands, *sizes, bool(rolling))
+        height, width = problem.kernel_size
+        if (
+            not tile.fits(gpu)
+            or tile.box_rows > height
+            or tile.box_columns > width
+            or tile.box_channels > round_up(tile.group_in, 8)
+            or tile.strip_columns > round_up(problem.output_size[1], 8)
+            or tile.step_rows > tile.walk_rows
+        ):
+            raise Declined("a tile that does not fit")
+        return tile
+
+    def _ampere_tiles(self, layer: Any, gpu: Gpu) -> tuple[Any, ...]:
+        found = tuple(tiles_of(views(layer), gpu))
+        if not self.tile:
+            return found
+        of_choice = operator.attrgetter("warps", "loaders", "product_rows", "channel_groups",
+                                        "pixels", "rows", "columns")  # fmt: skip
+        chosen = tuple(tile for tile in found if of_choice(tile) == self.tile)
+        if not chosen:
+            raise Declined("a tile that does not fit")
+        return chosen
 
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
@@ -120,19 +151,35 @@ def word_of(chosen: Planner) -> str:
     return chosen.__name__
 
 
+# The constants that say which tile it is.
+NAMES = {
+    "hopper/weight_grad.cuh": (
+        "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
+        "phase_images", "stage_columns", "strip_stages",
+    ),
+    "ampere/weight_grad.cuh": (
+        "row_tiles", "warps_out", "warps_units", "warps_pixels", "box_channels", "box_rows",
+        "box_columns", "strip_columns", "step_rows", "slice_products", "rolling",
+    ),
+    "ampere/correlate.cuh": (
+        "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
+        "tile_columns",
+    ),
+}  # fmt: skip
+
+
 def _forced(work: Work) -> Iterator[Work]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
     kernel, family = work.plan.launches[0].kernel, work.plan.family
     if not isinstance(work.planner, Forced):
         if family in ("hopper", "ampere"):
             yield replace(work, planner=Forced(work.direction))
-    elif kernel.source == "hopper/weight_grad.cuh" and not (work.planner.tile or is_small(work)):
-        constants = dict(kernel.constants)
-        names = (
-            *("channel_groups", "kernel_rows", "product_taps", "product_octets", "segments"),
-            *("phase_images", "stage_columns", "strip_stages"),
-        )
-        tile = tuple(int(constants[name]) for name in names)
+    elif kernel.source in NAMES and not (work.planner.tile or is_small(work)):
+        kernel = work.plan.launches[-1 if work.direction != "weight_grad" else 0].kernel
+        constants: dict[str, Any] = dict(kernel.constants)
+        if "loaders" in constants:
+            constants["loaders"] //= 32
+        tile = tuple(int(constants[name]) for name in NAMES[kernel.source])
         yield replace(work, planner=Forced(work.direction, tile))
 
 

@@ -90,9 +90,7 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
 #pragma unroll 1
   for (int index = items.first(); index < items.count(); index = next) {
     next = items.after(index);  // early: it takes a look at memory
-    const Item item(index);
-    const Target target(output, item, 0, warp.channel_group, 0);
-    const Finishes finishes(bias, items, item, target, warp.lane);  // early, too
+    const Finishes finishes(bias, items, output, Item(index), warp);  // early, too
     Accumulators<C::parts> accumulators;
     accumulators.start();
 #pragma unroll 1
@@ -109,6 +107,7 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
       InputStages::empty(input.stage);
       input.advance();
     }
+    const Target target(output, Item(once_more(index)), 0, warp.channel_group, 0);
     store(accumulators.result(), finishes, target, warp);
   }
 }

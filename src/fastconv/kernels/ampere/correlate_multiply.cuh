@@ -29,6 +29,10 @@ __host__ __device__ constexpr int tap_offset(int tap) {
           row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
          16;
 }
+// Whether a thread has registers for operands that it needs later. Where it has not, there are more
+// warps, and another one multiplies while this one waits.
+constexpr bool kRoomy = kThreads == 256;
+
 // Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
 // the kernel, or parts of one.
 constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
@@ -99,18 +103,38 @@ struct Multiplier {
     for (int i = 0; i < kRowProducts; ++i) add(sums, i, pair, left[i], right);
   }
 
-  // The products of a stage of weights. Each step's operands are loaded while those of the one
-  // before are multiplied: the smaller one at once, to registers of its own, the other piece by
-  // piece, as registers become free.
+  // The products of a stage of weights.
   __device__ __forceinline__ void multiply(Sums& sums, const unsigned char* weight_stage,
                                            const Taps& taps) const {
-    constexpr int kSteps = C::stage_taps * C::k_steps;
     const auto product = [&](int step) {
       return weight_stage + step * (C::channel_groups * kProductBytes);
     };
     const auto planes = [&](int step) {
       return taps[step / C::k_steps] + step % C::k_steps * 2 * kPlaneBytes;
     };
+    constexpr int kSteps = C::stage_taps * C::k_steps;
+    if constexpr (kRoomy) {
+      multiply_ahead<kSteps>(sums, product, planes);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Left left;
+        load_left(left, product(step));
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          unsigned right[4];
+          load_matrices(right, planes(step) + pixels[pair]);
+          add(sums, left, right, pair);
+        }
+      }
+    }
+  }
+
+  // Each step's operands are loaded while those of the one before are multiplied: the smaller one
+  // at once, to registers of its own, the other piece by piece, as registers become free.
+  template <int kSteps, class Product, class Planes>
+  __device__ __forceinline__ void multiply_ahead(Sums& sums, const Product& product,
+                                                 const Planes& planes) const {
     constexpr bool kRowsFirst = kPairs <= kRowProducts;
     Left left[kRowsFirst ? 1 : 2];
     Right right[kRowsFirst ? 2 : 1];

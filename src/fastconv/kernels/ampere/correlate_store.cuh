@@ -11,11 +11,12 @@ struct Finishes {
   static constexpr int kRows = ceil_div(kOutputs, 32);  // of a lane
   Finish of[kRows];
 
-  __device__ Finishes(const Scalar* bias, const Items& items, const Item& item,
-                      const Target& target, int lane) {
+  __device__ Finishes(const Scalar* bias, const Items& items, Scalar* output, const Item& item,
+                      const Multiplier& warp) {
+    const Target target(output, item, 0, warp.channel_group, 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = 32 * i + lane;
+      const int row = 32 * i + warp.lane;
       if (kOutputs % 32 == 0 || row < kOutputs) of[i] = finish_of(bias, items, item, target, row);
     }
   }

@@ -14,7 +14,7 @@ from fastconv.kernels.tensor.layers import (
 
 CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
 MOST_K_STEPS = 4
-MOST_STAGE_PRODUCTS = {1: 12, 2: 7}  # of a stage of weights, by parts: they are written out
+MOST_STAGE_PRODUCTS = {1: 10, 2: 7}  # of a stage of weights, by parts: they are written out
 
 
 class Layer(layers.Layer):

@@ -17,7 +17,9 @@ TEAMS = ((4, 3), (8, 3), (4, 7), (4, 11))
 
 # What a thread of so many warps has registers for: output channels of a warp's products, and sums
 # in each set of them, by parts.
-MOST_SUMS = {8: {1: 128, 2: 48}, 12: {1: 96, 2: 32}, 16: {1: 64, 2: 16}}
+MOST_SUMS = {8: {1: 128, 2: 48}, 12: {1: 96, 2: 32}, 16: {1: 48, 2: 16}}
+# The same where channels-last float32 is stored, and where TF32 is multiplied in two parts.
+MOST_WIDE_SUMS = {8: {1: 64, 2: 48}, 12: {1: 64, 2: 24}, 16: {1: 48, 2: 16}}
 MOST_ROWS = {1: 64, 2: 32}
 MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # of a warp, by rows: their places take registers
 INPUT_STAGES = 2
@@ -27,7 +29,7 @@ TILE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
 # Of a loading thread, for what it has under way, by warps. One batch: who waits for one waits for
 # all that were begun, so that a second would gain nothing.
-BATCH_REGISTERS = {8: 96, 12: 64, 16: 48}
+BATCH_REGISTERS = {8: 96, 12: 48, 16: 32}
 
 # Estimated cycles of a warp that multiplies: from a stage of weights to the next; for a sum that is
 # flushed, compensated or not; to end a tile, for each sum, and for each vector of them.
@@ -332,12 +334,19 @@ def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
     for warps, loaders in TEAMS:
         if layer.copied and 32 * loaders % (2 * layer.k_steps):
             continue  # a thread stays in its plane
-        most_sums = MOST_SUMS[warps + loaders + 1][layer.parts]
+        most_sums = _most_sums(layer)[warps + loaders + 1][layer.parts]
         for rows, groups in _channels(layer, warps):
-            most = min(MOST_PIXELS[rows], most_sums * 32 // rows)
-            for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16)):
+            most = min(MOST_PIXELS[rows], most_sums * 32 // rows // 16 * 16)
+            for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16) if most else ()):
                 for shape in _shapes(layer, warps // groups * pixels):
                     yield Tile(layer, gpu, warps, loaders, rows, groups, pixels, *shape)
+
+
+def _most_sums(layer: Layer) -> dict[int, dict[int, int]]:
+    operands = layer.operands
+    wide = operands.output_channels_last and operands.scalar_bytes == 4
+    split = layer.parts == 2 and not layer.halves
+    return MOST_WIDE_SUMS if wide or split else MOST_SUMS
 
 
 def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:

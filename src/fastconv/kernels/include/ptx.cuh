@@ -80,6 +80,13 @@ __device__ __forceinline__ unsigned floats_to_bfloats(float first, float second)
   return bits;
 }
 
+// The same number, of which the compiler does not know that: what follows from it is computed again
+// rather than kept in registers.
+__device__ __forceinline__ int once_more(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // --- Barriers that some threads of a block have among themselves ---------------------------------
 // Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all
 // of them to have come, the others only come. Who waits sees what all of them wrote before.

@@ -68,6 +68,8 @@ inline unsigned floats_to_bfloats(float first, float second) {
   return float_to_bfloat(first) | float_to_bfloat(second) << 16;
 }
 
+inline int once_more(int number) { return number; }
+
 inline void wait_at(int barrier, int threads, emulator::Site site = emulator::here("wait_at")) {
   emulator::named_barrier(site, barrier, threads, true);
 }
