@@ -4437,8 +4437,7 @@ struct Item {
   }
 };
 
-// --- Stages
-// ---------------------------------------------------------------------------------------
+// --- Stages --------------------------------------------------------------------------------------
 
 // A position in a ring of stages. Producers start a lap ahead: the stages are empty.
 template <int kStages>
@@ -9036,8 +9035,8 @@ SM_80_FORWARD_FLOAT_IEEE_0 = config(
     shared_bytes=108736, packed_at=737280, tables_at=1105920,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_TF32_1, parts=2, warps=4, product_rows=32, block_rows=8, stage_taps=3,
-    period_taps=3, flush_taps=3, buffers=2, shared_bytes=92160, tables_at=1105920,
+    SM_80_FORWARD_FLOAT_TF32_1, parts=2, product_rows=16, channel_groups=2, block_rows=8,
+    stage_taps=3, period_taps=3, flush_taps=3, shared_bytes=92160, tables_at=1105920,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9063,7 +9062,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(108), block=256, shared_bytes=92160,
+            grid=share(108), block=384, shared_bytes=92160,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -9097,7 +9096,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(82), block=256, shared_bytes=92160,
+            grid=share(82), block=384, shared_bytes=92160,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),

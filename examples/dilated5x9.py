@@ -4437,8 +4437,7 @@ struct Item {
   }
 };
 
-// --- Stages
-// ---------------------------------------------------------------------------------------
+// --- Stages --------------------------------------------------------------------------------------
 
 // A position in a ring of stages. Producers start a lap ahead: the stages are empty.
 template <int kStages>
@@ -9038,8 +9037,8 @@ SM_80_FORWARD_FLOAT_IEEE_0 = config(
     pass_pixels=32, shared_bytes=121024, packed_at=737280, tables_at=1105920,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_TF32_1, parts=2, warps=4, product_rows=32, block_rows=8, stage_taps=3,
-    period_taps=3, flush_taps=3, batch=6, buffers=2, shared_bytes=116736, tables_at=1105920,
+    SM_80_FORWARD_FLOAT_TF32_1, parts=2, product_rows=16, channel_groups=2, block_rows=8,
+    stage_taps=3, period_taps=3, flush_taps=3, batch=6, shared_bytes=116736, tables_at=1105920,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9065,7 +9064,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(108), block=256, shared_bytes=116736,
+            grid=share(108), block=384, shared_bytes=116736,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -9076,7 +9075,7 @@ SM_86_FORWARD_FLOAT_IEEE_0 = config(
     SM_80_FORWARD_FLOAT_IEEE_0, weight_stages=2, shared_bytes=96448,
 )
 SM_86_FORWARD_FLOAT_IEEE_1 = config(
-    SM_80_FORWARD_FLOAT_IEEE_1, channel_groups=2, block_rows=6, tile_columns=16, pitch=40,
+    SM_80_FORWARD_FLOAT_IEEE_1, channel_groups=4, block_rows=6, tile_columns=16, pitch=40,
     weight_stages=2, batch=5, shared_bytes=94208,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
@@ -9103,7 +9102,7 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
-            grid=share(82), block=256, shared_bytes=94208,
+            grid=share(82), block=384, shared_bytes=94208,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),

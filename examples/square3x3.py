@@ -4934,8 +4934,7 @@ struct Item {
   }
 };
 
-// --- Stages
-// ---------------------------------------------------------------------------------------
+// --- Stages --------------------------------------------------------------------------------------
 
 // A position in a ring of stages. Producers start a lap ahead: the stages are empty.
 template <int kStages>

@@ -748,10 +748,11 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--shape", "8x64x56x56 64x64x3x3 padding=1", "--pass", "forward"]
     for gpu, texts in {
         "sm_90a": ("planned for sm_90a, 132 processors", "forward: hopper"),
-        "sm_86": ("planned for sm_86, 82 processors", "forward: direct", "not take tensor-core"),
-        "sm_87": ("planned for sm_87, 16 processors", "forward: direct"),
-        "sm_103": ("planned for sm_103a, 148 processors", "forward: direct"),
-        "sm_121a": ("planned for sm_121a, 48 processors", "forward: direct"),
+        "sm_75": ("planned for sm_75, 40 processors", "forward: direct", "not take tensor-core"),
+        "sm_86": ("planned for sm_86, 82 processors", "forward: ampere", "not take tensor-core"),
+        "sm_87": ("planned for sm_87, 16 processors", "forward: ampere"),
+        "sm_103": ("planned for sm_103a, 148 processors", "forward: ampere"),
+        "sm_121a": ("planned for sm_121a, 48 processors", "forward: ampere"),
     }.items():
         assert cli.main(["info", "--device", "cpu", "--gpu", gpu, *shape]) == 0
         shown = capsys.readouterr().out

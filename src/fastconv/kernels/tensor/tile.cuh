@@ -119,8 +119,7 @@ struct Item {
   }
 };
 
-// --- Stages
-// ---------------------------------------------------------------------------------------
+// --- Stages --------------------------------------------------------------------------------------
 
 // A position in a ring of stages. Producers start a lap ahead: the stages are empty.
 template <int kStages>
