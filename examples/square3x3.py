@@ -200,7 +200,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
     if (warp > 0) {
       if constexpr (C::staged) {
         stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
-      } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+      } else if constexpr (kInputCopied) {
         copy_input<Input>(input, items);
       } else {
         load_input<Input>(input, items);
@@ -349,7 +349,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
   } else {
-    if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+    if constexpr (kInputCopied) {
       copy_input<Input>(input, items);
     } else {
       load_input<Input>(input, items);
@@ -2977,6 +2977,9 @@ namespace tensor {
 
 constexpr int kLoaders = C::loaders;  // threads
 
+// Whether input is copied as it is: neither transposed nor rounded.
+constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
+
 // What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
 template <bool kCopied>
 struct ChunkPowers {
@@ -3124,8 +3127,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
 struct LineCopy {
   static constexpr int kLineStep = kLoaders / kChunkPlanes;
   static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
-  static_assert(!C::vector_loads || sizeof(Scalar) == 4 || kLoaders % kChunkPlanes == 0,
-                "a thread stays in its plane");
+  static_assert(!kInputCopied || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
   int plane, pixel;
 
   __device__ explicit LineCopy(int thread)
@@ -5772,6 +5774,7 @@ __host__ __device__ constexpr int tap_offset(int tap) {
           row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
          16;
 }
+
 // Whether a thread has registers for operands that it needs later. Where it has not, there are more
 // warps, and another one multiplies while this one waits.
 constexpr bool kRoomy = kThreads == 256;
@@ -6028,9 +6031,9 @@ static_assert(kOutputs % 16 == 0 && C::pixels % 16 == 0, "pixels are read in pai
 constexpr int kInputBytes = C::parts * kPartPixels * 16;
 constexpr int kTileStages = kChunks * kWeightStages;  // of weights
 
-// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels.
-// Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's accesses over all
-// banks.
+// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels,
+// once or twice. Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's
+// accesses over all banks.
 constexpr int kRowPitch = round_up(C::pass_pixels, 32) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes = kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch

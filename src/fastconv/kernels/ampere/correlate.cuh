@@ -123,7 +123,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
   } else {
-    if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+    if constexpr (kInputCopied) {
       copy_input<Input>(input, items);
     } else {
       load_input<Input>(input, items);

@@ -29,6 +29,7 @@ __host__ __device__ constexpr int tap_offset(int tap) {
           row / kRowPhases * C::pitch + column * kColumnStep / kColumnPhases) *
          16;
 }
+
 // Whether a thread has registers for operands that it needs later. Where it has not, there are more
 // warps, and another one multiplies while this one waits.
 constexpr bool kRoomy = kThreads == 256;

@@ -31,9 +31,9 @@ static_assert(kOutputs % 16 == 0 && C::pixels % 16 == 0, "pixels are read in pai
 constexpr int kInputBytes = C::parts * kPartPixels * 16;
 constexpr int kTileStages = kChunks * kWeightStages;  // of weights
 
-// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels.
-// Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's accesses over all
-// banks.
+// Space for a warp's sums on their way out. Contiguous outputs: 8 channels' rows of pass_pixels,
+// once or twice. Channels-last ones: pass_pixels of all its channels. Pitches spread a warp's
+// accesses over all banks.
 constexpr int kRowPitch = round_up(C::pass_pixels, 32) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
 constexpr int kStagingBytes = kScalarBytes * (C::out_channels_last ? C::pass_pixels * kPixelPitch

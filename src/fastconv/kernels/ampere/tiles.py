@@ -15,12 +15,11 @@ from fastconv.kernels.tensor.limits import together
 TEAMS = ((4, 3), (8, 3), (4, 7), (4, 11))
 """Warps of a block that multiply, and that load input; another one streams weights."""
 
-# What a thread of so many warps has registers for: output channels of a warp's products, and sums
-# in each set of them, by parts.
+# Sums that a thread of so many warps has registers for, in each set of them, by parts.
 MOST_SUMS = {8: {1: 128, 2: 48}, 12: {1: 96, 2: 32}, 16: {1: 48, 2: 16}}
 # The same where channels-last float32 is stored, and where TF32 is multiplied in two parts.
 MOST_WIDE_SUMS = {8: {1: 64, 2: 32}, 12: {1: 64, 2: 24}, 16: {1: 48, 2: 16}}
-MOST_ROWS = {1: 64, 2: 32}
+MOST_ROWS = {1: 64, 2: 32}  # output channels of a warp's products, by parts
 MOST_PIXELS = {64: 64, 32: 96, 16: 128}  # of a warp, by rows: their places take registers
 INPUT_STAGES = 2
 MOST_WEIGHT_STAGES = 4

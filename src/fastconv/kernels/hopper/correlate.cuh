@@ -149,7 +149,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
     if (warp > 0) {
       if constexpr (C::staged) {
         stage_input(input, input + static_cast<long long>(batch) * kInImage, items);
-      } else if constexpr (C::vector_loads && sizeof(Scalar) == 2) {
+      } else if constexpr (kInputCopied) {
         copy_input<Input>(input, items);
       } else {
         load_input<Input>(input, items);

@@ -11,6 +11,9 @@ namespace tensor {
 
 constexpr int kLoaders = C::loaders;  // threads
 
+// Whether input is copied as it is: neither transposed nor rounded.
+constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
+
 // What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
 template <bool kCopied>
 struct ChunkPowers {
@@ -158,8 +161,7 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Items& ite
 struct LineCopy {
   static constexpr int kLineStep = kLoaders / kChunkPlanes;
   static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
-  static_assert(!C::vector_loads || sizeof(Scalar) == 4 || kLoaders % kChunkPlanes == 0,
-                "a thread stays in its plane");
+  static_assert(!kInputCopied || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
   int plane, pixel;
 
   __device__ explicit LineCopy(int thread)
