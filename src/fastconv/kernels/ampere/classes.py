@@ -34,7 +34,8 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several chunks": c["group_in"] > chunk,
         "whole chunks": c["group_in"] % chunk == 0,
         "several stages": stages > 1,
-        "several flushes": c["parts"] == 2 and c["stage_taps"] > c["flush_taps"],
+        "several flushes": c["parts"] == 2 and c["period_taps"] > c["flush_taps"],
+        "several periods": c["parts"] == 2 and c["stage_taps"] > c["period_taps"],
         "several batches": units > batch,
         "whole batches": units % batch == 0,
         "channels shared": c["channel_groups"] > 1,
@@ -71,7 +72,7 @@ CORRELATE = Anatomy(
         "multiply": (
             "Scalar", "parts", "halves", "low_products", "compensated", "resident",
             "channels shared", "rows first", "several chunks", "several stages", "phases",
-            "several flushes",
+            "several flushes", "several periods",
         ),
         "store": (
             "16 bits", "halves", "out_channels_last", "store_vector", "several passes",

@@ -34,10 +34,10 @@ struct Accumulators {
   Sums sums;
 
   __device__ __forceinline__ void start() { clear(sums); }
-  // Adds the products of a stage of weights.
+  // Adds the products of a stage of weights, whose first tap is the chunk's `tap`-th.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const Taps& taps) {
-    warp.multiply(sums, weights, taps);
+                                           const unsigned char* input, int tap) {
+    warp.multiply(sums, weights, Taps(input, tap));
   }
   __device__ __forceinline__ const Sums& result() { return sums; }
 };
@@ -51,14 +51,18 @@ struct Accumulators<2> {
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const Taps& taps) {
-    Sums sums;
-    clear(sums);
+                                           const unsigned char* input, int tap) {
+#pragma unroll 1
+    for (int first = 0; first < C::stage_taps; first += C::period_taps) {
+      const Taps taps(input, tap + first);
+      Sums sums;
+      clear(sums);
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      warp.multiply_split(sums, low, weights + j * kTapBytes, taps[j]);
-      constexpr int kPeriod = C::period_taps;
-      if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+      for (int j = 0; j < C::period_taps; ++j) {
+        warp.multiply_split(sums, low, weights + (first + j) * kTapBytes, taps[j]);
+        constexpr int kPeriod = C::period_taps;
+        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+      }
     }
   }
   __device__ __forceinline__ const Sums& result() {
@@ -100,7 +104,7 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
       for (int stage = 0; stage < kWeightStages; ++stage) {
         if constexpr (!C::resident) WeightStages::wait_full(weights.stage);
         accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
-                              Taps(Input::stage(input.stage), stage * C::stage_taps));
+                              Input::stage(input.stage), stage * C::stage_taps);
         if constexpr (!C::resident) WeightStages::empty(weights.stage);
         weights.advance();
       }

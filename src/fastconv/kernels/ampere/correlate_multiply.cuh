@@ -34,13 +34,16 @@ __host__ __device__ constexpr int tap_offset(int tap) {
 // warps, and another one multiplies while this one waits.
 constexpr bool kRoomy = kThreads == 256;
 
-// Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
-// the kernel, or parts of one.
-constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
-                         (C::kernel_width % C::stage_taps == 0 && kColumnPhases == 1) ||
-                         kWeightStages == 1;
+// Taps whose products are written out: of a stage of weights, or of a period of flushes. And
+// whether they are always as far apart as the first ones: whole rows of the kernel, or parts of
+// one.
+constexpr int kWrittenTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
+constexpr bool kSteady = (kWrittenTaps % C::kernel_width == 0 && kRowPhases == 1) ||
+                         (C::kernel_width % kWrittenTaps == 0 && kColumnPhases == 1) ||
+                         kWrittenTaps == kTaps;
+static_assert(C::stage_taps % kWrittenTaps == 0, "stages have whole periods");
 
-// The taps of a stage of weights, in a stage of input.
+// Such taps, in a stage of input.
 struct Taps {
   const unsigned char* input;
   int first;

@@ -14,7 +14,8 @@ from fastconv.kernels.tensor.layers import (
 
 CHUNK_PRODUCTS = 8  # of a chunk, at least: between them, warps wait for each other
 MOST_K_STEPS = 4
-MOST_STAGE_PRODUCTS = {1: 10, 2: 7}  # of a stage of weights, by parts: they are written out
+MOST_WRITTEN = {1: 10, 2: 7}  # products that are written out, by parts
+MOST_STAGE_PRODUCTS = 10  # of a stage of weights
 
 
 class Layer(layers.Layer):
@@ -28,9 +29,10 @@ class Layer(layers.Layer):
 
     @lazy
     def stages_taps(self) -> list[int]:
-        """How many taps a stage of weights may have, the most first."""
-        choices = [n for n in self._few_taps if n % self.period_taps == 0]
-        return sorted(choices, reverse=True)
+        """How many taps a stage of weights may have, the most first: some periods."""
+        most = max(MOST_STAGE_PRODUCTS, self.period_taps * self.k_steps)
+        choices = [n for n in divisors(self.taps) if n * self.k_steps <= most]
+        return [n for n in sorted(choices, reverse=True) if n % self.period_taps == 0]
 
     @lazy
     def period_taps(self) -> int:
@@ -49,7 +51,7 @@ class Layer(layers.Layer):
 
     @lazy
     def _few_taps(self) -> list[int]:
-        most = MOST_STAGE_PRODUCTS[self.parts]
+        most = MOST_WRITTEN[self.parts]
         few = [n for n in divisors(self.taps) if n * self.k_steps <= most]
         return few or [1]
 
