@@ -48,7 +48,7 @@ COPY_CYCLES = 6.0
 VECTOR_LOAD_CYCLES = 50.0
 PIXEL_CYCLES = 60.0
 NUMBER_CYCLES = 10.0
-SPLIT_CYCLES = 6.0
+SPLIT_CYCLES = 14.0
 HALVES_CYCLES = 4.0
 LATENCY_CYCLES = 1200.0
 # Of memory that is written: a sector, and what one costs more that is written in two pieces.
