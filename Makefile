@@ -54,21 +54,25 @@ examples: .venv/ready
 	done
 
 # Our kernels alone: PyTorch's own read uninitialised memory on purpose. The first run compiles, which
-# would take long under the sanitizer. Why two tools see the portable kernels only: sanitize.py.
+# would take long under the sanitizer. Why some tools do not see all kernels: sanitize.py.
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
-  --kernel-name kernel_substring=correlate --kernel-name kernel_substring=pack \
-  --kernel-name kernel_substring=weight_grad --kernel-name kernel_substring=reduce \
-  --kernel-name kernel_substring=spread --kernel-name kernel_substring=collect \
-  --kernel-name kernel_substring=clear --kernel-name kernel_substring=scale
+  --kernel-name kernel_substring=pack --kernel-name kernel_substring=weight_grad \
+  --kernel-name kernel_substring=reduce --kernel-name kernel_substring=spread \
+  --kernel-name kernel_substring=collect --kernel-name kernel_substring=clear \
+  --kernel-name kernel_substring=scale
+CORRELATE = --kernel-name kernel_substring=correlate
 sanitize:
-	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py
-	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py portable
-	for tool in memcheck synccheck; do \
-	  $(SANITIZER) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py || exit 1; \
+	for family in "" ampere direct; do \
+	  PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
-	for tool in racecheck initcheck; do \
-	  $(SANITIZER) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py portable || exit 1; \
+	for tool in memcheck synccheck; do for family in "" ampere; do \
+	  $(SANITIZER) $(CORRELATE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	done; done
+	for family in ampere direct; do \
+	  $(SANITIZER) $(CORRELATE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
+	$(SANITIZER) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py ampere
+	$(SANITIZER) $(CORRELATE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py direct
 
 # Processes that compile side by side, are killed, and find the cache folder in every state.
 stress:

@@ -260,10 +260,10 @@ struct Accumulators {
   Sums sums;
 
   __device__ __forceinline__ void start() { clear(sums); }
-  // Adds the products of a stage of weights.
+  // Adds the products of a stage of weights, whose first tap is the chunk's `tap`-th.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const Taps& taps) {
-    warp.multiply(sums, weights, taps);
+                                           const unsigned char* input, int tap) {
+    warp.multiply(sums, weights, Taps(input, tap));
   }
   __device__ __forceinline__ const Sums& result() { return sums; }
 };
@@ -277,14 +277,18 @@ struct Accumulators<2> {
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const Taps& taps) {
-    Sums sums;
-    clear(sums);
+                                           const unsigned char* input, int tap) {
+#pragma unroll 1
+    for (int first = 0; first < C::stage_taps; first += C::period_taps) {
+      const Taps taps(input, tap + first);
+      Sums sums;
+      clear(sums);
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      warp.multiply_split(sums, low, weights + j * kTapBytes, taps[j]);
-      constexpr int kPeriod = C::period_taps;
-      if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+      for (int j = 0; j < C::period_taps; ++j) {
+        warp.multiply_split(sums, low, weights + (first + j) * kTapBytes, taps[j]);
+        constexpr int kPeriod = C::period_taps;
+        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+      }
     }
   }
   __device__ __forceinline__ const Sums& result() {
@@ -326,7 +330,7 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
       for (int stage = 0; stage < kWeightStages; ++stage) {
         if constexpr (!C::resident) WeightStages::wait_full(weights.stage);
         accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
-                              Taps(Input::stage(input.stage), stage * C::stage_taps));
+                              Input::stage(input.stage), stage * C::stage_taps);
         if constexpr (!C::resident) WeightStages::empty(weights.stage);
         weights.advance();
       }
@@ -657,8 +661,9 @@ SOURCES["direct/correlate.cuh"] = r"""
 // each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
 // multiply-adds.
 //
-// With `two_level`, sums are added to a second set of registers every flush_channels channels:
-// rounding errors then grow with the length of the two levels, not of the whole sum.
+// With `two_level`, sums are added to a second set of registers every flush_channels channels;
+// where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
+// kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
 #include "include/tile.cuh"
 
 namespace fastconv {
@@ -764,6 +769,8 @@ constexpr int kColumns =
     round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4, kVector > 4 ? kVector : 4);
 constexpr int kPitch = kColumns + C::pitch_padding;
 static_assert(C::stage_channels % C::flush_channels == 0, "stages end flushed");
+static_assert(C::flush_stages == 1 || C::stage_channels == C::flush_channels, "or several do");
+static_assert(C::flush_rows == C::stage_taps || C::flush_channels * C::flush_stages == 1, "");
 constexpr int kStageTaps = C::stage_taps * C::part_taps;
 constexpr int kInputElements = C::stage_channels * kRows * kPitch;
 constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
@@ -966,8 +973,13 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
           }
         }
       }
+      if (C::two_level && C::flush_rows < C::stage_taps && (tap_row + 1) % C::flush_rows == 0) {
+        flush(sum, total);
+      }
     }
-    if (C::two_level && (channel + 1) % C::flush_channels == 0) flush(sum, total);
+    if (C::two_level && C::flush_stages == 1 && (channel + 1) % C::flush_channels == 0) {
+      flush(sum, total);
+    }
   }
 }
 
@@ -1142,6 +1154,9 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     __syncthreads();
     multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
              columns.taps - part(stage) * C::part_taps, sum, total);
+    if (C::two_level && C::flush_stages > 1) {
+      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(sum, total);
+    }
     __syncthreads();  // before the stage after next overwrites this one
   }
   Scalar* target =
@@ -5282,13 +5297,16 @@ __host__ __device__ constexpr int tap_offset(int tap) {
 // warps, and another one multiplies while this one waits.
 constexpr bool kRoomy = kThreads == 256;
 
-// Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
-// the kernel, or parts of one.
-constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
-                         (C::kernel_width % C::stage_taps == 0 && kColumnPhases == 1) ||
-                         kWeightStages == 1;
+// Taps whose products are written out: of a stage of weights, or of a period of flushes. And
+// whether they are always as far apart as the first ones: whole rows of the kernel, or parts of
+// one.
+constexpr int kWrittenTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
+constexpr bool kSteady = (kWrittenTaps % C::kernel_width == 0 && kRowPhases == 1) ||
+                         (C::kernel_width % kWrittenTaps == 0 && kColumnPhases == 1) ||
+                         kWrittenTaps == kTaps;
+static_assert(C::stage_taps % kWrittenTaps == 0, "stages have whole periods");
 
-// The taps of a stage of weights, in a stage of input.
+// Such taps, in a stage of input.
 struct Taps {
   const unsigned char* input;
   int first;
@@ -8185,6 +8203,7 @@ STAGE_PRODUCTS = 160  # of each sum: what a stage's two barriers should be worth
 MOST_SUMS = 72  # of a thread, in weight gradients
 MOST_VALUES = 108  # sums and input pixels together
 STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
+FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512  # summed in one go, at least and at most, in others
 FLUSH_PIXELS = 512  # summed in one go, in weight gradients
 SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
 WORKSPACE_BYTES = 64 << 20
@@ -8386,6 +8405,8 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "aligned": operands.aligned,
         "two_level": True,
         "flush_channels": channels,
+        "flush_stages": ceil_div(FLUSH_PRODUCTS, channels * tap_rows * tap_columns),
+        "flush_rows": min(tap_rows, ceil_div(MOST_PRODUCTS, tap_columns)),
         "shared_bytes": shared_bytes,
         "blocks_per_sm": 2,
         "packed": True,
@@ -9033,13 +9054,13 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_FORWARD_FLOAT_IEEE_0 = config(
-    SM_80_FORWARD_FLOAT_TF32_0, parts=2, product_rows=32, pixels=32, block_rows=32,
-    tile_columns=8, pitch=16, stage_taps=3, period_taps=3, flush_taps=3, pass_pixels=32,
-    shared_bytes=108736, packed_at=737280, tables_at=1105920,
+    SM_80_FORWARD_FLOAT_TF32_0, parts=2, product_rows=32, channel_groups=2, pixels=32,
+    block_rows=8, tile_columns=16, pitch=24, period_taps=3, flush_taps=3, weight_stages=3,
+    pass_pixels=32, shared_bytes=157888, packed_at=737280, tables_at=1105920,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
     SM_80_FORWARD_FLOAT_TF32_1, parts=2, product_rows=16, channel_groups=2, block_rows=8,
-    stage_taps=3, period_taps=3, flush_taps=3, shared_bytes=92160, tables_at=1105920,
+    period_taps=3, flush_taps=3, shared_bytes=141312, tables_at=1105920,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9055,7 +9076,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
-            grid=share(108), block=384, shared_bytes=108736,
+            grid=share(108), block=384, shared_bytes=157888,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -9065,7 +9086,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(108), block=384, shared_bytes=92160,
+            grid=share(108), block=384, shared_bytes=141312,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -9073,7 +9094,12 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_86_FORWARD_FLOAT_IEEE_0 = config(
-    SM_80_FORWARD_FLOAT_IEEE_0, weight_stages=2, shared_bytes=96448,
+    SM_80_FORWARD_FLOAT_IEEE_0, channel_groups=1, block_rows=32, tile_columns=8, pitch=16,
+    stage_taps=3, weight_stages=2, shared_bytes=96448,
+)
+SM_86_FORWARD_FLOAT_IEEE_1 = config(
+    SM_86_FORWARD_FLOAT_IEEE_0, halves=False, warps=4, block_rows=16, stage_taps=9, batch=4,
+    buffers=2, shared_bytes=88064, packed_at=0, repairs=True,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9093,13 +9119,13 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_1,
+            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_1,
             grid=180, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(82), block=384, shared_bytes=92160,
+            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
+            grid=share(82), block=256, shared_bytes=88064,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
     ),
@@ -9150,8 +9176,8 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, warps=8, pixels=32, block_rows=8, stage_taps=3,
-    period_taps=3, flush_taps=3, loaders=96, buffers=1, shared_bytes=96448, packed_at=737280,
+    SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, warps=8, pixels=32, block_rows=8, period_taps=3,
+    flush_taps=3, loaders=96, buffers=1, shared_bytes=145600, packed_at=737280,
     tables_at=1105920,
 )
 SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
@@ -9173,7 +9199,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=share(108), block=384, shared_bytes=96448,
+            grid=share(108), block=384, shared_bytes=145600,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
@@ -9190,23 +9216,26 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     scratch_bytes=1108416,
 )
 
+SM_86_INPUT_GRAD_FLOAT_IEEE_0 = config(
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, stage_taps=3, shared_bytes=96448,
+)
 SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
     SM_80_INPUT_GRAD_FLOAT_IEEE_1, weight_stages=3, shared_bytes=98304,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/correlate.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=share(82), block=384, shared_bytes=96448,
             arguments=("input", "scratch", "bias", "output", 8),
         ),

@@ -260,10 +260,10 @@ struct Accumulators {
   Sums sums;
 
   __device__ __forceinline__ void start() { clear(sums); }
-  // Adds the products of a stage of weights.
+  // Adds the products of a stage of weights, whose first tap is the chunk's `tap`-th.
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const Taps& taps) {
-    warp.multiply(sums, weights, taps);
+                                           const unsigned char* input, int tap) {
+    warp.multiply(sums, weights, Taps(input, tap));
   }
   __device__ __forceinline__ const Sums& result() { return sums; }
 };
@@ -277,14 +277,18 @@ struct Accumulators<2> {
     clear(low);
   }
   __device__ __forceinline__ void multiply(const Multiplier& warp, const unsigned char* weights,
-                                           const Taps& taps) {
-    Sums sums;
-    clear(sums);
+                                           const unsigned char* input, int tap) {
+#pragma unroll 1
+    for (int first = 0; first < C::stage_taps; first += C::period_taps) {
+      const Taps taps(input, tap + first);
+      Sums sums;
+      clear(sums);
 #pragma unroll
-    for (int j = 0; j < C::stage_taps; ++j) {
-      warp.multiply_split(sums, low, weights + j * kTapBytes, taps[j]);
-      constexpr int kPeriod = C::period_taps;
-      if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+      for (int j = 0; j < C::period_taps; ++j) {
+        warp.multiply_split(sums, low, weights + (first + j) * kTapBytes, taps[j]);
+        constexpr int kPeriod = C::period_taps;
+        if ((j + 1) % kPeriod % C::flush_taps == 0) flush(totals, sums, low);
+      }
     }
   }
   __device__ __forceinline__ const Sums& result() {
@@ -326,7 +330,7 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
       for (int stage = 0; stage < kWeightStages; ++stage) {
         if constexpr (!C::resident) WeightStages::wait_full(weights.stage);
         accumulators.multiply(warp, shared_memory() + kWeightRing + weights.stage * kWeightBytes,
-                              Taps(Input::stage(input.stage), stage * C::stage_taps));
+                              Input::stage(input.stage), stage * C::stage_taps);
         if constexpr (!C::resident) WeightStages::empty(weights.stage);
         weights.advance();
       }
@@ -1154,8 +1158,9 @@ SOURCES["direct/correlate.cuh"] = r"""
 // each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
 // multiply-adds.
 //
-// With `two_level`, sums are added to a second set of registers every flush_channels channels:
-// rounding errors then grow with the length of the two levels, not of the whole sum.
+// With `two_level`, sums are added to a second set of registers every flush_channels channels;
+// where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
+// kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
 #include "include/tile.cuh"
 
 namespace fastconv {
@@ -1261,6 +1266,8 @@ constexpr int kColumns =
     round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4, kVector > 4 ? kVector : 4);
 constexpr int kPitch = kColumns + C::pitch_padding;
 static_assert(C::stage_channels % C::flush_channels == 0, "stages end flushed");
+static_assert(C::flush_stages == 1 || C::stage_channels == C::flush_channels, "or several do");
+static_assert(C::flush_rows == C::stage_taps || C::flush_channels * C::flush_stages == 1, "");
 constexpr int kStageTaps = C::stage_taps * C::part_taps;
 constexpr int kInputElements = C::stage_channels * kRows * kPitch;
 constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
@@ -1463,8 +1470,13 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
           }
         }
       }
+      if (C::two_level && C::flush_rows < C::stage_taps && (tap_row + 1) % C::flush_rows == 0) {
+        flush(sum, total);
+      }
     }
-    if (C::two_level && (channel + 1) % C::flush_channels == 0) flush(sum, total);
+    if (C::two_level && C::flush_stages == 1 && (channel + 1) % C::flush_channels == 0) {
+      flush(sum, total);
+    }
   }
 }
 
@@ -1639,6 +1651,9 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     __syncthreads();
     multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
              columns.taps - part(stage) * C::part_taps, sum, total);
+    if (C::two_level && C::flush_stages > 1) {
+      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(sum, total);
+    }
     __syncthreads();  // before the stage after next overwrites this one
   }
   Scalar* target =
@@ -5779,13 +5794,16 @@ __host__ __device__ constexpr int tap_offset(int tap) {
 // warps, and another one multiplies while this one waits.
 constexpr bool kRoomy = kThreads == 256;
 
-// Whether taps of a stage of weights are always as far apart as those of the first: whole rows of
-// the kernel, or parts of one.
-constexpr bool kSteady = (C::stage_taps % C::kernel_width == 0 && kRowPhases == 1) ||
-                         (C::kernel_width % C::stage_taps == 0 && kColumnPhases == 1) ||
-                         kWeightStages == 1;
+// Taps whose products are written out: of a stage of weights, or of a period of flushes. And
+// whether they are always as far apart as the first ones: whole rows of the kernel, or parts of
+// one.
+constexpr int kWrittenTaps = C::parts == 2 ? C::period_taps : C::stage_taps;
+constexpr bool kSteady = (kWrittenTaps % C::kernel_width == 0 && kRowPhases == 1) ||
+                         (C::kernel_width % kWrittenTaps == 0 && kColumnPhases == 1) ||
+                         kWrittenTaps == kTaps;
+static_assert(C::stage_taps % kWrittenTaps == 0, "stages have whole periods");
 
-// The taps of a stage of weights, in a stage of input.
+// Such taps, in a stage of input.
 struct Taps {
   const unsigned char* input;
   int first;
@@ -8723,6 +8741,7 @@ STAGE_PRODUCTS = 160  # of each sum: what a stage's two barriers should be worth
 MOST_SUMS = 72  # of a thread, in weight gradients
 MOST_VALUES = 108  # sums and input pixels together
 STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
+FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512  # summed in one go, at least and at most, in others
 FLUSH_PIXELS = 512  # summed in one go, in weight gradients
 SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
 WORKSPACE_BYTES = 64 << 20
@@ -8924,6 +8943,8 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "aligned": operands.aligned,
         "two_level": True,
         "flush_channels": channels,
+        "flush_stages": ceil_div(FLUSH_PRODUCTS, channels * tap_rows * tap_columns),
+        "flush_rows": min(tap_rows, ceil_div(MOST_PRODUCTS, tap_columns)),
         "shared_bytes": shared_bytes,
         "blocks_per_sm": 2,
         "packed": True,
@@ -9548,13 +9569,13 @@ TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_80_FORWARD_FLOAT_IEEE_0 = config(
-    SM_86_FORWARD_FLOAT_TF32_0, parts=2, warps=8, product_rows=16, channel_groups=2,
+    SM_80_FORWARD_FLOAT_TF32_0, parts=2, warps=8, product_rows=16, channel_groups=2,
     block_rows=2, tile_columns=128, pitch=130, period_taps=3, flush_taps=3, batch=3, buffers=1,
-    shared_bytes=109760, packed_at=147456, tables_at=221184,
+    shared_bytes=158912, packed_at=147456, tables_at=221184,
 )
 SM_80_FORWARD_FLOAT_IEEE_1 = config(
     SM_80_FORWARD_FLOAT_IEEE_0, halves=False, pixels=48, block_rows=3, tile_columns=64,
-    pitch=66, batch=4, pass_pixels=48, shared_bytes=85248, packed_at=0, repairs=True,
+    pitch=66, batch=4, pass_pixels=48, shared_bytes=134400, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9570,7 +9591,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
-            grid=share(108), block=384, shared_bytes=109760,
+            grid=share(108), block=384, shared_bytes=158912,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9580,7 +9601,7 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(108), block=384, shared_bytes=85248,
+            grid=share(108), block=384, shared_bytes=134400,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9588,8 +9609,11 @@ TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_86_FORWARD_FLOAT_IEEE_0 = config(
-    SM_80_FORWARD_FLOAT_IEEE_0, channel_groups=4, tile_columns=64, pitch=66, weight_stages=3,
-    shared_bytes=89280,
+    SM_80_FORWARD_FLOAT_IEEE_0, channel_groups=4, tile_columns=64, pitch=66, stage_taps=3,
+    weight_stages=3, shared_bytes=89280,
+)
+SM_86_FORWARD_FLOAT_IEEE_1 = config(
+    SM_80_FORWARD_FLOAT_IEEE_1, weight_stages=2, shared_bytes=97536,
 )
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9609,13 +9633,13 @@ TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_1,
+            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_1,
             grid=36, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
-            grid=share(82), block=384, shared_bytes=85248,
+            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
+            grid=share(82), block=384, shared_bytes=97536,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9638,12 +9662,12 @@ TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 
 SM_80_INPUT_GRAD_FLOAT_IEEE_0 = config(
     SM_80_INPUT_GRAD_FLOAT_TF32_0, parts=2, pixels=96, block_rows=12, tile_columns=32, pitch=34,
-    stage_taps=3, period_taps=3, flush_taps=3, weight_stages=24, loaders=96, batch=5,
-    pass_pixels=32, shared_bytes=145088, packed_at=147456, tables_at=221184,
+    period_taps=3, flush_taps=3, loaders=96, batch=5, pass_pixels=32, shared_bytes=145088,
+    packed_at=147456, tables_at=221184,
 )
 SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
     SM_80_INPUT_GRAD_FLOAT_IEEE_0, halves=False, warps=8, pixels=48, weight_stages=4,
-    resident=False, pass_pixels=48, buffers=1, shared_bytes=91648, packed_at=0, repairs=True,
+    resident=False, pass_pixels=48, buffers=1, shared_bytes=116224, packed_at=0, repairs=True,
 )
 TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9669,7 +9693,7 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
-            grid=share(108), block=384, shared_bytes=91648,
+            grid=share(108), block=384, shared_bytes=116224,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),
@@ -9677,11 +9701,10 @@ TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_86_INPUT_GRAD_FLOAT_IEEE_0 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_0, weight_stages=4, resident=False, shared_bytes=83648,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_0, weight_stages=3, resident=False, shared_bytes=99008,
 )
 SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
-    SM_80_INPUT_GRAD_FLOAT_IEEE_1, block_rows=6, tile_columns=64, pitch=66, batch=6,
-    shared_bytes=98304,
+    SM_80_INPUT_GRAD_FLOAT_IEEE_1, weight_stages=2, shared_bytes=97792,
 )
 TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -9697,7 +9720,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
-            grid=share(82), block=256, shared_bytes=83648,
+            grid=share(82), block=256, shared_bytes=99008,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
@@ -9707,7 +9730,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
-            grid=share(82), block=384, shared_bytes=98304,
+            grid=share(82), block=384, shared_bytes=97792,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
     ),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from math import prod
+from math import gcd, prod
 from random import Random
 from typing import Any
 
@@ -25,7 +25,7 @@ from emulator.works import Work
 from fastconv import jit
 from fastconv.jit import compile
 from fastconv.kernels import direct, gpus, planner
-from fastconv.kernels.arithmetic import round_up
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import MOST_ROUNDS, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
@@ -115,6 +115,30 @@ def test_all_problems_are_planned(request: pytest.FixtureRequest) -> None:
                 slow[net.line_of(work)] = seconds
             _assert_fits(work)
     assert slow == {}
+
+
+def test_portable_sums_have_short_levels() -> None:
+    """Each of the two loses digits with the square root of its length, or faster."""
+    for drawn in _drawn():
+        if drawn.direction == "weight_grad":
+            continue
+        for gpu in GPUS.values():
+            work = replace(drawn, gpu=gpu, planner=PASSES[drawn.direction][0])
+            c: dict[str, Any] = dict(work.plan.launches[-1].kernel.constants)
+            terms = c["group_in"] * _phase_taps(c, "height") * _phase_taps(c, "width")
+            first = terms
+            if c["two_level"]:
+                products = c["flush_channels"] * c["flush_rows"] * c["part_taps"]
+                first = min(terms, products * c["flush_stages"])
+            longest = max(first, terms / first)
+            assert longest <= max(600, 1.5 * terms**0.5), (str(drawn), str(gpu), longest)
+
+
+def _phase_taps(c: dict[str, Any], axis: str) -> int:
+    """Taps along an axis that an output has, at most."""
+    stride, dilation = c[f"stride_{axis}"], c[f"dilation_{axis}"]
+    step = stride // gcd(stride, dilation) if c["transposed"] else 1
+    return ceil_div(c[f"kernel_{axis}"], step)
 
 
 def test_families_plan_for_their_gpus() -> None:

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _settings() -> Iterator[None]:
-    """Float32 is float32, for PyTorch and us; references are computed on all cores there are for them."""
+    """Float32 is float32, for PyTorch and us; references are computed on all cores it has."""
     cudnn, threads, tf32 = torch.backends.cudnn, torch.get_num_threads(), None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     # PyTorch's testing utilities, once imported, forbid to change settings otherwise.

@@ -1,8 +1,9 @@
 """Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch; see the Makefile.
 
 With an argument, a family and the portable kernels alone run: "direct", or "ampere", as on sm_80.
-Two of the tools do not understand all that sm_90a does: initcheck does not see what bulk copies
-write, and racecheck takes asynchronous copies that an mbarrier orders for races.
+Two of the tools do not understand all that kernels do: initcheck does not see what sm_90a's bulk
+copies write, and racecheck takes for races what rings of barriers order, on Hopper and in Ampere's
+correlations (see docs/kernels/ampere.md).
 
 All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
 (making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.

@@ -23,11 +23,12 @@ _CHOSEN = (
     "channels_per_thread", "inputs_per_thread", "lanes_y", "lanes_x", "lanes_m", "lanes_n",
     "warps", "warps_m", "warps_n", "warps_k", "stage_channels", "stage_taps", "part_taps",
     "block_taps", "stage_rows", "stage_columns", "vector", "vector_input", "vector_grad",
-    "two_level", "flush_channels", "flush_units", "packed", "blocks_per_sm", "parts",
-    "channel_groups", "stack", "pixels", "tile_rows", "tile_columns", "pitch", "lead",
-    "staged", "raw_slots", "bulk_loads", "rolling", "segment_tiles", "k_steps", "input_stages",
-    "weight_stages", "resident", "pass_pixels", "bulk_stores", "vector_loads", "vector_stores",
-    "joint_stores", "wraps", "turns", "row_at", "column_at", "column_sums", "interleave",
+    "two_level", "flush_channels", "flush_stages", "flush_rows", "flush_units", "packed",
+    "blocks_per_sm", "parts", "channel_groups", "stack", "pixels", "tile_rows", "tile_columns",
+    "pitch", "lead", "staged", "raw_slots", "bulk_loads", "rolling", "segment_tiles", "k_steps",
+    "input_stages", "weight_stages", "resident", "pass_pixels", "bulk_stores", "vector_loads",
+    "vector_stores", "joint_stores", "wraps", "turns", "row_at", "column_at", "column_sums",
+    "interleave",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ STAGE_PRODUCTS = 160  # of each sum: what a stage's two barriers should be worth
 MOST_SUMS = 72  # of a thread, in weight gradients
 MOST_VALUES = 108  # sums and input pixels together
 STAGE_COLUMNS = (96, 64, 32, 16, 8)  # the widest that fits, in weight gradients
+FLUSH_PRODUCTS, MOST_PRODUCTS = 60, 512  # summed in one go, at least and at most, in others
 FLUSH_PIXELS = 512  # summed in one go, in weight gradients
 SHARED_BYTES = 47 * 1024  # of a block: every GPU has that, most of them for two blocks
 WORKSPACE_BYTES = 64 << 20
@@ -214,6 +215,8 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         "aligned": operands.aligned,
         "two_level": True,
         "flush_channels": channels,
+        "flush_stages": ceil_div(FLUSH_PRODUCTS, channels * tap_rows * tap_columns),
+        "flush_rows": min(tap_rows, ceil_div(MOST_PRODUCTS, tap_columns)),
         "shared_bytes": shared_bytes,
         "blocks_per_sm": 2,
         "packed": True,

@@ -43,6 +43,8 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several parts": columns > c["part_taps"],
         "several rows": rows > c["stage_taps"],
         "taps differ": c["kernel_height"] % row_phases + c["kernel_width"] % column_phases > 0,
+        "stages flushed together": c["two_level"] and c["flush_stages"] > 1,
+        "rows flushed": c["flush_rows"] < c["stage_taps"],
         "unrolled": c["stage_taps"] * c["part_taps"] <= c["unrolled_taps"],
         "stored": stored,
     }
@@ -52,14 +54,15 @@ CORRELATE = Anatomy(
     sizes=GEOMETRY
     | {
         "lanes_y", "lanes_x", "warps", "stage_channels", "stage_taps", "part_taps",
-        "unrolled_taps", "pitch_padding", "flush_channels", "shared_bytes", "blocks_per_sm",
+        "unrolled_taps", "pitch_padding", "flush_channels", "flush_stages", "flush_rows",
+        "shared_bytes", "blocks_per_sm",
     },
     chosen=_correlate,
     parts={
         "load": ("bytes", "in_channels_last", "vector", "strided", "one row", "one column",
                  "phases"),
         "multiply": ("bytes", "channels_per_thread", "two_level", "several parts", "several rows",
-                     "taps differ", "unrolled"),
+                     "taps differ", "unrolled", "stages flushed together", "rows flushed"),
         "weights": ("Scalar", "transposed", "packed", "phases", "several parts", "several rows"),
         "store": ("Scalar", "out_channels_last", "stored", "output step"),
     },

@@ -20,8 +20,9 @@
 // each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
 // multiply-adds.
 //
-// With `two_level`, sums are added to a second set of registers every flush_channels channels:
-// rounding errors then grow with the length of the two levels, not of the whole sum.
+// With `two_level`, sums are added to a second set of registers every flush_channels channels;
+// where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
+// kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
 #pragma once
 #include "include/tile.cuh"
 
@@ -128,6 +129,8 @@ constexpr int kColumns =
     round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4, kVector > 4 ? kVector : 4);
 constexpr int kPitch = kColumns + C::pitch_padding;
 static_assert(C::stage_channels % C::flush_channels == 0, "stages end flushed");
+static_assert(C::flush_stages == 1 || C::stage_channels == C::flush_channels, "or several do");
+static_assert(C::flush_rows == C::stage_taps || C::flush_channels * C::flush_stages == 1, "");
 constexpr int kStageTaps = C::stage_taps * C::part_taps;
 constexpr int kInputElements = C::stage_channels * kRows * kPitch;
 constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
@@ -330,8 +333,13 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
           }
         }
       }
+      if (C::two_level && C::flush_rows < C::stage_taps && (tap_row + 1) % C::flush_rows == 0) {
+        flush(sum, total);
+      }
     }
-    if (C::two_level && (channel + 1) % C::flush_channels == 0) flush(sum, total);
+    if (C::two_level && C::flush_stages == 1 && (channel + 1) % C::flush_channels == 0) {
+      flush(sum, total);
+    }
   }
 }
 
@@ -506,6 +514,9 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
     __syncthreads();
     multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
              columns.taps - part(stage) * C::part_taps, sum, total);
+    if (C::two_level && C::flush_stages > 1) {
+      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(sum, total);
+    }
     __syncthreads();  // before the stage after next overwrites this one
   }
   Scalar* target =

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.direct import limits
@@ -27,6 +28,7 @@ PIXELS = 4  # of a thread, neighbours in a row
 WARPS = 8  # of a block
 UNROLLED_TAPS = 48  # of a stage; beyond, kernel rows are a loop
 FLUSH_PRODUCTS = 60  # between two flushes at least, to be worth their time
+MOST_PRODUCTS = 512  # and at most
 HELPER_THREADS = 256  # of the small kernels that pack and clear
 MOST_HELPER_BLOCKS = 4096
 # A stage should hold this many products of each sum, to be worth its two barriers.
@@ -205,7 +207,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     tile = _choose_tile(
         problem, operands, gpu, transposed, group_in, group_out, in_size, out_size, blocks_per_sm
     )
-    flush_channels = _flush_channels(tile, group_in)
+    flushes = _flushes(tile, group_in)
     single_stage = (
         tile.stage_channels >= group_in
         and tile.stage_taps >= tile.rows.taps
@@ -235,8 +237,12 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         "vector": tile.vector,
         "pitch_padding": tile.pitch_padding,
         "aligned": operands.aligned,
-        "two_level": tile.stage_channels > flush_channels or not single_stage,
-        "flush_channels": flush_channels,
+        "two_level": not single_stage
+        or tile.stage_channels > flushes.channels
+        or tile.stage_taps > flushes.rows,
+        "flush_channels": flushes.channels,
+        "flush_stages": flushes.stages,
+        "flush_rows": flushes.rows,
         "shared_bytes": tile.shared_bytes,
         "blocks_per_sm": blocks_per_sm,
     }
@@ -268,16 +274,26 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
     return Plan(tuple(launches), packed * operands.sum_bytes, FAMILY, WHY, packs=packs)
 
 
-def _flush_channels(tile: Tile, group_in: int) -> int:
-    """After how many channels of a stage its sums are flushed to the second level.
+class Flushes(NamedTuple):
+    """After how much of a sum it is flushed to the second level."""
 
-    Rounding errors are least when both levels are equally long: the square root of the whole sum.
-    """
-    stage_taps = tile.stage_taps * tile.part_taps
-    best = math.sqrt(group_in * tile.rows.taps * tile.columns.taps) / stage_taps
-    best = max(best, FLUSH_PRODUCTS / stage_taps)
+    channels: int  # of a stage
+    stages: int
+    rows: int  # of a channel's kernel
+
+
+def _flushes(tile: Tile, group_in: int) -> Flushes:
+    """Rounding errors are least when both levels are equally long: the root of the whole sum."""
+    channel = tile.stage_taps * tile.part_taps
+    best = max(math.sqrt(group_in * tile.rows.taps * tile.columns.taps), FLUSH_PRODUCTS)
+    if channel > MOST_PRODUCTS:
+        return Flushes(1, 1, ceil_div(round(best), tile.part_taps))
+    if best > tile.stage_channels * channel:
+        stages = round(best / (tile.stage_channels * channel))
+        return Flushes(tile.stage_channels, stages, tile.stage_taps)
     divisors = (n for n in range(1, tile.stage_channels + 1) if tile.stage_channels % n == 0)
-    return min(divisors, key=lambda channels: abs(math.log(channels / best)))
+    channels = min(divisors, key=lambda channels: abs(math.log(channels * channel / best)))
+    return Flushes(channels, 1, tile.stage_taps)
 
 
 def _helper(
@@ -328,8 +344,9 @@ def _choose_tile(
         ),
     )  # fmt: skip
     budget = gpu.shared_budget(blocks_per_sm)
-    stages = _stages(rows, columns, operands.vector, group_in)
-    for tight, (stage_channels, stage_taps, part_taps) in product((False, True), stages):
+    for tight, (stage_channels, stage_taps, part_taps) in _stages(
+        rows, columns, operands.vector, group_in
+    ):
         vector = 1
         if not operands.input_channels_last and columns.phases == 1:
             part_step = 0 if part_taps >= columns.taps else part_taps * columns.tap_step
@@ -347,11 +364,16 @@ def _choose_tile(
 
 def _stages(
     rows: Axis, columns: Axis, vector: int, group_in: int
-) -> Iterator[tuple[int, int, int]]:
-    """Channels, kernel rows and kernel columns of a stage, from the best down to a single tap."""
+) -> Iterator[tuple[bool, tuple[int, int, int]]]:
+    """Stages from the best down to a single tap: whether rows are tight, and what they have.
+
+    That is channels, kernel rows and kernel columns. Banks that lanes share cost less than parts of
+    kernels, each of which loads a halo of its own.
+    """
     first, *smaller = part_sizes(columns.taps, columns.tap_step, vector)
     wanted = ceil_div(STAGE_PRODUCTS, rows.taps * first)
-    for channels in range(min(wanted, MOST_STAGE_CHANNELS, group_in), 0, -1):
-        yield channels, rows.taps, first
-    for part in (first, *smaller):
-        yield 1, 1, part
+    most = min(wanted, MOST_STAGE_CHANNELS, group_in)
+    whole = [(channels, rows.taps, first) for channels in range(most, 0, -1)]
+    parts = [(1, 1, part) for part in (first, *smaller)]
+    yield from product((False, True), whole)
+    yield from product((False, True), parts)
