@@ -4584,26 +4584,6 @@ struct Either<false, First, Second> {
   using type = Second;
 };
 
-// What moves so many bytes at once.
-template <int kBytes>
-struct Bits;
-template <>
-struct Bits<2> {
-  using type = unsigned short;
-};
-template <>
-struct Bits<4> {
-  using type = unsigned;
-};
-template <>
-struct Bits<8> {
-  using type = uint2;
-};
-template <>
-struct Bits<16> {
-  using type = uint4;
-};
-
 using C = Config;
 using Scalar = C::Scalar;
 using Operand = OperandOf<Scalar>::type;
@@ -4703,13 +4683,30 @@ template <>
 __device__ __forceinline__ float16 narrow<float16>(float value) {
   return {float_to_half(value)};
 }
-// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
 template <>
 __device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
-  unsigned bits = __float_as_uint(value);
-  if (value != value) return {0x7fff};
-  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+  return {float_to_bfloat(value)};
 }
+
+// What moves so many bytes at once.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<2> {
+  using type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using type = uint2;
+};
+template <>
+struct Bits<16> {
+  using type = uint4;
+};
 
 }  // namespace fastconv
 """
@@ -4722,32 +4719,6 @@ SOURCES["include/sm80.cuh"] = r"""
 namespace fastconv {
 
 // --- Loads, stores and conversions ---------------------------------------------------------------
-
-// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
-template <class T>
-__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
-  if (valid) *global = value;
-}
-__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
-      "}" ::"l"(global),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
-      : "memory");
-}
-__device__ __forceinline__ void store_if(uint2* global, const uint2& value, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "@p st.global.v2.b32 [%0], {%1, %2};\n"
-      "}" ::"l"(global),
-      "r"(value.x), "r"(value.y), "r"(static_cast<int>(valid))
-      : "memory");
-}
 
 // The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
 // `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
@@ -4997,6 +4968,32 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
+// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
+template <class T>
+__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
+  if (valid) *global = value;
+}
+__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(uint2* global, const uint2& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.b32 [%0], {%1, %2};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(static_cast<int>(valid))
+      : "memory");
+}
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -5007,6 +5004,19 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
   unsigned short bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
+}
+
+// To nearest, ties to even; before sm_80 by hand. A NaN stays one.
+__device__ __forceinline__ unsigned short float_to_bfloat(float value) {
+#if __CUDA_ARCH__ >= 800
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+#else
+  const unsigned bits = __float_as_uint(value);
+  if (value != value) return 0x7fff;
+  return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 // Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
@@ -5027,6 +5037,13 @@ __device__ __forceinline__ int once_more(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
+
+// The same number, computed once: the compiler keeps it, where it would rather compute it again.
+__device__ __forceinline__ float kept(float number) {
+  asm volatile("" : "+f"(number));
+  return number;
+}
+__device__ __forceinline__ double kept(double number) { return number; }
 
 // --- Barriers that some threads of a block have among themselves ---------------------------------
 // Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all

@@ -12,9 +12,14 @@ import ctypes
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
-from fastconv.jit import GpuUnavailable, nvrtc_version
+import pytest
+
+from fastconv import jit
+from fastconv.jit import GpuUnavailable, compile, nvrtc_version
+from fastconv.kernels.family import Kernel
 
 SONAMES = {11: "libnvrtc.so.11.2", 12: "libnvrtc.so.12"}
 
@@ -87,3 +92,24 @@ class Nvrtc:
 def _strings(strings: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
     encoded = [s.encode() for s in strings]
     return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
+def compiled(kernel: Kernel, arch: str) -> jit.Compiled:
+    """A kernel, by the last compiler that knows the architecture; skips the test without it."""
+    if arch != "sm_70":
+        try:
+            nvrtc_version()
+        except GpuUnavailable as error:
+            pytest.skip(str(error))
+        return jit.compile_kernel(kernel, arch)
+    nvrtc = _volta()
+    if nvrtc is None:
+        pytest.skip("needs NVRTC 12: pip install nvidia-cuda-nvrtc-cu12")
+    headers, options = compile.included(kernel.text), compile._options(arch)
+    return jit.Compiled(kernel.entry, *nvrtc.compile(kernel.text, headers, options))
+
+
+@cache
+def _volta() -> Nvrtc | None:
+    path = find(12)
+    return None if path is None else Nvrtc(path)

@@ -22,12 +22,11 @@ import pytest
 import nvrtc as other_nvrtc
 from emulator import net
 from emulator.works import Work
-from fastconv import jit
 from fastconv.jit import compile
 from fastconv.kernels import direct, gpus, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.direct import limits
-from fastconv.kernels.family import MOST_ROUNDS, Gpu, Kernel, Operands, Plan
+from fastconv.kernels.family import MOST_ROUNDS, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 
@@ -253,32 +252,11 @@ def test_kernels_can_hold_the_largest_sizes(problem: Problem, plan_pass: Planner
     for launch in plan.launches:
         values = (*dict(launch.kernel.constants).values(), *launch.arguments)
         assert all(abs(value) < 2**31 for value in values if isinstance(value, int))
-    log = _compiled(plan.launches[0].kernel, H200.architecture).log
+    log = other_nvrtc.compiled(plan.launches[0].kernel, H200.architecture).log
     assert not re.search("overflow|out of range|truncat", log)
 
 
 # --- Compiled -------------------------------------------------------------------------------------
-
-
-@cache
-def _volta() -> other_nvrtc.Nvrtc | None:
-    path = other_nvrtc.find(12)
-    return None if path is None else other_nvrtc.Nvrtc(path)
-
-
-def _compiled(kernel: Kernel, arch: str) -> jit.Compiled:
-    """With the last compiler that knows the architecture."""
-    if arch != "sm_70":
-        try:
-            jit.nvrtc_version()
-        except jit.GpuUnavailable as error:
-            pytest.skip(str(error))
-        return jit.compile_kernel(kernel, arch)
-    nvrtc = _volta()
-    if nvrtc is None:
-        pytest.skip("needs NVRTC 12: pip install nvidia-cuda-nvrtc-cu12")
-    headers, options = compile.included(kernel.text), compile._options(arch)
-    return jit.Compiled(kernel.entry, *nvrtc.compile(kernel.text, headers, options))
 
 
 MOST_SPILLED = 64  # bytes of a thread
@@ -297,7 +275,7 @@ def test_plans_compile_within_registers(arch: str) -> None:
         for work in works[turn :: len(GPUS)][:count]:
             launches = replace(work, planner=portable, gpu=gpu).plan.launches
             launch = launches[0 if direction == "weight_grad" else -1]
-            compiled = _compiled(launch.kernel, arch)
+            compiled = other_nvrtc.compiled(launch.kernel, arch)
             constants = dict(launch.kernel.constants)
             registers = compiled.registers
             assert registers is not None

@@ -2,7 +2,7 @@
 
 A new family is one more entry in a list. The portable kernels come last: they take everything. On
 Hopper, Ampere's kernels plan only where they are asked for: where its own decline, it was not
-measured whether they are faster than the portable ones.
+measured whether they are faster than the portable ones. Families on trial do so on every GPU.
 
 ``FASTCONV_FAMILY=hopper`` leaves a list with that family and the portable kernels, for what it
 declines. ``FASTCONV_FAMILY=hopper:sm_86`` also plans as if a block had the shared memory that it
@@ -21,7 +21,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from fastconv import native
-from fastconv.kernels import ampere, direct, gpus, hopper
+from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
 from fastconv.kernels.ampere.classes import ANATOMIES as AMPERE
 from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -30,13 +30,27 @@ from fastconv.problem import Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
 
-FORWARD: tuple[Planner, ...] = (hopper.forward, ampere.forward, direct.forward)
-INPUT_GRAD: tuple[Planner, ...] = (hopper.input_grad, ampere.input_grad, direct.input_grad)
+FORWARD: tuple[Planner, ...] = (
+    hopper.forward,
+    ampere.forward,
+    depthwise.forward,
+    direct.forward,
+)
+INPUT_GRAD: tuple[Planner, ...] = (
+    hopper.input_grad,
+    ampere.input_grad,
+    depthwise.input_grad,
+    direct.input_grad,
+)
 WEIGHT_GRAD: tuple[Planner, ...] = (
     hopper.weight_grad,
     ampere.weight_grad,
+    depthwise.weight_grad,
     direct.weight_grad,
 )
+
+ON_TRIAL = frozenset({"depthwise"})
+"""Families that plan only where they are asked for: no GPU has run their kernels yet."""
 
 ANATOMIES = {**HOPPER, **AMPERE, **DIRECT}
 """What chooses the code of every kernel that a plan can have, by its source."""
@@ -59,7 +73,8 @@ class Switch(NamedTuple):
     def planners(self, planners: tuple[Planner, ...], gpu: Gpu) -> tuple[Planner, ...]:
         if self.family is None:
             on_hopper = gpus.number(gpu) == gpus.number(gpus.H200)
-            return tuple(one for one in planners if not on_hopper or _family(one) != "ampere")
+            asked_for = ON_TRIAL | {"ampere"} if on_hopper else ON_TRIAL
+            return tuple(one for one in planners if _family(one) not in asked_for)
         *others, portable = planners
         return (*(one for one in others if _family(one) == self.family), portable)
 

@@ -56,6 +56,32 @@ __device__ __forceinline__ void copy_async_wait() {
 #endif
 }
 
+// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
+template <class T>
+__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
+  if (valid) *global = value;
+}
+__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(uint2* global, const uint2& value, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "@p st.global.v2.b32 [%0], {%1, %2};\n"
+      "}" ::"l"(global),
+      "r"(value.x), "r"(value.y), "r"(static_cast<int>(valid))
+      : "memory");
+}
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -66,6 +92,19 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
   unsigned short bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
+}
+
+// To nearest, ties to even; before sm_80 by hand. A NaN stays one.
+__device__ __forceinline__ unsigned short float_to_bfloat(float value) {
+#if __CUDA_ARCH__ >= 800
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+#else
+  const unsigned bits = __float_as_uint(value);
+  if (value != value) return 0x7fff;
+  return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 // Two floats to 16-bit types, to nearest, ties to even; `first` in the lower half. From sm_80 on.
@@ -86,6 +125,13 @@ __device__ __forceinline__ int once_more(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
+
+// The same number, computed once: the compiler keeps it, where it would rather compute it again.
+__device__ __forceinline__ float kept(float number) {
+  asm volatile("" : "+f"(number));
+  return number;
+}
+__device__ __forceinline__ double kept(double number) { return number; }
 
 // --- Barriers that some threads of a block have among themselves ---------------------------------
 // Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all

@@ -37,12 +37,29 @@ template <>
 __device__ __forceinline__ float16 narrow<float16>(float value) {
   return {float_to_half(value)};
 }
-// To nearest, ties to even; by hand, because the instruction needs sm_80. A NaN stays one.
 template <>
 __device__ __forceinline__ bfloat16 narrow<bfloat16>(float value) {
-  unsigned bits = __float_as_uint(value);
-  if (value != value) return {0x7fff};
-  return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+  return {float_to_bfloat(value)};
 }
+
+// What moves so many bytes at once.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<2> {
+  using type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using type = uint2;
+};
+template <>
+struct Bits<16> {
+  using type = uint4;
+};
 
 }  // namespace fastconv

@@ -7,32 +7,6 @@ namespace fastconv {
 
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
-// Stores an element if it is `valid`; or 8 or 16 bytes, at once and without a branch.
-template <class T>
-__device__ __forceinline__ void store_if(T* global, const T& value, bool valid) {
-  if (valid) *global = value;
-}
-__device__ __forceinline__ void store_if(uint4* global, const uint4& value, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %5, 0;\n"
-      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
-      "}" ::"l"(global),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(valid))
-      : "memory");
-}
-__device__ __forceinline__ void store_if(uint2* global, const uint2& value, bool valid) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %3, 0;\n"
-      "@p st.global.v2.b32 [%0], {%1, %2};\n"
-      "}" ::"l"(global),
-      "r"(value.x), "r"(value.y), "r"(static_cast<int>(valid))
-      : "memory");
-}
-
 // The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
 // `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
 __device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {

@@ -30,26 +30,6 @@ struct Either<false, First, Second> {
   using type = Second;
 };
 
-// What moves so many bytes at once.
-template <int kBytes>
-struct Bits;
-template <>
-struct Bits<2> {
-  using type = unsigned short;
-};
-template <>
-struct Bits<4> {
-  using type = unsigned;
-};
-template <>
-struct Bits<8> {
-  using type = uint2;
-};
-template <>
-struct Bits<16> {
-  using type = uint4;
-};
-
 using C = Config;
 using Scalar = C::Scalar;
 using Operand = OperandOf<Scalar>::type;

@@ -31,6 +31,11 @@ inline void copy_async_wait() {
   emulator::copy_async_wait(kPending);
 }
 
+template <class T>
+inline void store_if(T* global, const T& value, bool valid) {
+  if (valid) *global = value;
+}
+
 inline float half_to_float(unsigned short bits) {
   const unsigned sign = (bits & 0x8000u) << 16;
   const unsigned magnitude = (bits & 0x7fffu) << 13;  // with a float's exponent, 112 too small
@@ -59,16 +64,22 @@ inline unsigned floats_to_halves(float first, float second) {
   return float_to_half(first) | static_cast<unsigned>(float_to_half(second)) << 16;
 }
 
-inline unsigned float_to_bfloat(float value) {
+inline unsigned short float_to_bfloat(float value) {
   const unsigned bits = __float_as_uint(value);
-  return value != value ? 0x7fff : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  if (value != value) return 0x7fff;
+  return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 inline unsigned floats_to_bfloats(float first, float second) {
-  return float_to_bfloat(first) | float_to_bfloat(second) << 16;
+  return float_to_bfloat(first) | static_cast<unsigned>(float_to_bfloat(second)) << 16;
 }
 
 inline int once_more(int number) { return number; }
+
+template <class T>
+inline T kept(T number) {
+  return number;
+}
 
 inline void wait_at(int barrier, int threads, emulator::Site site = emulator::here("wait_at")) {
   emulator::named_barrier(site, barrier, threads, true);

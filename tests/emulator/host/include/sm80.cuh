@@ -5,11 +5,6 @@
 
 namespace fastconv {
 
-template <class T>
-inline void store_if(T* global, const T& value, bool valid) {
-  if (valid) *global = value;
-}
-
 inline unsigned short load_or_zero(const unsigned short* global, bool valid) {
   return valid ? *global : static_cast<unsigned short>(0);
 }

@@ -1,0 +1,191 @@
+"""A layer as ``axis.cuh`` sees it, and how much of it a thread may have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from math import gcd
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.direct import limits
+from fastconv.kernels.family import Constant, Declined, Operands, problem_constants
+from fastconv.kernels.lazy import lazy
+from fastconv.problem import Problem
+
+MOST_CHANNELS = 7  # of a group
+MOST_KERNEL_COLUMNS = 64  # their products are written out
+MOST_STRIDE = 4  # of an input gradient, whose outputs a thread has of all residues
+CHAIN = 512  # products that are added up one after another, at most
+SHORT_CHAIN = 60  # the least that is worth a flush
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a correlation, as ``Axis`` in ``axis.cuh``."""
+
+    transposed: bool
+    kernel: int
+    stride: int
+    dilation: int
+    padding: int  # before the first input
+    out_size: int
+
+    @property
+    def between(self) -> bool:
+        """Whether outputs lie between inputs."""
+        return self.transposed and self.stride > 1
+
+    @property
+    def out_step(self) -> int:
+        """Between a thread's outputs."""
+        return self.dilation // (1 if self.transposed else gcd(self.stride, self.dilation))
+
+    @property
+    def step(self) -> int:
+        """Of a window's elements, from output to output."""
+        return 1 if self.transposed else self.stride // gcd(self.stride, self.dilation)
+
+    @property
+    def times(self) -> int:
+        return 1 if self.transposed else self.stride
+
+    @property
+    def over(self) -> int:
+        """What a thread's outputs are a multiple of."""
+        return self.stride if self.between else 1
+
+    @property
+    def origin(self) -> int:
+        """Input position of the first output's window."""
+        if self.between:
+            return (self.padding - (self.kernel - 1)) // self.stride
+        if self.transposed:
+            return self.padding - self.dilation * (self.kernel - 1)
+        return -self.padding
+
+    def window(self, outputs: int) -> int:
+        """Elements that so many outputs of a thread read."""
+        if self.between:
+            return (outputs - 1 + self.padding) // self.stride - self.origin + 1
+        return (outputs - 1) * self.step + self.kernel
+
+    def halo(self, outputs: int) -> int:
+        """Input positions that so many neighbouring outputs read."""
+        if self.between:
+            return self.window(outputs)
+        return (outputs - 1) * self.times + (self.kernel - 1) * self.dilation + 1
+
+    def threads(self, outputs: int) -> int:
+        """That the axis has, if each takes so many outputs."""
+        return ceil_div(self.out_size, outputs * self.out_step) * self.out_step
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A pass of a layer whose groups are narrow."""
+
+    problem: Problem
+    operands: Operands
+    transposed: bool
+
+    @staticmethod
+    def of(problem: Problem, operands: Operands, transposed: bool) -> Layer:
+        """Raises Declined for what these kernels do not take."""
+        layer = Layer(limits.checked(problem), operands, transposed)
+        layer._check_channels()
+        if operands.input_channels_last != operands.output_channels_last:
+            raise Declined("tensors of different memory formats")
+        if problem.kernel_size[1] > MOST_KERNEL_COLUMNS:
+            raise Declined(f"kernels of more than {MOST_KERNEL_COLUMNS} columns")
+        for axis in (layer.rows, layer.columns):
+            if axis.between and axis.dilation > 1:
+                raise Declined("strides and dilations at once")
+            if axis.between and axis.stride > MOST_STRIDE:
+                raise Declined(f"strides of more than {MOST_STRIDE}")
+        return layer
+
+    def _check_channels(self) -> None:
+        if self.problem.groups == 1:
+            raise Declined("a single group")
+        depthwise = self.problem.in_channels == self.problem.groups
+        if not depthwise and max(self.group_in, self.group_out) > MOST_CHANNELS:
+            raise Declined(f"groups of more than {MOST_CHANNELS} channels")
+
+    @property
+    def _of_group(self) -> tuple[int, int]:
+        problem = self.problem
+        return problem.in_channels // problem.groups, problem.out_channels // problem.groups
+
+    @property
+    def group_in(self) -> int:
+        return self._of_group[self.transposed]
+
+    @property
+    def group_out(self) -> int:
+        return self._of_group[not self.transposed]
+
+    @property
+    def in_size(self) -> tuple[int, int]:
+        return self.problem.output_size if self.transposed else self.problem.input_size
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        return self.problem.input_size if self.transposed else self.problem.output_size
+
+    @lazy
+    def rows(self) -> Axis:
+        return self._axis(0)
+
+    @lazy
+    def columns(self) -> Axis:
+        return self._axis(1)
+
+    def _axis(self, i: int) -> Axis:
+        problem = self.problem
+        return Axis(
+            self.transposed, problem.kernel_size[i], problem.stride[i], problem.dilation[i],
+            problem.padding[2 * i], self.out_size[i],
+        )  # fmt: skip
+
+    @lazy
+    def flush_rows(self) -> int:
+        """Kernel rows after which sums are added to totals, so that chains are short."""
+        best = max(SHORT_CHAIN, math.isqrt(self.terms))
+        return min(self.rows.kernel, ceil_div(best, self.columns.kernel))
+
+    @property
+    def terms(self) -> int:
+        """Of a sum."""
+        return self.group_in * self.rows.kernel * self.columns.kernel
+
+    @property
+    def two_level(self) -> bool:
+        return self.terms > CHAIN
+
+    @property
+    def products(self) -> float:
+        """Of a sum, that are computed."""
+        return self.terms / (self.rows.over * self.columns.over)
+
+    @property
+    def most_sums(self) -> int:
+        """Of a thread."""
+        return 32 // (1 + self.two_level) // (1 + (self.operands.scalar_bytes == 8))
+
+    def constants(self) -> dict[str, Constant]:
+        """What both kernels are told of it."""
+        problem, operands = self.problem, self.operands
+        return {
+            "Scalar": operands.scalar,
+            "transposed": self.transposed,
+            "groups": problem.groups,
+            "group_in": self.group_in,
+            "group_out": self.group_out,
+            "in_height": self.in_size[0],
+            "in_width": self.in_size[1],
+            "out_height": self.out_size[0],
+            "out_width": self.out_size[1],
+            **problem_constants(problem, operands),
+            "two_level": self.two_level,
+            "flush_rows": self.flush_rows,
+        }

@@ -1,0 +1,270 @@
+// Convolutions of narrow groups, and their input gradients, of contiguous tensors: an image's
+// channel is a plane of its own.
+//
+// A block has `planes` output planes of a tile each (times `channels` of the same group), and loads
+// what they read of an input plane, with its halo, to shared memory; planes of small images are as
+// many as threads. Where groups have several input channels, the next one's planes are loaded while
+// one is multiplied.
+//
+// A thread has `rows` x `columns` outputs, neighbours in a row, so that it loads few words for many
+// products: a row of its window at a time, which all of its output rows use that have a tap there.
+// Weights are read by all lanes of a plane at once. 16 bytes in shared memory are what a thread's
+// columns take of the next one's: no bank is hit twice.
+//
+//   input    [slot][halo row][column]     weights   [slot][channel][tap row][tap column]
+#pragma once
+#include "depthwise/correlate.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kSlotThreads = C::lanes_y * C::lanes_x;
+constexpr int kThreads = round_up(C::planes * kSlotThreads, 32);
+constexpr int kParts = ceil_div(C::group_out, C::channels);  // of a group's output planes
+constexpr int kStages = C::group_in > 1 ? 2 : 1;
+
+// Copies begin at multiples of `vector`, up to kShift columns before the first one that is read.
+constexpr int kShift = (Columns::kOrigin % C::vector + C::vector) % C::vector;
+constexpr int kColumns = round_up(kShift + kHaloColumns, C::vector);
+static_assert(kColumns <= C::pitch && C::pitch % C::vector == 0, "rows are aligned");
+static_assert(kTilesX == 1 || kTileColumns * Columns::kTimes / Columns::kOver % C::vector == 0,
+              "tiles begin alike");
+constexpr int kPlane = kHaloRows * C::pitch + C::plane_padding;
+
+// A window's row is read in pieces, where threads begin at multiples of them.
+constexpr int kThreadStep = C::columns * Columns::kTimes / Columns::kOver;
+constexpr bool kInPieces = C::piece > 1;
+constexpr int kLead = kInPieces ? kShift % C::piece : 0;  // of the first piece, that is not read
+constexpr int kPieces = ceil_div(kLead + kWindowColumns, C::piece);
+static_assert(!kInPieces || (Columns::kUnit == 1 && kThreadStep % C::piece == 0 &&
+                             C::pitch % C::piece == 0 && kPlane % C::piece == 0),
+              "pieces are aligned");
+
+constexpr int kWeightRow = round_up(Columns::kTaps, 4);
+constexpr int kWeightPlane = C::channels * C::kernel_height * kWeightRow + C::weight_padding;
+constexpr int kInputBytes = round_up(C::planes * kPlane * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kInputBytes + round_up(C::planes * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
+static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
+
+// Elements before an image, and in a plane.
+constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
+constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
+
+struct Tile {
+  int y, x;   // the first output
+  int first;  // plane: image, group, part of it
+
+  __device__ explicit Tile(unsigned block) {
+    x = static_cast<int>(block % kTilesX) * kTileColumns;
+    block /= kTilesX;
+    y = static_cast<int>(block % kTilesY) * kTileRows;
+    first = static_cast<int>(block / kTilesY) * C::planes;
+  }
+  // Of a slot's plane, the group, counted over all images.
+  __device__ int group(int slot) const { return (first + slot) / kParts; }
+};
+
+// From the first slot's input plane to those of the others.
+using Offset = IndexTo<(C::planes + 1) * C::group_in * kInPlane + C::in_width>;
+
+// A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
+__device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
+                                           int channel, int planes) {
+  constexpr int kVectors = kColumns / C::vector;
+  constexpr int kRows = kThreads / kVectors;  // at once
+  static_assert(kRows > 0, "a row is copied at once");
+  const int thread = static_cast<int>(threadIdx.x);
+  if (kThreads % kVectors != 0 && thread >= kRows * kVectors) return;
+  const int at = thread % kVectors * C::vector;
+  const int first_row = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin;
+  const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
+  const bool inside = static_cast<unsigned>(x) < C::in_width;
+  const int group = tile.group(0);
+  input += (1ll * group * C::group_in + channel) * kInPlane;
+  target += at;
+#pragma unroll 4
+  for (int row = thread / kVectors; row < C::planes * kHaloRows; row += kRows) {
+    const int slot = C::planes == 1 ? 0 : row / kHaloRows;
+    const int y = first_row + (C::planes == 1 ? row : row % kHaloRows);
+    const bool exists = inside && static_cast<unsigned>(y) < C::in_height &&
+                        (C::planes == 1 || tile.first + slot < planes);
+    const Offset source = static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInPlane) +
+                          static_cast<Offset>(y) * C::in_width + x;
+    copy_elements<C::vector>(target + slot * C::plane_padding + row * C::pitch,
+                             input + (exists ? source : 0), exists);
+  }
+}
+
+// Of the input channel `channel` of each plane's group. Others' are zeros, as is what rows are
+// rounded up by.
+__device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, const Tile& tile,
+                                             int channel, int planes) {
+  constexpr int kSlot = C::channels * C::kernel_height * kWeightRow;
+  for (int i = static_cast<int>(threadIdx.x); i < C::planes * kSlot; i += kThreads) {
+    const int slot = i / kSlot;
+    const int m = i / (C::kernel_height * kWeightRow) % C::channels;
+    const int tap_row = i / kWeightRow % C::kernel_height;
+    const int tap = i % kWeightRow;
+    const int plane = tile.first + slot;
+    const int group = plane / kParts % C::groups;
+    const int output = plane % kParts * C::channels + m;
+    const bool exists = plane < planes && output < C::group_out && tap < C::kernel_width;
+    // Input gradients sum over output channels: the weight's are the other way round.
+    const long long out =
+        C::transposed ? 1ll * group * C::group_in + channel : 1ll * group * C::group_out + output;
+    const int in = C::transposed ? output : channel;
+    target[slot * kWeightPlane + i % kSlot] =
+        exists ? Sum(widen(weight[out * C::weight_stride_out + 1ll * in * C::weight_stride_in +
+                                  1ll * tap_row * C::weight_stride_height +
+                                  1ll * tap * C::weight_stride_width]))
+               : Sum(0);
+  }
+}
+
+// A thread's place in the block.
+struct Position {
+  int slot, y, x;  // the first output, in the tile
+
+  __device__ Position() {
+    const int thread = static_cast<int>(threadIdx.x);
+    slot = thread / kSlotThreads;
+    y = Rows::first_output<C::rows>(thread % kSlotThreads / C::lanes_x);
+    x = Columns::first_output<C::columns>(thread % C::lanes_x);
+  }
+  __device__ bool idle() const { return C::planes * kSlotThreads < kThreads && slot >= C::planes; }
+};
+
+struct Window {
+  Sum elements[kPieces * C::piece];
+
+  __device__ explicit Window(const Scalar* row) {
+    if constexpr (kInPieces) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        using Piece = Vector<Scalar, C::piece>;
+        const Piece piece = *reinterpret_cast<const Piece*>(row + i * C::piece);
+        widen_vector(piece, elements + i * C::piece);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWindowColumns; ++i) elements[i] = widen(row[i * Columns::kUnit]);
+    }
+    if constexpr (sizeof(Scalar) == 2) {
+#pragma unroll
+      for (Sum& element : elements) element = kept(element);
+    }
+  }
+  __device__ __forceinline__ Sum operator[](int i) const { return elements[kLead + i]; }
+};
+
+// A row of weights, of which four are read at once.
+struct WeightRow {
+  const Sum* row;
+  mutable Sum four[4];
+
+  __device__ explicit WeightRow(const Sum* row) : row(row) {}
+  __device__ __forceinline__ Sum operator()(int k) const {
+    if (k % 4 == 0) load4(row + k, four);
+    return four[k % 4];
+  }
+};
+
+__device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* input,
+                                         const Sum* weights, const Position& at) {
+  constexpr int kFirst = kInPieces ? kShift - kLead : kShift;
+  const Scalar* const window = input + at.slot * kPlane +
+                               at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirst +
+                               at.x * Columns::kTimes / Columns::kOver;
+  weights += at.slot * kWeightPlane;
+#pragma unroll 1
+  for (int i = 0; i < kWindowRows; ++i) {
+    const Window row(window + i * (Rows::kUnit * C::pitch));
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+      const int k = Rows::tap(i, r);
+      if (!is_tap<Rows>(k)) continue;
+#pragma unroll
+      for (int m = 0; m < C::channels; ++m) {
+        sums.add(m, r, row, WeightRow(weights + (m * C::kernel_height + k) * kWeightRow));
+      }
+      sums.end_row(r, k);
+    }
+  }
+}
+
+// Adds the bias, and writes what lies in the image.
+__device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scalar* bias,
+                                      Scalar* output, const Tile& tile, const Position& at,
+                                      int planes) {
+  const int plane = tile.first + at.slot;
+  if (plane >= planes) return;
+  const int part = plane % kParts * C::channels;
+  const int group = plane / kParts % C::groups;
+  const int y = tile.y + at.y;
+  const int x = tile.x + at.x;
+#pragma unroll
+  for (int m = 0; m < C::channels; ++m) {
+    const int channel = part + m;
+    if (channel >= C::group_out) return;
+    const Sum shift = bias != nullptr ? Sum(widen(bias[group * C::group_out + channel])) : Sum(0);
+    Scalar* const target = output + (1ll * (plane / kParts) * C::group_out + channel) * kOutPlane;
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+      const int row = y + r * Rows::kOutStep;
+      if (row >= C::out_height) continue;
+#pragma unroll
+      for (int p = 0; p < C::columns; p += C::store_vector) {
+        const int column = x + p * Columns::kOutStep;
+        Vector<Scalar, C::store_vector> vector;
+#pragma unroll
+        for (int i = 0; i < C::store_vector; ++i) {
+          vector.element[i] = narrow<Scalar>(sums.result(m, r, p + i) + shift);
+        }
+        store_vector(target + 1ll * row * C::out_width + column, vector, column < C::out_width);
+      }
+    }
+  }
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
+    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+              int first_image, int images) {
+  using namespace fastconv::depthwise;
+  const Tile tile(blockIdx.x);
+  const int planes = images * C::groups * kParts;
+  input += 1ll * first_image * C::groups * C::group_in * kInPlane;
+  output += 1ll * first_image * C::groups * C::group_out * kOutPlane;
+  unsigned char* const shared = fastconv::shared_memory();
+  const auto inputs = [&](int channel) {
+    return reinterpret_cast<Scalar*>(shared + channel % kStages * kStageBytes);
+  };
+  const auto weights = [&](int channel) {
+    return reinterpret_cast<Sum*>(shared + channel % kStages * kStageBytes + kInputBytes);
+  };
+  const auto load = [&](int channel) {
+    load_input(inputs(channel), input, tile, channel, planes);
+    load_weights(weights(channel), weight, tile, channel, planes);
+    fastconv::copy_async_commit();
+  };
+  const Position at;
+  Sums<C::channels> sums;
+  load(0);
+#pragma unroll 1
+  for (int channel = 0; channel < C::group_in; ++channel) {
+    if (channel + 1 < C::group_in) {
+      load(channel + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    if (!at.idle()) multiply(sums, inputs(channel), weights(channel), at);
+    if (channel + 1 < C::group_in) __syncthreads();  // before the next but one overwrites this one
+  }
+  if (!at.idle()) store(sums, bias, output, tile, at, planes);
+}

@@ -1,0 +1,148 @@
+// What the weight gradients of both layouts have in common.
+//
+// grad[output, input, tap] = sum over images and output pixels of
+// grad_output[output, pixel] * input[input, pixel * stride + tap * dilation - padding].
+//
+// A thread has a patch of the output's gradient, `rows` x `columns` pixels, and adds up the
+// products of some kernel rows (`tap_rows`) in registers: a row of its window of the input at a
+// time, which all of its pixel rows use that have a tap there. A block walks over its share of
+// units (a tile of some images), of which the next one is loaded while one is multiplied; then its
+// threads' sums are added up in a fixed order, and written to its own slots of a workspace. A
+// second kernel adds those of all blocks. Shares are so small that no thread adds up more than some
+// hundred products.
+#pragma once
+#include "depthwise/axis.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kTaps = C::kernel_height * C::kernel_width;
+constexpr int kTapGroups = ceil_div(C::kernel_height, C::tap_rows);
+constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kInChannels = C::groups * C::group_in;
+constexpr int kPatches = C::slots * C::lanes_y * C::lanes_x;
+constexpr int kTiles = kTilesX * kTilesY;
+
+// The workspace: of each split, all weights' sums, then those of the bias.
+constexpr long long kSplitSums =
+    1ll * kOutChannels * C::group_in * kTaps + (C::bias ? kOutChannels : 0);
+__device__ __forceinline__ long long slot_of(int split, int output, int input, int tap) {
+  return split * kSplitSums + (1ll * output * C::group_in + input) * kTaps + tap;
+}
+__device__ __forceinline__ long long bias_slot_of(int split, int output) {
+  return split * kSplitSums + 1ll * kOutChannels * C::group_in * kTaps + output;
+}
+
+// A block's share: units from `first` to `end`, a tile of `slots` images each.
+struct Share {
+  int first, end;
+
+  __device__ Share(int split, int batch) {
+    const long long units = 1ll * ceil_div(batch, C::slots) * kTiles;
+    first = static_cast<int>(units * split / C::splits);
+    end = static_cast<int>(units * (split + 1) / C::splits);
+  }
+};
+struct Unit {
+  int image, y, x;  // the first, and the first output pixel
+
+  __device__ explicit Unit(int index)
+      : image(index / kTiles * C::slots),
+        y(index % kTiles / kTilesX * kTileRows),
+        x(index % kTilesX * kTileColumns) {}
+};
+
+// A thread's patch: where it lies in the tile.
+struct Patch {
+  int slot, y, x;
+
+  __device__ explicit Patch(int index)
+      : slot(index / (C::lanes_y * C::lanes_x)),
+        y(Rows::first_output<C::rows>(index / C::lanes_x % C::lanes_y)),
+        x(Columns::first_output<C::columns>(index % C::lanes_x)) {}
+};
+
+// Sums of the products of tap_rows kernel rows, of kChannels channels; and of the gradient itself.
+template <int kChannels>
+struct TapSums {
+  Sum taps[kChannels][C::tap_rows][Columns::kTaps] = {};
+  Sum bias[kChannels] = {};
+
+  // Adds the products of a patch, from kernel row `first_tap` on. Pixels that do not exist are not
+  // multiplied: zero times infinity is no zero. `rows_left` and `columns_left` do, of the image.
+  template <class Grad, class LoadRow>
+  __device__ __forceinline__ void add(const Grad& grad, int first_tap, int rows_left,
+                                      int columns_left, const LoadRow& load_row) {
+    constexpr int kRows = (C::rows - 1) * Rows::kStep + C::tap_rows;
+    constexpr bool kWholeColumns = C::out_width % C::columns == 0 && Columns::kOutStep == 1;
+    constexpr bool kWholeTaps = C::kernel_height % C::tap_rows == 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (!kWholeTaps && first_tap + i >= kWindowRows) continue;  // of no tap
+      Sum window[kChannels][kWindowColumns];
+      load_row(window, i);
+#pragma unroll
+      for (int r = 0; r < C::rows; ++r) {
+        const int k = i - r * Rows::kStep;
+        if (k < 0 || k >= C::tap_rows) continue;
+        if (r * Rows::kOutStep >= rows_left) continue;
+#pragma unroll
+        for (int m = 0; m < kChannels; ++m) {
+#pragma unroll
+          for (int tap = 0; tap < Columns::kTaps; ++tap) {
+#pragma unroll
+            for (int p = 0; p < C::columns; ++p) {
+              if (kWholeColumns || p * Columns::kOutStep < columns_left) {
+                taps[m][k][tap] += grad[m][r][p] * window[m][p * Columns::kStep + tap];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  template <class Grad>
+  __device__ __forceinline__ void add_bias(const Grad& grad) {
+#pragma unroll
+    for (int m = 0; m < kChannels; ++m) {
+#pragma unroll
+      for (int r = 0; r < C::rows; ++r) {
+#pragma unroll
+        for (int p = 0; p < C::columns; ++p) bias[m] += grad[m][r][p];
+      }
+    }
+  }
+};
+
+// Adds up what all splits have, in order.
+__device__ __forceinline__ Sum total_of(const Sum* workspace, long long slot) {
+  Sum total = 0;
+#pragma unroll 4
+  for (int split = 0; split < C::splits; ++split) total += workspace[slot + split * kSplitSums];
+  return total;
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+extern "C" __global__ void reduce(
+    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad) {
+  using namespace fastconv::depthwise;
+  using fastconv::narrow;
+  const long long step = 1ll * gridDim.x * blockDim.x;
+  for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kSplitSums; i += step) {
+    const Scalar total = narrow<Scalar>(total_of(workspace, i));
+    const long long weights = 1ll * kOutChannels * C::group_in * kTaps;
+    if (i >= weights) {
+      bias_grad[i - weights] = total;
+      continue;
+    }
+    const int tap = static_cast<int>(i % kTaps);
+    const long long channel = i / kTaps;
+    grad[channel / C::group_in * C::weight_stride_out +
+         channel % C::group_in * C::weight_stride_in +
+         1ll * (tap / C::kernel_width) * C::weight_stride_height +
+         1ll * (tap % C::kernel_width) * C::weight_stride_width] = total;
+  }
+}

@@ -1,0 +1,209 @@
+// Weight gradients of narrow groups, of contiguous tensors. A block has the sums of one output and
+// one input channel; its warps share kernel rows, then patches.
+//
+//   input    [slot][halo row][column]     the output's gradient   [slot][row][column]
+#pragma once
+#include "depthwise/weight_grad.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kGroupThreads = 32 * C::group_warps;  // that have the same kernel rows
+constexpr int kBlockGroups = ceil_div(kTapGroups, C::tap_blocks);
+constexpr int kThreads = kBlockGroups * kGroupThreads;
+constexpr int kPatchRounds = ceil_div(kPatches, kGroupThreads);
+
+constexpr int kShift = (Columns::kOrigin % C::vector + C::vector) % C::vector;
+constexpr int kColumns = round_up(kShift + kHaloColumns, C::vector);
+constexpr int kGradColumns = round_up(kTileColumns, C::grad_vector);
+constexpr int kPlane = kHaloRows * C::pitch + C::plane_padding;
+constexpr int kGradPlane = kTileRows * C::grad_pitch;
+static_assert(kColumns <= C::pitch && kGradColumns <= C::grad_pitch, "rows have room");
+
+constexpr bool kInPieces = C::piece > 1;
+constexpr int kLead = kInPieces ? kShift % C::piece : 0;
+constexpr int kPieces = ceil_div(kLead + kWindowColumns, C::piece);
+constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kInputBytes + round_up(C::slots * kGradPlane * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kSums = C::tap_rows * C::kernel_width + 1;  // of a warp in the end, the bias's too
+static_assert(2 * kStageBytes <= C::shared_bytes &&
+                  kThreads / 32 * kSums * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
+              "as planned");
+
+// Copies a tile of a plane of each of `slots` images, which are kImage elements apart. A thread
+// copies vectors of one column.
+template <int kRows, int kCopied, int kVector, int kPitch, int kPadding, int kHeight, int kWidth>
+__device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane, long long image,
+                                            int images_left, int first_row, int first_column) {
+  constexpr int kVectors = kCopied / kVector;
+  constexpr int kAtOnce = kThreads / kVectors;
+  static_assert(kAtOnce > 0, "a row is copied at once");
+  const int thread = static_cast<int>(threadIdx.x);
+  if (kThreads % kVectors != 0 && thread >= kAtOnce * kVectors) return;
+  const int at = thread % kVectors * kVector;
+  const int x = first_column + at;
+  const bool inside = static_cast<unsigned>(x) < kWidth;
+  target += at;
+#pragma unroll 4
+  for (int row = thread / kVectors; row < C::slots * kRows; row += kAtOnce) {
+    const int slot = C::slots == 1 ? 0 : row / kRows;
+    const int y = first_row + (C::slots == 1 ? row : row % kRows);
+    const bool exists =
+        inside && static_cast<unsigned>(y) < kHeight && (C::slots == 1 || slot < images_left);
+    const long long source = slot * image + 1ll * y * kWidth + x;
+    copy_elements<kVector>(target + slot * kPadding + row * kPitch, plane + (exists ? source : 0),
+                           exists);
+  }
+}
+
+__device__ __forceinline__ void load_window(Sum (&window)[1][kWindowColumns], const Scalar* row) {
+  if constexpr (kInPieces) {
+    Sum elements[kPieces * C::piece];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      using Piece = Vector<Scalar, C::piece>;
+      widen_vector(*reinterpret_cast<const Piece*>(row + i * C::piece), elements + i * C::piece);
+    }
+#pragma unroll
+    for (int i = 0; i < kWindowColumns; ++i) window[0][i] = elements[kLead + i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWindowColumns; ++i) window[0][i] = widen(row[i * Columns::kUnit]);
+  }
+}
+
+// Adds the sums of a unit's patches that are this thread's.
+__device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, const Scalar* grad,
+                                         const Unit& unit, int images, int first_tap,
+                                         bool has_bias) {
+  constexpr int kFirst = kInPieces ? kShift - kLead : kShift;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+#pragma unroll 1
+  for (int round = 0; round < kPatchRounds; ++round) {
+    const int index = round * kGroupThreads + thread;
+    if (kPatches % kGroupThreads != 0 && index >= kPatches) return;
+    const Patch patch(index);
+    if (C::slots > 1 && unit.image + patch.slot >= images) return;
+    Sum numbers[1][C::rows][C::columns];
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+#pragma unroll
+      for (int p = 0; p < C::columns; ++p) {
+        numbers[0][r][p] =
+            widen(grad[patch.slot * kGradPlane + (patch.y + r * Rows::kOutStep) * C::grad_pitch +
+                       patch.x + p * Columns::kOutStep]);
+      }
+    }
+    const Scalar* const window = input + patch.slot * kPlane +
+                                 (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * C::pitch +
+                                 kFirst + patch.x * Columns::kTimes;
+    sums.add(numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
+             [&](Sum(&row)[1][kWindowColumns], int i) {
+               load_window(row, window + i * (Rows::kUnit * C::pitch));
+             });
+    if (has_bias) sums.add_bias(numbers);
+  }
+}
+
+// The sum of a warp's lanes, in all of them.
+__device__ __forceinline__ Sum warp_sum(Sum number) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    number += __shfl_xor_sync(~0u, number, distance);
+  }
+  return number;
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
+    weight_grad(const Config::Scalar* __restrict__ grad_output,
+                const Config::Scalar* __restrict__ input,
+                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int images) {
+  using namespace fastconv::depthwise;
+  unsigned block = blockIdx.x;
+  const int split = static_cast<int>(block % C::splits);
+  block /= C::splits;
+  const int first_group = static_cast<int>(block % C::tap_blocks) * kBlockGroups;
+  block /= C::tap_blocks;
+  const int channel = static_cast<int>(block % C::group_in);  // of the group
+  const int output = static_cast<int>(block / C::group_in);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first_tap = (first_group + thread / kGroupThreads) * C::tap_rows;
+  const bool has_bias = C::bias && channel == 0 && first_tap == 0;
+
+  constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
+  constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
+  input += (output / C::group_out * C::group_in + channel) * kInPlane;
+  grad_output += output * kOutPlane;
+  unsigned char* const shared = fastconv::shared_memory();
+  const auto inputs = [&](int unit) {
+    return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes);
+  };
+  const auto grads = [&](int unit) {
+    return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes + kInputBytes);
+  };
+  const auto load = [&](int index) {
+    const Unit unit(index);
+    load_planes<kHaloRows, kColumns, C::vector, C::pitch, C::plane_padding, C::in_height,
+                C::in_width>(inputs(index), input + unit.image * (kInChannels * kInPlane),
+                             kInChannels * kInPlane, images - unit.image,
+                             unit.y * Rows::kTimes + Rows::kOrigin,
+                             unit.x * Columns::kTimes + Columns::kOrigin - kShift);
+    load_planes<kTileRows, kGradColumns, C::grad_vector, C::grad_pitch, 0, C::out_height,
+                C::out_width>(grads(index), grad_output + unit.image * (kOutChannels * kOutPlane),
+                              kOutChannels * kOutPlane, images - unit.image, unit.y, unit.x);
+    fastconv::copy_async_commit();
+  };
+
+  TapSums<1> sums;
+  const Share share(split, images);
+  if (share.first < share.end) load(share.first);
+#pragma unroll 1
+  for (int unit = share.first; unit < share.end; ++unit) {
+    if (unit + 1 < share.end) {
+      load(unit + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    add_unit(sums, inputs(unit), grads(unit), Unit(unit), images, first_tap, has_bias);
+    __syncthreads();  // before the next but one overwrites it
+  }
+
+  // A warp's lanes, then the warps of a group.
+  Sum* const gathered = reinterpret_cast<Sum*>(shared);
+  Sum* const mine = gathered + thread / 32 * kSums;
+#pragma unroll
+  for (int k = 0; k < C::tap_rows; ++k) {
+#pragma unroll
+    for (int tap = 0; tap < C::kernel_width; ++tap) {
+      const Sum sum = warp_sum(sums.taps[0][k][tap]);
+      if (thread % 32 == 0) mine[k * C::kernel_width + tap] = sum;
+    }
+  }
+  const Sum bias = C::bias ? warp_sum(sums.bias[0]) : Sum(0);
+  if (thread % 32 == 0) mine[kSums - 1] = bias;
+  __syncthreads();
+  for (int i = thread; i < kBlockGroups * kSums; i += kThreads) {
+    const int group = i / kSums;
+    const int at = i % kSums;
+    Sum sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < C::group_warps; ++warp) {
+      sum += gathered[(group * C::group_warps + warp) * kSums + at];
+    }
+    const int row = (first_group + group) * C::tap_rows + at / C::kernel_width;
+    if (at == kSums - 1) {
+      if (C::bias && channel == 0 && first_group + group == 0) {
+        workspace[bias_slot_of(split, output)] = sum;
+      }
+    } else if (row < C::kernel_height) {
+      workspace[slot_of(split, output, channel, row * C::kernel_width + at % C::kernel_width)] =
+          sum;
+    }
+  }
+}

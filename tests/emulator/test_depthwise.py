@@ -1,0 +1,142 @@
+"""The kernels for narrow groups on the CPU: every pass, dtype and layout, small odd geometries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator.works import (
+    SCALARS,
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    check,
+    float64,
+    run,
+    some,
+)
+from fastconv.kernels import depthwise
+from fastconv.kernels.family import Declined
+from fastconv.kernels.gpus import GPUS, H200
+
+PASSES: tuple[Planner, ...] = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
+CASES = (
+    Case("square", (3, 6, 12, 20), (6, 1, 3, 3), padding=(1, 1, 1, 1), groups=6),
+    Case("many channels", (2, 70, 7, 7), (70, 1, 7, 7), padding=(3, 3, 3, 3), groups=70),
+    Case("row of taps", (1, 4, 5, 40), (4, 1, 1, 21), padding=(0, 0, 10, 10), groups=4),
+    Case("column of taps", (1, 4, 40, 9), (4, 1, 21, 1), padding=(10, 10, 0, 0), groups=4),
+    Case("kernel beyond the image", (2, 8, 7, 7), (8, 1, 13, 13), padding=(6, 6, 6, 6), groups=8),
+    Case("long sums", (1, 2, 9, 11), (2, 1, 25, 27), padding=(12, 12, 13, 13), groups=2),
+    Case("strided", (2, 5, 14, 15), (5, 1, 5, 5), (2, 2), (2, 1, 2, 3), groups=5),
+    Case("strides differ", (1, 6, 13, 17), (6, 1, 3, 4), (4, 3), (1, 0, 2, 1), groups=6),
+    Case("stride beyond the kernel", (1, 4, 9, 10), (4, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=4),
+    Case("dilated", (1, 6, 14, 18), (6, 1, 3, 5), (1, 1), (2, 3, 6, 5), (2, 3), groups=6),
+    Case("dilated and strided", (1, 4, 15, 16), (4, 1, 3, 3), (2, 3), (1, 2, 3, 0), (4, 2),
+         groups=4),
+    Case("multiplier", (2, 5, 9, 8), (15, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
+    Case("large multiplier", (1, 2, 5, 6), (80, 1, 2, 3), groups=2),
+    Case("narrow groups", (2, 12, 8, 12), (12, 4, 3, 3), padding=(1, 1, 1, 1), groups=3),
+    Case("groups of different widths", (1, 14, 9, 9), (6, 7, 3, 2), (1, 2), groups=2),
+    Case("wide image", (1, 3, 3, 530), (3, 1, 2, 3), padding=(0, 1, 1, 1), groups=3),
+    Case("one pixel", (2, 3, 1, 1), (3, 1, 1, 1), groups=3),
+)  # fmt: skip
+
+
+def _taken(work: Work) -> bool:
+    try:
+        work.plan  # noqa: B018
+    except Declined:
+        return False
+    return True
+
+
+def _works() -> list[Work]:
+    works = []
+    for i, case in enumerate(CASES):
+        for j, planner in enumerate(PASSES):
+            for channels_last in (False, True):
+                bias = planner is depthwise.weight_grad and (i + j) % 2 == 0
+                work = Work(case, planner, channels_last=channels_last, bias_grad=bias)
+                dtype = list(SCALARS)[(i + j) % len(SCALARS)]
+                gpu = replace(GPUS[("sm_70", "sm_86", "sm_100a")[i % 3]], processors=1 + i % 2)
+                works.append(work)
+                works.append(replace(work, dtype=dtype, gpu=gpu, aligned=(i + j) % 3 != 0))
+    return list(filter(_taken, dict.fromkeys(works)))
+
+
+WORKS = _works()
+RUN = some(WORKS, one_in=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", RUN, ids=str)
+def test_against_float64(work: Work) -> None:
+    check(work)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems(seed: int) -> None:
+    check(_drawn(Random(seed)))
+
+
+def _drawn(draw: Random) -> Work:
+    while True:
+        groups, group_in = draw.choice((2, 3, 8, 33, 66)), draw.choice((1, 1, 1, 2, 4, 7))
+        group_out = draw.choice((1, 1, 2, 5) if group_in == 1 else (group_in, 1, 3))
+        kernel = draw.choice(((1, 1), (3, 3), (5, 4), (7, 7), (1, 9), (11, 2), (13, 13)))
+        size = (draw.randint(1, 30), draw.randint(1, 40))
+        padding = (*(draw.randint(0, kernel[0]) for _ in "tb"),
+                   *(draw.randint(0, kernel[1]) for _ in "lr"))  # fmt: skip
+        stride = draw.choice(((1, 1), (1, 1), (2, 2), (3, 1), (2, 4)))
+        dilation = draw.choice(((1, 1), (1, 1), (2, 1), (3, 2)))
+        case = Case(
+            "drawn",
+            (draw.randint(1, 3), groups * group_in, *size),
+            (groups * group_out, group_in, *kernel),
+            stride,
+            padding,
+            dilation,
+            groups,
+        )
+        spans = (dilation[0] * (kernel[0] - 1), dilation[1] * (kernel[1] - 1))
+        padded = (size[0] + sum(padding[:2]), size[1] + sum(padding[2:]))
+        if padded[0] <= spans[0] or padded[1] <= spans[1]:
+            continue
+        work = Work(
+            case,
+            draw.choice(PASSES),
+            draw.choice(list(SCALARS)),
+            channels_last=draw.random() < 0.5,
+            aligned=draw.random() < 0.8,
+            gpu=replace(draw.choice((H200, GPUS["sm_75"])), processors=draw.choice((1, 132))),
+        )
+        if case.problem.flops < 2e6 and _taken(work):
+            return work
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
+@pytest.mark.parametrize("planner", [depthwise.forward, depthwise.weight_grad])
+def test_infinity_stays_where_it_is(planner: Planner, channels_last: bool) -> None:
+    """Pixels beyond the image are not multiplied with it, nor taps that there are not."""
+    case = Case("infinite", (1, 2, 5, 11), (2, 1, 2, 3), stride=(2, 2), groups=2)
+    work = Work(case, planner, channels_last=channels_last)
+    tensors = Tensors.random(work)
+    tensors.input[0, 0, 4, 10] = torch.inf  # no output pixel but the last can see it
+    actual, expected = run(work, tensors), float64(work, tensors)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
+def test_an_image_alone_gives_the_same_bits(channels_last: bool) -> None:
+    for planner in PASSES[:2]:
+        assert_alone_as_in_batch(Work(CASES[1], planner, channels_last=channels_last))

@@ -1,0 +1,87 @@
+"""Plans for narrow groups, for every NVIDIA GPU since Volta: they fit it, and compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from fastconv.backends import cuda
+from fastconv.bench import workloads
+from fastconv.kernels import depthwise, planner
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.gpus import GPUS, H200
+from fastconv.problem import Problem
+from nvrtc import compiled
+
+PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
+LAYERS = [one for one in workloads.suite("real") if one.groups == one.input[1] > 1]
+KINDS = tuple(product((torch.float32, torch.bfloat16), (False, True)))
+
+
+def _operands(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Operands:
+    weight = torch.empty(problem.weight_shape, device="meta")
+    return cuda.operands_of(dtype, channels_last, channels_last, weight.stride(), True, "ieee")
+
+
+def _plans(gpu: Gpu) -> Iterator[Plan]:
+    for layer, (dtype, channels_last), plan in product(LAYERS, KINDS, PASSES):
+        operands = _operands(layer.problem, dtype, channels_last)
+        try:
+            yield plan(layer.problem, operands, gpu)
+        except Declined:
+            assert gpu.shared_bytes_per_block < 2**17, "nothing else fits"
+
+
+def test_there_are_layers() -> None:
+    assert {"dw7x7", "replknet31", "efficientnet_down"} <= {layer.name for layer in LAYERS}
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+def test_plans_fit(gpu: Gpu) -> None:
+    for plan in _plans(gpu):
+        for launch in plan.launches:
+            assert launch.grid[0] in range(1, 2**31)
+            assert launch.block in range(32, 1025, 32)
+            assert launch.shared_bytes <= gpu.shared_bytes_per_block
+            constants = dict(launch.kernel.constants)
+            if launch.shared_bytes > 0:
+                blocks = int(constants["blocks_per_sm"])
+                assert blocks * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+        assert plan.scratch_bytes <= 64 << 20
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+def test_kernels_do_not_spill(gpu: Gpu) -> None:
+    """Some of each GPU's, all of them over all GPUs."""
+    at = list(GPUS.values()).index(gpu)
+    launches = (launch for plan in _plans(gpu) for launch in plan.launches)
+    kernels = dict.fromkeys(launch.kernel for launch in launches if launch.shared_bytes > 0)
+    for kernel in list(kernels)[at :: len(GPUS)]:
+        assert compiled(kernel, gpu.architecture).spill_bytes == 0
+
+
+def test_on_trial() -> None:
+    """No GPU has run them yet: they plan only where they are asked for."""
+    problem = LAYERS[0].problem
+    operands = _operands(problem, torch.float32, channels_last=False)
+    assert planner.forward(problem, operands, H200).family == "direct"
+    asked = planner.forward(problem, operands, H200, planner.Switch("depthwise"))
+    assert asked.family == "depthwise"
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ("2x32x9x9 32x32x3x3", "a single group"),
+        ("2x32x9x9 32x16x3x3 groups=2", "groups of more than 7 channels"),
+        ("2x32x9x99 32x1x1x65 groups=32", "kernels of more than 64 columns"),
+    ],
+)
+def test_declines(shape: str, reason: str) -> None:
+    problem = workloads.parse_shape(shape).problem
+    for plan in PASSES:
+        with pytest.raises(Declined, match=reason):
+            plan(problem, _operands(problem, torch.float32, channels_last=False), H200)
