@@ -96,29 +96,32 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   }
 }
 
-// Of the input channel `channel` of each plane's group. Others' are zeros, as is what rows are
-// rounded up by.
+// Of the input channel `channel` of each plane's group, a kernel row by a thread. What there is not
+// are zeros, as is what rows are rounded up by.
 __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, const Tile& tile,
                                              int channel, int planes) {
-  constexpr int kSlot = C::channels * C::kernel_height * kWeightRow;
-  for (int i = static_cast<int>(threadIdx.x); i < C::planes * kSlot; i += kThreads) {
-    const int slot = i / kSlot;
-    const int m = i / (C::kernel_height * kWeightRow) % C::channels;
-    const int tap_row = i / kWeightRow % C::kernel_height;
-    const int tap = i % kWeightRow;
+  constexpr int kRows = C::channels * C::kernel_height;  // of a slot
+  for (int i = static_cast<int>(threadIdx.x); i < C::planes * kRows; i += kThreads) {
+    const int slot = i / kRows;
+    const int tap_row = i % C::kernel_height;
     const int plane = tile.first + slot;
     const int group = plane / kParts % C::groups;
-    const int output = plane % kParts * C::channels + m;
-    const bool exists = plane < planes && output < C::group_out && tap < C::kernel_width;
+    const int output = plane % kParts * C::channels + i / C::kernel_height % C::channels;
+    const bool exists = plane < planes && output < C::group_out;
     // Input gradients sum over output channels: the weight's are the other way round.
     const long long out =
         C::transposed ? 1ll * group * C::group_in + channel : 1ll * group * C::group_out + output;
     const int in = C::transposed ? output : channel;
-    target[slot * kWeightPlane + i % kSlot] =
-        exists ? Sum(widen(weight[out * C::weight_stride_out + 1ll * in * C::weight_stride_in +
-                                  1ll * tap_row * C::weight_stride_height +
-                                  1ll * tap * C::weight_stride_width]))
-               : Sum(0);
+    const Scalar* const source = weight + out * C::weight_stride_out +
+                                 1ll * in * C::weight_stride_in +
+                                 1ll * tap_row * C::weight_stride_height;
+    Sum* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
+#pragma unroll
+    for (int tap = 0; tap < kWeightRow; ++tap) {
+      row[tap] = exists && tap < C::kernel_width
+                     ? Sum(widen(source[1ll * tap * C::weight_stride_width]))
+                     : Sum(0);
+    }
   }
 }
 

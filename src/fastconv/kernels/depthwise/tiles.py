@@ -26,7 +26,7 @@ OTHER_REGISTERS = 32  # than sums and a window's row
 
 # Estimated instructions of a thread: to copy a vector, to load a weight, for a row of the window
 # and for each output row that it may belong to, to store a vector, and once.
-COPY, WEIGHT, WINDOW, OUTPUT_ROW, STORE, ONCE = 20, 40, 8, 3, 6, 120
+COPY, WEIGHT, WINDOW, OUTPUT_ROW, STORE, ONCE = 20, 10, 8, 3, 6, 120
 ISSUED = 2.8  # in a cycle, of the 4 that a processor could; and by a single warp
 ISSUED_BY_WARP = 0.25
 BANK_BYTES = 128  # of shared memory, in a cycle
