@@ -27,7 +27,9 @@ def _operands(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Oper
 
 
 def _plans(gpu: Gpu) -> Iterator[Plan]:
-    for layer, (dtype, channels_last), plan in product(LAYERS, KINDS, PASSES):
+    """Of every fifth layer, type and pass: another fifth for the next GPU."""
+    turn = list(GPUS.values()).index(gpu) % 5
+    for layer, (dtype, channels_last), plan in list(product(LAYERS, KINDS, PASSES))[turn::5]:
         operands = _operands(layer.problem, dtype, channels_last)
         try:
             yield plan(layer.problem, operands, gpu)
@@ -59,7 +61,7 @@ def test_kernels_do_not_spill(gpu: Gpu) -> None:
     at = list(GPUS.values()).index(gpu)
     launches = (launch for plan in _plans(gpu) for launch in plan.launches)
     kernels = dict.fromkeys(launch.kernel for launch in launches if launch.shared_bytes > 0)
-    for kernel in list(kernels)[at :: len(GPUS)]:
+    for kernel in list(kernels)[at % 3 :: 6]:
         assert compiled(kernel, gpu.architecture).spill_bytes == 0
 
 

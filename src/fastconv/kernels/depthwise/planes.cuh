@@ -68,31 +68,52 @@ struct Tile {
 // From the first slot's input plane to those of the others.
 using Offset = IndexTo<(C::planes + 1) * C::group_in * kInPlane + C::in_width>;
 
+// What is copied of a slot: all of the halo, where it begins in the image or beside it; or, with
+// `inside`, where a tile is a whole image, only what lies in it: the rest has been cleared.
+constexpr int kFirstRow = C::inside ? max_of(0, -Rows::kOrigin) : 0;
+constexpr int kEndRow = C::inside ? min_of(kHaloRows, C::in_height - Rows::kOrigin) : kHaloRows;
+constexpr int kFirstVector = C::inside ? max_of(0, kShift - Columns::kOrigin) / C::vector : 0;
+constexpr int kEndVector =
+    (C::inside ? min_of(kColumns, C::in_width - Columns::kOrigin + kShift) : kColumns) / C::vector;
+static_assert(!C::inside || (kTilesX == 1 && kTilesY == 1), "a whole image");
+
+// Where a slot has no image, for all stages.
+__device__ __forceinline__ void clear_input(Scalar* target) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));
+  using Zeros = Vector<Scalar, kVector>;
+  constexpr int kVectors = kInputBytes / 16;
+  for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += kThreads) {
+    reinterpret_cast<Zeros*>(target)[i] = Zeros{};
+  }
+}
+
 // A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
                                            int channel, int planes) {
-  constexpr int kVectors = kColumns / C::vector;
-  constexpr int kRows = kThreads / kVectors;  // at once
+  constexpr int kVectors = kEndVector - kFirstVector;
+  constexpr int kCopiedRows = kEndRow - kFirstRow;  // of a slot
+  constexpr int kRows = kThreads / kVectors;        // at once
   static_assert(kRows > 0, "a row is copied at once");
   const int thread = static_cast<int>(threadIdx.x);
   if (kThreads % kVectors != 0 && thread >= kRows * kVectors) return;
-  const int at = thread % kVectors * C::vector;
-  const int first_row = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin;
+  const int at = (kFirstVector + thread % kVectors) * C::vector;
+  const int first_row = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow;
   const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
-  const bool inside = static_cast<unsigned>(x) < C::in_width;
+  const bool inside = C::inside || static_cast<unsigned>(x) < C::in_width;
   const int group = tile.group(0);
   input += (1ll * group * C::group_in + channel) * kInPlane;
-  target += at;
+  target += kFirstRow * C::pitch + at;
 #pragma unroll 4
-  for (int row = thread / kVectors; row < C::planes * kHaloRows; row += kRows) {
-    const int slot = C::planes == 1 ? 0 : row / kHaloRows;
-    const int y = first_row + (C::planes == 1 ? row : row % kHaloRows);
-    const bool exists = inside && static_cast<unsigned>(y) < C::in_height &&
+  for (int i = thread / kVectors; i < C::planes * kCopiedRows; i += kRows) {
+    const int slot = C::planes == 1 ? 0 : i / kCopiedRows;
+    const int row = C::planes == 1 ? i : i % kCopiedRows;
+    const int y = first_row + row;
+    const bool exists = inside && (C::inside || static_cast<unsigned>(y) < C::in_height) &&
                         (C::planes == 1 || tile.first + slot < planes);
     const Offset source = static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInPlane) +
                           static_cast<Offset>(y) * C::in_width + x;
-    copy_elements<C::vector>(target + slot * C::plane_padding + row * C::pitch,
-                             input + (exists ? source : 0), exists);
+    copy_elements<C::vector>(target + slot * kPlane + row * C::pitch, input + (exists ? source : 0),
+                             exists);
   }
 }
 
@@ -254,6 +275,11 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     load_weights(weights(channel), weight, tile, channel, planes);
     fastconv::copy_async_commit();
   };
+  if constexpr (C::inside) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) clear_input(inputs(stage));
+    __syncthreads();
+  }
   const Position at;
   Sums<C::channels> sums;
   load(0);

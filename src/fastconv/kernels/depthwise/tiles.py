@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -260,9 +260,31 @@ class Planes(Tile):
         return (pixels + round_up(weights, 16)) * min(2, layer.group_in)
 
     @property
+    def _copied(self) -> tuple[int, int]:
+        """Rows of a slot, and vectors of a row."""
+        return self.halo_rows, ceil_div(self.shift + self.halo_columns, self.vector)
+
+    @property
+    def _in_image(self) -> tuple[int, int]:
+        """The same, of what lies in the image, if the tile is all of it."""
+        rows, columns = self.layer.rows, self.layer.columns
+        height, width = self.layer.in_size
+        last = min(height, rows.origin + self.halo_rows)
+        first = columns.origin - self.shift
+        end = min(width, first + round_up(self.shift + self.halo_columns, self.vector))
+        return last - max(0, rows.origin), (end - max(0, first)) // self.vector
+
+    @lazy
+    def inside(self) -> bool:
+        """Whether to copy only that, and to clear the rest: where it is the larger part."""
+        if self.image_tiles > 1 or min(self._in_image) <= 0:
+            return False
+        return 2 * prod(self._in_image) <= prod(self._copied)
+
+    @property
     def copies(self) -> int:
-        vectors = ceil_div(self.shift + self.halo_columns, self.vector)
-        return self.layer.group_in * self.slots * self.halo_rows * vectors
+        of_slot = prod(self._in_image if self.inside else self._copied)
+        return self.layer.group_in * self.slots * of_slot
 
     @property
     def weights(self) -> int:
@@ -300,6 +322,7 @@ class Planes(Tile):
             "lanes_x": self.lanes_x,
             "planes": self.slots,
             "vector": self.vector,
+            "inside": self.inside,
             "piece": self.piece,
             "pitch": self.pitch,
             "plane_padding": self.plane_padding,
