@@ -18,8 +18,8 @@ each tap column to the input columns that it reads.
 Depthwise kernels, and others of one input channel and few output channels in a group, have no
 matrices worth the name. There, what a tap reads of a staged block is multiplied by it and added or,
 for the weight gradient, multiplied by the output's gradient and summed: long operations on tensors,
-few for each tap. The input gradient is computed like the forward pass, from the output's gradient,
-in phases: every stride-th row and column of it sees the same taps.
+few for each tap. A depthwise input gradient is computed like the forward pass, from the output's
+gradient, in phases: every stride-th row and column of it sees the same taps.
 
 Sums are kept in a block, in a wider type where the tensors' own is narrow, and rounded once.
 Channels may come first or last in memory; a block follows the tensor it is copied from.
@@ -130,8 +130,10 @@ def input_grad(
 ) -> None:
     """Fill ``out`` with the gradient of the input."""
     scratch = _Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
-    # Tap by tap, zeros beyond the gradient's borders are multiplied: NaN, if a weight is infinite.
-    if _is_thin(problem) and _has_finite_sum(weight, scratch.dtype):
+    # Several output channels are too many operations, each of them on too little. Zeros beyond the
+    # gradient's borders are multiplied, tap by tap: NaN, if a weight is infinite.
+    depthwise = problem.out_channels == problem.groups
+    if depthwise and _is_thin(problem) and _has_finite_sum(weight, scratch.dtype):
         _input_grad_by_tap(problem, grad_output, weight, out, scratch)
         return
     groups, (rows, columns) = problem.groups, _axes(problem)
@@ -281,23 +283,23 @@ def _forward_by_tap(
 ) -> None:
     """The forward pass of a thin layer."""
     groups = problem.groups
-    source, target = _by_channel(input, groups), _by_channel(out, groups)
+    (source,), target = _by_channel(input, groups), _by_channel(out, groups)
     first = None if bias is None else _by_group(bias, 0, groups).t()
-    _correlate(target, source, _by_tap(weight, groups)[None], first, *_axes(problem), scratch)
+    _correlate(target, source, _by_tap(weight, groups), first, *_axes(problem), scratch)
 
 
 def _input_grad_by_tap(
     problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor, scratch: _Scratch
 ) -> None:
-    """The input gradient of a thin layer: phases of it, each of which reads step by step."""
-    grad, weights = _by_channel(grad_output, problem.groups), _by_tap(weight, problem.groups)
+    """The input gradient of a depthwise layer: phases of it, each of which reads step by step."""
+    (grad,), weights = _by_channel(grad_output, problem.groups), _by_tap(weight, problem.groups)
     phases = [list(_phases(axis)) for axis in _axes(problem)]
     read = [[phase for phase in along if phase.axis.taps] for along in phases]
     if read != phases:
         out.zero_()  # at once, for there may be many more that no tap reads
     for rows, columns in product(*read):
         target = _by_channel(out[:, :, rows.positions, columns.positions], problem.groups)
-        taps = weights[:, None, rows.taps, columns.taps]
+        taps = weights[:, rows.taps, columns.taps]
         _correlate(target, grad, taps, None, rows.axis, columns.axis, scratch)
 
 
@@ -342,10 +344,9 @@ def _correlate(
     column_axis: _Axis,
     scratch: _Scratch,
 ) -> None:
-    """Fill ``target`` with what taps read of all channels of ``source``, times ``weights``.
+    """Fill ``target``'s channels with what taps read of ``source``, times ``weights``.
 
-    These are ``(source channels, target channels, tap rows, tap columns, groups)``; ``first`` is
-    added, by target channels and groups.
+    These are ``(channels, tap rows, tap columns, groups)``; ``first`` is added, by the outer two.
     """
     tiling = _tap_tiling(target.shape, row_axis, column_axis, scratch)
     for g, n, r, c in tiling.spans("groups", "images", "rows", "columns"):
@@ -357,9 +358,8 @@ def _correlate(
             total.copy_(first[:, None, None, None, g])
         for p, q in tiling.spans("tap_rows", "tap_columns"):
             rows, columns = row_axis.part(r, p), column_axis.part(c, q)
-            for channel, taps in zip(source, weights[:, :, p, q, g], strict=True):
-                stage = _staged(channel[:, n, :, g], rows, columns, scratch)
-                _add_taps(total, stage, scratch.plain(taps), rows, columns, scratch)
+            stage = _staged(source[:, n, :, g], rows, columns, scratch)
+            _add_taps(total, stage, scratch.plain(weights[:, p, q, g]), rows, columns, scratch)
         if total is not piece:
             piece.copy_(total)
 
@@ -589,7 +589,6 @@ _TAP_CUTS: _Cuts = (
     ("groups", 1),
     ("rows", 1),
     ("columns", 1),
-    ("channels", 1),
 )
 
 
