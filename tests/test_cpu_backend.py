@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastconv.backends import cpu
 from fastconv.problem import Problem
@@ -166,6 +169,7 @@ def exact_results(problem: Problem, given: Tensors) -> list[Tensor]:
     layout=st.sampled_from(LAYOUTS),
     memory_format=st.sampled_from((torch.contiguous_format, torch.channels_last)),
     scratch=st.sampled_from((cpu.SCRATCH_BYTES, 100_000, 10_000, 1_000)),
+    efficient_positions=st.sampled_from((cpu._EFFICIENT_POSITIONS, 0)),
 )
 def test_any_geometry(
     problem: Problem,
@@ -173,10 +177,12 @@ def test_any_geometry(
     layout: Layout,
     memory_format: torch.memory_format,
     scratch: int,
+    efficient_positions: int,
 ) -> None:
     given = tensors(problem, dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "SCRATCH_BYTES", scratch)
+        patch.setattr(cpu, "_EFFICIENT_POSITIONS", efficient_positions)  # 0: thin layers by tap
         results = run(problem, given, memory_format)
     check(results, exact_results(problem, given))
 
@@ -218,6 +224,128 @@ def test_every_path(
     layout = LAYOUTS[memory_format == torch.channels_last]
     given = tensors(problem, torch.float32, layout)
     check(run(problem, given, memory_format), exact_results(problem, given))
+
+
+class _Operators(TorchDispatchMode):
+    """Collects the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+THIN = {
+    "3x3": Problem.of((2, 24, 17, 19), (24, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 24),
+    "stride": Problem.of((2, 24, 17, 19), (24, 1, 5, 3), (2, 3), (2, 1, 0, 3), (1, 1), 24),
+    "stride beyond the kernel": Problem.of(
+        (2, 96, 17, 19), (96, 1, 1, 2), (3, 3), (0,) * 4, (1, 1), 96
+    ),
+    "dilation": Problem.of((2, 24, 17, 19), (24, 1, 3, 4), (1, 1), (4, 0, 3, 1), (4, 2), 24),
+    "stride and dilation": Problem.of(
+        (2, 48, 17, 19), (48, 1, 3, 4), (2, 2), (4, 0, 3, 1), (4, 3), 48
+    ),
+    "multiplier": Problem.of((2, 12, 17, 19), (36, 1, 3, 5), (1, 2), (1, 1, 2, 2), (1, 1), 12),
+    "one channel": Problem.of((2, 1, 40, 41), (4, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+    "strip": Problem.of((2, 24, 17, 19), (24, 1, 1, 15), (1, 1), (0, 0, 7, 7), (1, 1), 24),
+    "column": Problem.of((2, 24, 17, 19), (24, 1, 15, 1), (1, 1), (7, 7, 0, 0), (1, 1), 24),
+    "kernel as large as the image": Problem.of(
+        (2, 24, 17, 19), (24, 1, 17, 19), (1, 1), (8, 8, 9, 9), (1, 1), 24
+    ),
+}
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+@pytest.mark.parametrize("scratch", [cpu.SCRATCH_BYTES, 400_000])
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("case", THIN)
+def test_thin_layers(
+    case: str,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    scratch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "SCRATCH_BYTES", scratch)
+    given = tensors(THIN[case], dtype, LAYOUTS[memory_format == torch.channels_last])
+    with _Operators() as operators:
+        results = run(THIN[case], given, memory_format)
+    assert "addcmul_" in operators.seen
+    depthwise = THIN[case].out_channels == THIN[case].groups
+    assert ("baddbmm_" in operators.seen) != depthwise  # for other input gradients
+    check(results, exact_results(THIN[case], given))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("case", THIN)
+def test_thin_layers_give_the_same_bits_again(
+    case: str, memory_format: torch.memory_format
+) -> None:
+    given = tensors(THIN[case], torch.float32, LAYOUTS[memory_format == torch.channels_last])
+    once, again = (run(THIN[case], given, memory_format) for _ in range(2))
+    assert all(map(torch.equal, once, again))
+
+
+def plain_sums(problem: Problem, given: Tensors) -> list[Tensor]:
+    """What ``run`` gives, of a depthwise layer: products only of what there is, and of padding."""
+    (height, width), pad = problem.input_size, problem.padding
+    padded = F.pad(given.input, (pad.left, pad.right, pad.top, pad.bottom))
+    padded_grad, weight_grad = torch.zeros_like(padded), torch.zeros_like(given.weight)
+    out = given.bias[:, None, None].expand(problem.output_shape).clone()
+    for row, column in product(*map(range, problem.kernel_size)):
+        place = (
+            ...,
+            *(
+                slice(tap * dilation, tap * dilation + (outputs - 1) * stride + 1, stride)
+                for tap, dilation, outputs, stride in zip(
+                    (row, column),
+                    problem.dilation,
+                    problem.output_size,
+                    problem.stride,
+                    strict=True,
+                )
+            ),
+        )
+        factor = given.weight[:, :, row, column, None]
+        out += padded[place] * factor
+        padded_grad[place] += given.grad * factor
+        weight_grad[:, 0, row, column] = (padded[place] * given.grad).sum((0, 2, 3))
+    inside = padded_grad[..., pad.top : pad.top + height, pad.left : pad.left + width]
+    return [out, inside, weight_grad, given.grad.sum((0, 2, 3))]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", ["input", "grad"])
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("case", ["3x3", "stride", "dilation", "strip"])
+def test_what_is_not_finite_stays_where_it_belongs(
+    case: str, memory_format: torch.memory_format, where: str, value: float
+) -> None:
+    problem = THIN[case]
+    given = tensors(problem, torch.float32, LAYOUTS[memory_format == torch.channels_last])
+    getattr(given, where)[0, 0, 0, 0] = getattr(given, where)[1, 2, -1, -1] = value
+    given.weight[2] = 0
+    expected = plain_sums(problem, given)
+    for result, exact in zip(run(problem, given, memory_format), expected, strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("case", ["strip"])
+def test_infinite_weights_meet_no_zeros_beyond_the_borders(
+    case: str, memory_format: torch.memory_format
+) -> None:
+    """Beyond those of the output's gradient; beyond the input's there is padding, which counts."""
+    problem = THIN[case]
+    given = tensors(problem, torch.float32, LAYOUTS[memory_format == torch.channels_last])
+    given.weight[0, 0, 0, 0] = float("inf")
+    (out, input_out, *_), expected = run(problem, given, memory_format), plain_sums(problem, given)
+    for result, exact in zip((out, input_out), expected[:2], strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_without_bias() -> None:
@@ -297,6 +425,9 @@ LARGE = {
     "large stride": ((1, 4, 2600, 2600), (4, 4, 3, 3), (1000, 1000), (1, 1)),
     "pointwise": ((1, 256, 128, 512), (64, 256, 1, 1), (1, 1), (1, 1)),
     "depthwise": ((1, 64, 512, 512), (64, 1, 3, 3), (1, 1), (1, 1)),
+    "depthwise, wide": ((1, 2, 3, 1_000_000), (4, 1, 3, 9), (1, 1), (1, 1)),
+    "depthwise, large dilation": ((1, 4, 2600, 2600), (8, 1, 2, 2), (1, 1), (2000, 2000)),
+    "depthwise, large stride": ((1, 8, 2000, 2000), (8, 1, 3, 3), (100, 100), (1, 1)),
 }
 
 

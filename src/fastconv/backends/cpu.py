@@ -15,7 +15,11 @@ The input gradient *gathers* the output's gradient that each kernel row brings t
 input, multiplies it, ``(positions, tap rows * o) @ (tap rows * o, tap columns * i)``, and adds
 each tap column to the input columns that it reads.
 
-Depthwise kernels have no matrices worth the name: tap by tap, staged blocks are multiplied by it.
+Depthwise kernels, and others of one input channel and few output channels in a group, have no
+matrices worth the name. There, what a tap reads of a staged block is multiplied by it and added or,
+for the weight gradient, multiplied by the output's gradient and summed: long operations on tensors,
+few for each tap. A depthwise input gradient is computed like the forward pass, from the output's
+gradient, in phases: every stride-th row and column of it sees the same taps.
 
 Sums are kept in a block, in a wider type where the tensors' own is narrow, and rounded once.
 Channels may come first or last in memory; a block follows the tensor it is copied from.
@@ -23,7 +27,7 @@ Channels may come first or last in memory; a block follows the tensor it is copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import gcd, prod
 from typing import NamedTuple
@@ -63,6 +67,9 @@ def forward(
 ) -> None:
     """Fill ``out`` with the convolution of ``input``; in full precision, whatever ``precision``."""
     scratch = _Scratch(out.dtype, channels_last=input.stride(1) == 1)
+    if _is_thin(problem):
+        _forward_by_tap(problem, input, weight, bias, out, scratch)
+        return
     groups, (row_axis, column_axis) = problem.groups, _axes(problem)
     source, target = _by_position(input, groups), _by_position(out, groups)
     kernel, copies = scratch.packed(_by_group(weight, 0, groups).permute(0, 3, 4, 2, 1), last=3)
@@ -93,6 +100,9 @@ def weight_grad(
     """Fill ``out`` with the gradient of the weight, and ``bias_out`` with that of the bias."""
     if bias_out is not None:
         _sum_positions(grad_output, bias_out)
+    if _is_thin(problem):
+        _weight_grad_by_tap(problem, grad_output, input, out)
+        return
     groups, (row_axis, column_axis) = problem.groups, _axes(problem)
     # Lowered with channels last, the right matrix needs no transposition, which BLAS likes best.
     channels_last = problem.in_channels > groups or input.stride(1) == 1
@@ -120,10 +130,16 @@ def input_grad(
 ) -> None:
     """Fill ``out`` with the gradient of the input."""
     scratch = _Scratch(out.dtype, channels_last=grad_output.stride(1) == 1)
-    groups, columns = problem.groups, _axes(problem)[1]
+    # Several output channels are too many operations, each of them on too little. Zeros beyond the
+    # gradient's borders are multiplied, tap by tap: NaN, if a weight is infinite.
+    depthwise = problem.out_channels == problem.groups
+    if depthwise and _is_thin(problem) and _has_finite_sum(weight, scratch.dtype):
+        _input_grad_by_tap(problem, grad_output, weight, out, scratch)
+        return
+    groups, (rows, columns) = problem.groups, _axes(problem)
     grad = _by_position(grad_output, groups)
     weights = _by_group(weight, 0, groups).permute(0, 3, 1, 4, 2)
-    for phase in _row_phases(problem):
+    for phase in _phases(rows):
         target = _by_position(out[:, :, phase.positions], groups)
         kernel, copies = scratch.packed(weights[:, phase.taps], last=4)
         tiling = _spread_tiling(problem, phase.axis, scratch, copies)
@@ -142,27 +158,17 @@ def _add_outputs(
     total: Tensor, stage: Tensor, taps: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
 ) -> None:
     """Add the products of a stage and ``taps``: ``(groups, tap rows, tap columns, i, o)``."""
-    if _is_thin(stage, total):
-        for row, column, read in _tap_reads(stage, rows, columns):
-            total.addcmul_(read, taps[:, row, column, 0])
-    else:
-        for some, lowered in _lowered(stage, rows, columns, scratch):
-            _matrices(total).baddbmm_(lowered, taps[:, some].flatten(1, 3))
+    for some, lowered in _lowered(stage, rows, columns, scratch):
+        _matrices(total).baddbmm_(lowered, taps[:, some].flatten(1, 3))
 
 
 def _add_weights(
     total: Tensor, stage: Tensor, grad: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
 ) -> None:
     """Add the products of a stage and ``grad``, to ``(groups, o, tap rows, tap columns, i)``."""
-    if _is_thin(stage, grad):
-        products = scratch.take("products", *grad.shape)
-        for row, column, read in _tap_reads(stage, rows, columns):
-            torch.mul(read, grad, out=products)
-            total[:, :, row, column, 0] += products.sum((0, 1, 2), dtype=total.dtype)
-    else:
-        left = _matrices(grad).transpose(1, 2)
-        for some, lowered in _lowered(stage, rows, columns, scratch):
-            total[:, :, some].flatten(2).baddbmm_(left, lowered)
+    left = _matrices(grad).transpose(1, 2)
+    for some, lowered in _lowered(stage, rows, columns, scratch):
+        total[:, :, some].flatten(2).baddbmm_(left, lowered)
 
 
 def _add_inputs(
@@ -197,19 +203,6 @@ def _staged(source: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch) -> T
         stage.zero_()
     stage[held_rows, :, held_columns].copy_(read)
     return stage
-
-
-def _is_thin(stage: Tensor, outputs: Tensor) -> bool:
-    """Whether matrices would be so thin, and outputs so many, that tap by tap is faster."""
-    thin = stage.shape[-1] == 1 and outputs.shape[-1] <= _THIN_CHANNELS
-    return thin and outputs.numel() >= _EFFICIENT_POSITIONS
-
-
-def _tap_reads(stage: Tensor, rows: _Axis, columns: _Axis) -> Iterator[tuple[int, int, Tensor]]:
-    """What each tap, by row and column, reads of a stage."""
-    for row, column in product(range(rows.taps), range(columns.taps)):
-        read = stage[row * rows.reach :: rows.step, :, column * columns.reach :: columns.step]
-        yield row, column, read[: rows.outputs, :, : columns.outputs]
 
 
 def _lowered(
@@ -266,6 +259,154 @@ def _gathered(
         yield slice(None), slice(None), gathered.flatten(4)
 
 
+def _is_thin(problem: Problem) -> bool:
+    """Whether matrices would be so thin, and outputs so many, that tap by tap is faster."""
+    thin = problem.in_channels == problem.groups
+    thin = thin and problem.out_channels <= _THIN_CHANNELS * problem.groups
+    return thin and prod(problem.output_shape) >= _EFFICIENT_POSITIONS
+
+
+def _has_finite_sum(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all elements are finite; not if their sum overflows, which does not matter here."""
+    total = torch.zeros(weight.shape[1], dtype=dtype)
+    _add_positions(weight, total)
+    return bool(total.isfinite().all())
+
+
+def _forward_by_tap(
+    problem: Problem,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: _Scratch,
+) -> None:
+    """The forward pass of a thin layer."""
+    groups = problem.groups
+    (source,), target = _by_channel(input, groups), _by_channel(out, groups)
+    first = None if bias is None else _by_group(bias, 0, groups).t()
+    _correlate(target, source, _by_tap(weight, groups), first, *_axes(problem), scratch)
+
+
+def _input_grad_by_tap(
+    problem: Problem, grad_output: Tensor, weight: Tensor, out: Tensor, scratch: _Scratch
+) -> None:
+    """The input gradient of a depthwise layer: phases of it, each of which reads step by step."""
+    (grad,), weights = _by_channel(grad_output, problem.groups), _by_tap(weight, problem.groups)
+    phases = [list(_phases(axis)) for axis in _axes(problem)]
+    read = [[phase for phase in along if phase.axis.taps] for along in phases]
+    if read != phases:
+        out.zero_()  # at once, for there may be many more that no tap reads
+    for rows, columns in product(*read):
+        target = _by_channel(out[:, :, rows.positions, columns.positions], problem.groups)
+        taps = weights[:, rows.taps, columns.taps]
+        _correlate(target, grad, taps, None, rows.axis, columns.axis, scratch)
+
+
+def _weight_grad_by_tap(problem: Problem, grad_output: Tensor, input: Tensor, out: Tensor) -> None:
+    """The weight gradient of a thin layer: a sum of products for each tap."""
+    scratch = _Scratch(out.dtype, channels_last=input.stride(1) == 1)
+    (source,) = _by_channel(input, problem.groups)
+    grad, target = _by_channel(grad_output, problem.groups), _by_tap(out, problem.groups)
+    row_axis, column_axis = _axes(problem)
+    tiling = _tap_tiling(grad.shape, row_axis, column_axis, scratch)
+    for g, p, q in tiling.spans("groups", "tap_rows", "tap_columns"):
+        piece = target[:, p, q, g].permute(2, 1, 0, 3)
+        total = torch.zeros(piece.shape, dtype=scratch.dtype)
+        for n, r, c in tiling.spans("images", "rows", "columns"):
+            rows, columns = row_axis.part(r, p), column_axis.part(c, q)
+            stage = _staged(source[:, n, :, g], rows, columns, scratch)
+            part = grad[:, r, n, c, g]
+            held = scratch.take_channels("held", part.shape).copy_(part)
+            total += _tap_sums(stage, held, rows, columns, scratch)
+        piece.copy_(total)
+
+
+def _tap_sums(
+    stage: Tensor, grad: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
+) -> Tensor:
+    """Sums of what taps read times ``grad``: ``(tap columns, tap rows, channels, groups)``."""
+    products = scratch.take_channels("products", grad.shape)
+    sums = torch.empty(columns.taps, rows.taps, grad.shape[0], grad.shape[-1], dtype=scratch.dtype)
+    reads = _tap_reads(stage, rows, columns, scratch)
+    for read, tap_sum in zip(reads, sums.flatten(0, 1).unbind(), strict=True):
+        torch.mul(read, grad, out=products)
+        torch.sum(products, (1, 2, 3), dtype=scratch.dtype, out=tap_sum)
+    return sums
+
+
+def _correlate(
+    target: Tensor,
+    source: Tensor,
+    weights: Tensor,
+    first: Tensor | None,
+    row_axis: _Axis,
+    column_axis: _Axis,
+    scratch: _Scratch,
+) -> None:
+    """Fill ``target``'s channels with what taps read of ``source``, times ``weights``.
+
+    These are ``(channels, tap rows, tap columns, groups)``; ``first`` is added, by the outer two.
+    """
+    tiling = _tap_tiling(target.shape, row_axis, column_axis, scratch)
+    for g, n, r, c in tiling.spans("groups", "images", "rows", "columns"):
+        piece = target[:, r, n, c, g]
+        total = piece if scratch.can_sum_in(piece) else scratch.take_channels("total", piece.shape)
+        if first is None:
+            total.zero_()
+        else:
+            total.copy_(first[:, None, None, None, g])
+        for p, q in tiling.spans("tap_rows", "tap_columns"):
+            rows, columns = row_axis.part(r, p), column_axis.part(c, q)
+            stage = _staged(source[:, n, :, g], rows, columns, scratch)
+            _add_taps(total, stage, scratch.plain(weights[:, p, q, g]), rows, columns, scratch)
+        if total is not piece:
+            piece.copy_(total)
+
+
+def _add_taps(
+    total: Tensor, stage: Tensor, taps: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch
+) -> None:
+    """Add what ``taps``, ``(channels, tap rows, tap columns, groups)``, read, times them."""
+    # Groups side by side, as in a block of channels last.
+    factors = taps.permute(2, 1, 0, 3).contiguous().flatten(0, 1)[:, :, None, None, None]
+    reads = _tap_reads(stage, rows, columns, scratch)
+    for read, factor in zip(reads, factors.unbind(), strict=True):
+        total.addcmul_(read, factor)
+
+
+def _tap_reads(stage: Tensor, rows: _Axis, columns: _Axis, scratch: _Scratch) -> Iterator[Tensor]:
+    """What each tap reads of a stage, ``(rows, images, columns, groups)``, column after column.
+
+    If channels come first, what a column of taps reads is moved together, not to be read in short
+    runs; its taps then begin at another row of that.
+    """
+    for column in _axis_reads(stage, 2, columns):
+        if columns.span > columns.outputs and not scratch.channels_last:
+            column = scratch.take("column", *column.shape).copy_(column)
+        yield from _axis_reads(column, 0, rows)
+
+
+def _axis_reads(block: Tensor, dim: int, axis: _Axis) -> Sequence[Tensor]:
+    """What each tap of an axis reads along ``dim``: views, which cost the least made together."""
+    shape, stride = list(block.shape), list(block.stride())
+    between_taps = abs(axis.reach) * stride[dim]
+    shape[dim] = axis.outputs
+    stride[dim] *= axis.step
+    reads = block.as_strided((axis.taps, *shape), (between_taps, *stride)).unbind()
+    return reads if axis.reach > 0 else reads[::-1]
+
+
+def _by_channel(tensor: Tensor, groups: int) -> Tensor:
+    """``(N, C, H, W)`` as ``(channels of a group, rows, images, columns, groups)``."""
+    return _by_group(tensor, 1, groups).permute(2, 3, 0, 4, 1)
+
+
+def _by_tap(weight: Tensor, groups: int) -> Tensor:
+    """A thin layer's weight as ``(channels of a group, tap rows, tap columns, groups)``."""
+    return _by_group(weight, 0, groups)[:, :, 0].permute(1, 2, 3, 0)
+
+
 def _sum_positions(grad_output: Tensor, out: Tensor) -> None:
     """Fill ``out`` with the sums over images, rows and columns."""
     if out.dtype in _SUM_DTYPES:
@@ -276,14 +417,14 @@ def _sum_positions(grad_output: Tensor, out: Tensor) -> None:
         torch.sum(grad_output, (0, 2, 3), dtype=out.dtype, out=out)
 
 
-def _add_positions(grad_output: Tensor, total: Tensor) -> None:
+def _add_positions(tensor: Tensor, total: Tensor) -> None:
     """Add the sums to ``total``, of a wider type: PyTorch converts all it is given to sum."""
-    if grad_output.numel() * total.element_size() <= _block_bytes():
-        total += grad_output.sum((0, 2, 3), dtype=total.dtype)
+    if tensor.numel() * total.element_size() <= _block_bytes():
+        total += tensor.sum((0, 2, 3), dtype=total.dtype)
         return
-    longest = grad_output.shape.index(max(grad_output.shape))
+    longest = tensor.shape.index(max(tensor.shape))
     totals = total.chunk(2) if longest == 1 else (total, total)
-    for half, half_total in zip(grad_output.chunk(2, longest), totals, strict=True):
+    for half, half_total in zip(tensor.chunk(2, longest), totals, strict=True):
         _add_positions(half, half_total)
 
 
@@ -319,7 +460,7 @@ class _Axis(NamedTuple):
     @property
     def span(self) -> int:
         """Elements from the first one read to the last."""
-        return (self.outputs - 1) * self.step + (self.taps - 1) * self.reach + 1
+        return (self.outputs - 1) * self.step + (self.taps - 1) * abs(self.reach) + 1
 
     def part(self, outputs: slice, taps: slice) -> _Axis:
         """These outputs and taps only."""
@@ -339,9 +480,10 @@ class _Axis(NamedTuple):
 
     def overlap(self) -> tuple[slice, slice]:
         """The elements read that exist, by their place among all and by that in the span."""
-        start = min(max(0, -self.before), self.size)
-        stop = max(start, min(self.size, self.span - self.before))
-        held_start = min(max(0, self.before), self.span)
+        before = self.before - min(0, (self.taps - 1) * self.reach)
+        start = min(max(0, -before), self.size)
+        stop = max(start, min(self.size, self.span - before))
+        held_start = min(max(0, before), self.span)
         return slice(start, stop), slice(held_start, held_start + stop - start)
 
     def readers(self, elements: slice, taps: slice) -> slice:
@@ -369,33 +511,33 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
 
 
 class _Phase(NamedTuple):
-    """Every stride-th row of the input, the kernel rows that read it, and for which outputs."""
+    """Every stride-th element of the input, the taps that read it, and for which outputs."""
 
     positions: slice
     taps: slice
     axis: _Axis
 
 
-def _row_phases(problem: Problem) -> Iterator[_Phase]:
-    """How the input's rows gather from the output's.
+def _phases(axis: _Axis) -> Iterator[_Phase]:
+    """How the elements of an axis gather from its outputs.
 
-    Kernel row ``k`` reads row ``i`` for output ``(i + before - k * dilation) / stride``, if that
-    is a whole number: the same kernel rows for every stride-th row.
+    Tap ``t`` reads element ``e`` for output ``(e + before - t * reach) / step``, if that is a
+    whole number: the same taps for every step-th element.
     """
-    size, outputs, kernel, stride, dilation, before = _axes(problem)[0]
-    common = gcd(stride, dilation)
-    for first in range(min(stride, size)):
-        taps = [tap for tap in range(kernel) if (first + before - tap * dilation) % stride == 0]
-        start = taps[0] if taps else kernel
-        axis = _Axis(
+    size, outputs, taps, step, reach, before = axis
+    common = gcd(step, reach)
+    for first in range(min(step, size)):
+        readers = [tap for tap in range(taps) if (first + before - tap * reach) % step == 0]
+        start = readers[0] if readers else taps
+        gathering = _Axis(
             size=outputs,
-            outputs=len(range(first, size, stride)),
-            taps=len(taps),
+            outputs=len(range(first, size, step)),
+            taps=len(readers),
             step=1,
-            reach=-(dilation // common),
-            before=(start * dilation - first - before) // stride,
+            reach=-(reach // common),
+            before=(start * reach - first - before) // step,
         )
-        yield _Phase(slice(first, None, stride), slice(start, None, stride // common), axis)
+        yield _Phase(slice(first, None, step), slice(start, None, step // common), gathering)
 
 
 class _Extent(NamedTuple):
@@ -436,6 +578,16 @@ _CUTS: _Cuts = (
     ("rows", 1),
     ("columns", 64),
     *_KERNEL_CUTS[3:],
+    ("columns", 1),
+)
+_TAP_CUTS: _Cuts = (
+    ("images", 1),
+    ("rows", 64),
+    ("groups", 32),
+    ("columns", 512),
+    *_KERNEL_CUTS[3:5],  # far apart, taps are better read one by one, with little in between
+    ("groups", 1),
+    ("rows", 1),
     ("columns", 1),
 )
 
@@ -496,6 +648,21 @@ def _lowered_tiling(problem: Problem, scratch: _Scratch, kernel_copies: int) -> 
     return _Tiling.fitting(whole, elements, kernel_copies, scratch.limit)
 
 
+def _tap_tiling(shape: Sequence[int], rows: _Axis, columns: _Axis, scratch: _Scratch) -> _Tiling:
+    """The blocks of sums tap by tap, of ``(channels, rows, images, columns, groups)``."""
+
+    def elements(block: _Extent) -> int:
+        row = rows._replace(outputs=block.rows, taps=block.tap_rows)
+        column = columns._replace(outputs=block.columns, taps=block.tap_columns)
+        read = row.span * (column.span + column.outputs)
+        written = row.outputs * column.outputs * block.channels
+        return block.images * block.groups * (read + 2 * written) + 2 * block.weights
+
+    channels, row_count, images, column_count, groups = shape
+    whole = _Extent(images, row_count, column_count, groups, channels, 1, rows.taps, columns.taps)
+    return _Tiling(whole, _cut(whole, _TAP_CUTS, elements, scratch.limit))
+
+
 def _spread_tiling(problem: Problem, rows: _Axis, scratch: _Scratch, kernel_copies: int) -> _Tiling:
     """The blocks of the input gradient, for one phase of its rows."""
     columns = _axes(problem)[1]
@@ -532,7 +699,7 @@ class _Scratch:
     def __init__(self, dtype: torch.dtype, channels_last: bool) -> None:
         self.dtype = _SUM_DTYPES.get(dtype, dtype)
         self.limit = _block_bytes() // self.dtype.itemsize
-        self._channels_last = channels_last
+        self.channels_last = channels_last
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -542,9 +709,20 @@ class _Scratch:
             self._buffers.pop(name, None)  # not to hold both
             self._buffers[name] = torch.empty(size, dtype=self.dtype)
         buffer = self._buffers[name][:size]
-        if self._channels_last:
+        if self.channels_last:
             return buffer.view(shape)
         return buffer.view(*shape[3:], *shape[:3]).permute(-3, -2, -1, *range(len(shape) - 3))
+
+    def take_channels(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The buffer of this name, with a dimension for channels of a group before all others."""
+        channels, rows, *others = shape
+        return self.take(name, channels * rows, *others).unflatten(0, (channels, rows))
+
+    def can_sum_in(self, block: Tensor) -> bool:
+        """Whether sums can be kept in ``block`` of a result, read and written in long runs."""
+        # If channels come first, the rows of several images alternate in the buffers alone.
+        alike = self.channels_last or block.shape[2] == 1
+        return alike and self.is_plain(block) and self.has_layout_of(block[0])
 
     def held(self, block: Tensor) -> Tensor:
         """``block``, or a copy where its positions cannot be read in place."""
@@ -565,7 +743,7 @@ class _Scratch:
 
     def has_layout_of(self, block: Tensor) -> bool:
         """Whether channels, or else columns, lie side by side in ``block`` as in the buffers."""
-        return block.stride(-1 if self._channels_last else 2) == 1
+        return block.stride(-1 if self.channels_last else 2) == 1
 
     def is_plain(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` holds its values, in the type of the buffers."""
