@@ -4506,6 +4506,11 @@ __host__ __device__ constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 
+template <class T>
+__host__ __device__ constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+
 // What counts to kEnd: 32 bits where they are enough, since 64-bit address arithmetic costs several
 // times as much.
 template <bool kWide>
