@@ -5,6 +5,17 @@
 namespace fastconv {
 namespace depthwise {
 
+// A row of the kernel of one output and one input channel of a group. Input gradients sum over
+// output channels: the weight's are the other way round.
+__device__ __forceinline__ const Scalar* kernel_row(const Scalar* weight, int group, int output,
+                                                    int channel, int row) {
+  const long long out =
+      C::transposed ? 1ll * group * C::group_in + channel : 1ll * group * C::group_out + output;
+  const int in = C::transposed ? output : channel;
+  return weight + out * C::weight_stride_out + 1ll * in * C::weight_stride_in +
+         1ll * row * C::weight_stride_height;
+}
+
 // The sums of a thread: of kChannels channels. After every flush_rows kernel rows, those of an
 // output are added to a total, where the whole sum is long.
 template <int kChannels>

@@ -12,75 +12,37 @@
 // `pack` lays the weights out like that before, of all outputs.
 #pragma once
 #include "depthwise/correlate.cuh"
+#include "depthwise/pixel_tiles.cuh"
 
 namespace fastconv {
 namespace depthwise {
 
-constexpr int kOutputs = C::lanes_c * C::lane_channels;  // channels of a tile
-constexpr int kTileGroups = kOutputs >= C::group_out ? kOutputs / C::group_out : 1;
-constexpr int kParts = ceil_div(C::group_out, kOutputs);  // tiles of a group
-constexpr int kInputs = kTileGroups * C::group_in;
-constexpr int kChannelTiles = ceil_div(C::groups, kTileGroups) * kParts;
 constexpr int kPatches = C::lanes_y * C::lanes_x;
 constexpr int kThreads = round_up(C::slots * kPatches * C::lanes_c, 32);
-static_assert(kParts == 1 ? kOutputs % C::group_out == 0 : kTileGroups == 1, "or several tiles");
-static_assert(C::lane_channels == 1 || (C::group_in == 1 && C::group_out == 1), "one to one");
-
-constexpr int kPixel = round_up(kInputs, C::vector);  // elements
-constexpr int kSlot = kHaloRows * kHaloColumns * kPixel;
 constexpr int kTaps = C::kernel_height * C::kernel_width;
-constexpr int kInputBytes = round_up(C::slots * kSlot * static_cast<int>(sizeof(Scalar)), 16);
 static_assert(kInputBytes + C::group_in * kTaps * kOutputs * static_cast<int>(sizeof(Scalar)) ==
                   C::shared_bytes,
               "as planned");
 
-constexpr int kInChannels = C::groups * C::group_in;
-constexpr int kOutChannels = C::groups * C::group_out;
-
 struct Tile {
-  int y, x;    // the first output
-  int group;   // the first
-  int output;  // the group's first channel
+  int y, x;  // the first output
   int first_image;
+  ChannelTile channels;
 
-  __device__ explicit Tile(unsigned block) {
-    const int channels = static_cast<int>(block % kChannelTiles);
+  __device__ explicit Tile(unsigned block) : channels(static_cast<int>(block % kChannelTiles)) {
     block /= kChannelTiles;
     x = static_cast<int>(block % kTilesX) * kTileColumns;
     block /= kTilesX;
     y = static_cast<int>(block % kTilesY) * kTileRows;
     first_image = static_cast<int>(block / kTilesY) * C::slots;
-    group = channels / kParts * kTileGroups;
-    output = channels % kParts * kOutputs;
   }
 };
-
-__device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
-                                           int images) {
-  constexpr int kVectors = kPixel / C::vector;
-  constexpr int kTasks = C::slots * kHaloRows * kHaloColumns * kVectors;
-  const int first_row = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin;
-  const int first_column = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin;
-  for (int task = static_cast<int>(threadIdx.x); task < kTasks; task += kThreads) {
-    const int channel = tile.group * C::group_in + task % kVectors * C::vector;
-    const int pixel = task / kVectors;
-    const int x = first_column + pixel % kHaloColumns;
-    const int y = first_row + pixel / kHaloColumns % kHaloRows;
-    const int image = tile.first_image + pixel / (kHaloColumns * kHaloRows);
-    const bool exists = image < images && channel < kInChannels &&
-                        static_cast<unsigned>(y) < C::in_height &&
-                        static_cast<unsigned>(x) < C::in_width;
-    const long long source =
-        ((1ll * image * C::in_height + y) * C::in_width + x) * kInChannels + channel;
-    copy_elements<C::vector>(target + task * C::vector, exists ? input + source : input, exists);
-  }
-}
 
 // All taps' weights of the tile's channels, as `pack` has laid them out.
 __device__ __forceinline__ void load_weights(Scalar* target, const Scalar* packed,
                                              const Tile& tile) {
   constexpr int kVectors = kOutputs / C::weight_vector;
-  const int first = tile.group * C::group_out + tile.output;
+  const int first = tile.channels.first_output();
 #pragma unroll 4
   for (int task = static_cast<int>(threadIdx.x); task < C::group_in * kTaps * kVectors;
        task += kThreads) {
@@ -105,18 +67,12 @@ struct Position {
     slot = thread / kPatches;
     y = Rows::first_output<C::rows>(thread % kPatches / C::lanes_x);
     x = Columns::first_output<C::columns>(thread % C::lanes_x);
-    input = kParts == 1 ? output / C::group_out * C::group_in : 0;
+    input = first_read(output);
   }
   __device__ bool idle() const {
     return C::slots * kPatches * C::lanes_c < kThreads && slot >= C::slots;
   }
 };
-
-using Channels = Vector<Scalar, C::lane_channels>;
-
-__device__ __forceinline__ void load(Sum (&target)[C::lane_channels], const Scalar* source) {
-  widen_vector(*reinterpret_cast<const Channels*>(source), target);
-}
 
 __device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Scalar* input,
                                          const Scalar* weights, const Position& at) {
@@ -130,13 +86,7 @@ __device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Sca
 #pragma unroll 1
     for (int i = 0; i < kWindowRows; ++i) {
       Sum elements[C::lane_channels][kWindowColumns];
-#pragma unroll
-      for (int j = 0; j < kWindowColumns; ++j) {
-        Sum pixel[C::lane_channels];
-        load(pixel, window + (i * (Rows::kUnit * kHaloColumns) + j * Columns::kUnit) * kPixel);
-#pragma unroll
-        for (int m = 0; m < C::lane_channels; ++m) elements[m][j] = kept(pixel[m]);
-      }
+      load_window(elements, window, i);
 #pragma unroll
       for (int r = 0; r < C::rows; ++r) {
         const int k = Rows::tap(i, r);
@@ -163,9 +113,8 @@ __device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const 
                                       Scalar* output, const Tile& tile, const Position& at,
                                       int images) {
   const int image = tile.first_image + at.slot;
-  const int channel = tile.group * C::group_out + tile.output + at.output;
-  if (image >= images || channel >= kOutChannels) return;
-  if (kParts > 1 && tile.output + at.output >= C::group_out) return;
+  const int channel = tile.channels.first_output() + at.output;
+  if (image >= images || !tile.channels.has(at.output)) return;
   Channels shift = {};
   if (bias != nullptr) shift = *reinterpret_cast<const Channels*>(bias + channel);
 #pragma unroll
@@ -202,13 +151,9 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
     const int output = i % C::group_out;
     const int tap = i / kOutChannels % kTaps;
     const int channel = i / (kOutChannels * kTaps);
-    // Input gradients sum over output channels: the weight's are the other way round.
-    const long long out =
-        C::transposed ? 1ll * group * C::group_in + channel : 1ll * group * C::group_out + output;
-    const int in = C::transposed ? output : channel;
-    packed[i] = weight[out * C::weight_stride_out + 1ll * in * C::weight_stride_in +
-                       1ll * (tap / C::kernel_width) * C::weight_stride_height +
-                       1ll * (tap % C::kernel_width) * C::weight_stride_width];
+    packed[i] =
+        kernel_row(weight, group, output, channel,
+                   tap / C::kernel_width)[1ll * (tap % C::kernel_width) * C::weight_stride_width];
   }
 }
 
@@ -222,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   output += 1ll * first_image * C::out_height * C::out_width * kOutChannels;
   Scalar* const inputs = reinterpret_cast<Scalar*>(fastconv::shared_memory());
   Scalar* const weights = reinterpret_cast<Scalar*>(fastconv::shared_memory() + kInputBytes);
-  load_input(inputs, input, tile, images);
+  load_halo<kThreads>(inputs, input, tile.first_image, images, tile.channels, tile.y, tile.x);
   load_weights(weights, packed, tile);
   fastconv::copy_async_commit();
   fastconv::copy_async_wait<0>();

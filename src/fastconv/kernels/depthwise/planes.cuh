@@ -14,6 +14,7 @@
 //   input    [slot][halo row][column]     weights   [slot][channel][tap row][tap column]
 #pragma once
 #include "depthwise/correlate.cuh"
+#include "depthwise/plane_rows.cuh"
 
 namespace fastconv {
 namespace depthwise {
@@ -23,33 +24,12 @@ constexpr int kThreads = round_up(C::planes * kSlotThreads, 32);
 constexpr int kParts = ceil_div(C::group_out, C::channels);  // of a group's output planes
 constexpr int kStages = C::group_in > 1 ? 2 : 1;
 
-// Copies begin at multiples of `vector`, up to kShift columns before the first one that is read.
-constexpr int kShift = (Columns::kOrigin % C::vector + C::vector) % C::vector;
-constexpr int kColumns = round_up(kShift + kHaloColumns, C::vector);
-static_assert(kColumns <= C::pitch && C::pitch % C::vector == 0, "rows are aligned");
-static_assert(kTilesX == 1 || kTileColumns * Columns::kTimes / Columns::kOver % C::vector == 0,
-              "tiles begin alike");
-constexpr int kPlane = kHaloRows * C::pitch + C::plane_padding;
-
-// A window's row is read in pieces, where threads begin at multiples of them.
-constexpr int kThreadStep = C::columns * Columns::kTimes / Columns::kOver;
-constexpr bool kInPieces = C::piece > 1;
-constexpr int kLead = kInPieces ? kShift % C::piece : 0;  // of the first piece, that is not read
-constexpr int kPieces = ceil_div(kLead + kWindowColumns, C::piece);
-static_assert(!kInPieces || (Columns::kUnit == 1 && kThreadStep % C::piece == 0 &&
-                             C::pitch % C::piece == 0 && kPlane % C::piece == 0),
-              "pieces are aligned");
-
 constexpr int kWeightRow = round_up(Columns::kTaps, 4);
 constexpr int kWeightPlane = C::channels * C::kernel_height * kWeightRow + C::weight_padding;
 constexpr int kInputBytes = round_up(C::planes * kPlane * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
     kInputBytes + round_up(C::planes * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
 static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
-
-// Elements before an image, and in a plane.
-constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
-constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
 
 struct Tile {
   int y, x;   // the first output
@@ -129,13 +109,7 @@ __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, 
     const int group = plane / kParts % C::groups;
     const int output = plane % kParts * C::channels + i / C::kernel_height % C::channels;
     const bool exists = plane < planes && output < C::group_out;
-    // Input gradients sum over output channels: the weight's are the other way round.
-    const long long out =
-        C::transposed ? 1ll * group * C::group_in + channel : 1ll * group * C::group_out + output;
-    const int in = C::transposed ? output : channel;
-    const Scalar* const source = weight + out * C::weight_stride_out +
-                                 1ll * in * C::weight_stride_in +
-                                 1ll * tap_row * C::weight_stride_height;
+    const Scalar* const source = kernel_row(weight, group, output, channel, tap_row);
     Sum* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
 #pragma unroll
     for (int tap = 0; tap < kWeightRow; ++tap) {
@@ -159,29 +133,6 @@ struct Position {
   __device__ bool idle() const { return C::planes * kSlotThreads < kThreads && slot >= C::planes; }
 };
 
-struct Window {
-  Sum elements[kPieces * C::piece];
-
-  __device__ explicit Window(const Scalar* row) {
-    if constexpr (kInPieces) {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        using Piece = Vector<Scalar, C::piece>;
-        const Piece piece = *reinterpret_cast<const Piece*>(row + i * C::piece);
-        widen_vector(piece, elements + i * C::piece);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWindowColumns; ++i) elements[i] = widen(row[i * Columns::kUnit]);
-    }
-    if constexpr (sizeof(Scalar) == 2) {
-#pragma unroll
-      for (Sum& element : elements) element = kept(element);
-    }
-  }
-  __device__ __forceinline__ Sum operator[](int i) const { return elements[kLead + i]; }
-};
-
 // A row of weights, of which four are read at once.
 struct WeightRow {
   const Sum* row;
@@ -196,14 +147,17 @@ struct WeightRow {
 
 __device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* input,
                                          const Sum* weights, const Position& at) {
-  constexpr int kFirst = kInPieces ? kShift - kLead : kShift;
   const Scalar* const window = input + at.slot * kPlane +
-                               at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirst +
+                               at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirstPiece +
                                at.x * Columns::kTimes / Columns::kOver;
   weights += at.slot * kWeightPlane;
 #pragma unroll 1
   for (int i = 0; i < kWindowRows; ++i) {
-    const Window row(window + i * (Rows::kUnit * C::pitch));
+    WindowRow row(window + i * (Rows::kUnit * C::pitch));
+    if constexpr (sizeof(Scalar) == 2) {
+#pragma unroll
+      for (Sum& element : row.elements) element = kept(element);
+    }
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
       const int k = Rows::tap(i, r);

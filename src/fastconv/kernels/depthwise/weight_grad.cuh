@@ -18,19 +18,28 @@ namespace depthwise {
 
 constexpr int kTaps = C::kernel_height * C::kernel_width;
 constexpr int kTapGroups = ceil_div(C::kernel_height, C::tap_rows);
-constexpr int kOutChannels = C::groups * C::group_out;
-constexpr int kInChannels = C::groups * C::group_in;
+constexpr int kBlockGroups = ceil_div(kTapGroups, C::tap_blocks);  // of a block
+constexpr int kSums = C::tap_rows * C::kernel_width + 1;  // of a group's channel, the bias's too
+constexpr int kAllOutputs = C::groups * C::group_out;
 constexpr int kPatches = C::slots * C::lanes_y * C::lanes_x;
 constexpr int kTiles = kTilesX * kTilesY;
 
 // The workspace: of each split, all weights' sums, then those of the bias.
 constexpr long long kSplitSums =
-    1ll * kOutChannels * C::group_in * kTaps + (C::bias ? kOutChannels : 0);
-__device__ __forceinline__ long long slot_of(int split, int output, int input, int tap) {
-  return split * kSplitSums + (1ll * output * C::group_in + input) * kTaps + tap;
-}
-__device__ __forceinline__ long long bias_slot_of(int split, int output) {
-  return split * kSplitSums + 1ll * kOutChannels * C::group_in * kTaps + output;
+    1ll * kAllOutputs * C::group_in * kTaps + (C::bias ? kAllOutputs : 0);
+
+// Writes one of a group's kSums, the last of which is the bias's.
+__device__ __forceinline__ void write_sum(Sum* workspace, int split, int output, int channel,
+                                          int tap_group, int index, Sum sum) {
+  const int row = tap_group * C::tap_rows + index / C::kernel_width;
+  workspace += split * kSplitSums;
+  if (index == kSums - 1) {
+    if (!C::bias || channel > 0 || tap_group > 0) return;
+    workspace[1ll * kAllOutputs * C::group_in * kTaps + output] = sum;
+  } else if (row < C::kernel_height) {
+    workspace[(1ll * output * C::group_in + channel) * kTaps + row * C::kernel_width +
+              index % C::kernel_width] = sum;
+  }
 }
 
 // A block's share: units from `first` to `end`, a tile of `slots` images each.
@@ -114,6 +123,24 @@ struct TapSums {
   }
 };
 
+// Goes through a block's share: `load` starts to copy a unit to its stage, `add` adds it.
+template <class Load, class Add>
+__device__ __forceinline__ void walk(const Share& share, const Load& load, const Add& add) {
+  if (share.first < share.end) load(share.first);
+#pragma unroll 1
+  for (int unit = share.first; unit < share.end; ++unit) {
+    if (unit + 1 < share.end) {
+      load(unit + 1);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    __syncthreads();
+    add(unit);
+    __syncthreads();  // before the next but one overwrites it
+  }
+}
+
 // Adds up what all splits have, in order.
 __device__ __forceinline__ Sum total_of(const Sum* workspace, long long slot) {
   Sum total = 0;
@@ -133,7 +160,7 @@ extern "C" __global__ void reduce(
   const long long step = 1ll * gridDim.x * blockDim.x;
   for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kSplitSums; i += step) {
     const Scalar total = narrow<Scalar>(total_of(workspace, i));
-    const long long weights = 1ll * kOutChannels * C::group_in * kTaps;
+    const long long weights = 1ll * kAllOutputs * C::group_in * kTaps;
     if (i >= weights) {
       bias_grad[i - weights] = total;
       continue;

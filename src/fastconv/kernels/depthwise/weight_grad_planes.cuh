@@ -3,30 +3,23 @@
 //
 //   input    [slot][halo row][column]     the output's gradient   [slot][row][column]
 #pragma once
+#include "depthwise/plane_rows.cuh"
 #include "depthwise/weight_grad.cuh"
 
 namespace fastconv {
 namespace depthwise {
 
 constexpr int kGroupThreads = 32 * C::group_warps;  // that have the same kernel rows
-constexpr int kBlockGroups = ceil_div(kTapGroups, C::tap_blocks);
 constexpr int kThreads = kBlockGroups * kGroupThreads;
 constexpr int kPatchRounds = ceil_div(kPatches, kGroupThreads);
 
-constexpr int kShift = (Columns::kOrigin % C::vector + C::vector) % C::vector;
-constexpr int kColumns = round_up(kShift + kHaloColumns, C::vector);
 constexpr int kGradColumns = round_up(kTileColumns, C::grad_vector);
-constexpr int kPlane = kHaloRows * C::pitch + C::plane_padding;
 constexpr int kGradPlane = kTileRows * C::grad_pitch;
-static_assert(kColumns <= C::pitch && kGradColumns <= C::grad_pitch, "rows have room");
+static_assert(kGradColumns <= C::grad_pitch, "rows have room");
 
-constexpr bool kInPieces = C::piece > 1;
-constexpr int kLead = kInPieces ? kShift % C::piece : 0;
-constexpr int kPieces = ceil_div(kLead + kWindowColumns, C::piece);
 constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
     kInputBytes + round_up(C::slots * kGradPlane * static_cast<int>(sizeof(Scalar)), 16);
-constexpr int kSums = C::tap_rows * C::kernel_width + 1;  // of a warp in the end, the bias's too
 static_assert(2 * kStageBytes <= C::shared_bytes &&
                   kThreads / 32 * kSums * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
               "as planned");
@@ -57,27 +50,10 @@ __device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane,
   }
 }
 
-__device__ __forceinline__ void load_window(Sum (&window)[1][kWindowColumns], const Scalar* row) {
-  if constexpr (kInPieces) {
-    Sum elements[kPieces * C::piece];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      using Piece = Vector<Scalar, C::piece>;
-      widen_vector(*reinterpret_cast<const Piece*>(row + i * C::piece), elements + i * C::piece);
-    }
-#pragma unroll
-    for (int i = 0; i < kWindowColumns; ++i) window[0][i] = elements[kLead + i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWindowColumns; ++i) window[0][i] = widen(row[i * Columns::kUnit]);
-  }
-}
-
 // Adds the sums of a unit's patches that are this thread's.
 __device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, const Scalar* grad,
                                          const Unit& unit, int images, int first_tap,
                                          bool has_bias) {
-  constexpr int kFirst = kInPieces ? kShift - kLead : kShift;
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
 #pragma unroll 1
   for (int round = 0; round < kPatchRounds; ++round) {
@@ -97,10 +73,12 @@ __device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, 
     }
     const Scalar* const window = input + patch.slot * kPlane +
                                  (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * C::pitch +
-                                 kFirst + patch.x * Columns::kTimes;
+                                 kFirstPiece + patch.x * Columns::kTimes;
     sums.add(numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
              [&](Sum(&row)[1][kWindowColumns], int i) {
-               load_window(row, window + i * (Rows::kUnit * C::pitch));
+               const WindowRow elements(window + i * (Rows::kUnit * C::pitch));
+#pragma unroll
+               for (int j = 0; j < kWindowColumns; ++j) row[0][j] = elements[j];
              });
     if (has_bias) sums.add_bias(numbers);
   }
@@ -134,8 +112,6 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const int first_tap = (first_group + thread / kGroupThreads) * C::tap_rows;
   const bool has_bias = C::bias && channel == 0 && first_tap == 0;
 
-  constexpr long long kInPlane = 1ll * C::in_height * C::in_width;
-  constexpr long long kOutPlane = 1ll * C::out_height * C::out_width;
   input += (output / C::group_out * C::group_in + channel) * kInPlane;
   grad_output += output * kOutPlane;
   unsigned char* const shared = fastconv::shared_memory();
@@ -148,31 +124,21 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto load = [&](int index) {
     const Unit unit(index);
     load_planes<kHaloRows, kColumns, C::vector, C::pitch, C::plane_padding, C::in_height,
-                C::in_width>(inputs(index), input + unit.image * (kInChannels * kInPlane),
-                             kInChannels * kInPlane, images - unit.image,
+                C::in_width>(inputs(index),
+                             input + unit.image * ((C::groups * C::group_in) * kInPlane),
+                             (C::groups * C::group_in) * kInPlane, images - unit.image,
                              unit.y * Rows::kTimes + Rows::kOrigin,
                              unit.x * Columns::kTimes + Columns::kOrigin - kShift);
     load_planes<kTileRows, kGradColumns, C::grad_vector, C::grad_pitch, 0, C::out_height,
-                C::out_width>(grads(index), grad_output + unit.image * (kOutChannels * kOutPlane),
-                              kOutChannels * kOutPlane, images - unit.image, unit.y, unit.x);
+                C::out_width>(grads(index), grad_output + unit.image * (kAllOutputs * kOutPlane),
+                              kAllOutputs * kOutPlane, images - unit.image, unit.y, unit.x);
     fastconv::copy_async_commit();
   };
 
   TapSums<1> sums;
-  const Share share(split, images);
-  if (share.first < share.end) load(share.first);
-#pragma unroll 1
-  for (int unit = share.first; unit < share.end; ++unit) {
-    if (unit + 1 < share.end) {
-      load(unit + 1);
-      fastconv::copy_async_wait<1>();
-    } else {
-      fastconv::copy_async_wait<0>();
-    }
-    __syncthreads();
+  walk(Share(split, images), load, [&](int unit) {
     add_unit(sums, inputs(unit), grads(unit), Unit(unit), images, first_tap, has_bias);
-    __syncthreads();  // before the next but one overwrites it
-  }
+  });
 
   // A warp's lanes, then the warps of a group.
   Sum* const gathered = reinterpret_cast<Sum*>(shared);
@@ -196,14 +162,6 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     for (int warp = 0; warp < C::group_warps; ++warp) {
       sum += gathered[(group * C::group_warps + warp) * kSums + at];
     }
-    const int row = (first_group + group) * C::tap_rows + at / C::kernel_width;
-    if (at == kSums - 1) {
-      if (C::bias && channel == 0 && first_group + group == 0) {
-        workspace[bias_slot_of(split, output)] = sum;
-      }
-    } else if (row < C::kernel_height) {
-      workspace[slot_of(split, output, channel, row * C::kernel_width + at % C::kernel_width)] =
-          sum;
-    }
+    write_sum(workspace, split, output, channel, first_group + group, at, sum);
   }
 }

@@ -1,0 +1,94 @@
+// Which channels of channels-last tensors a block has, and how pixels come to shared memory.
+#pragma once
+#include "depthwise/axis.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kOutputs = C::lanes_c * C::lane_channels;  // channels of a tile
+constexpr int kTileGroups = kOutputs >= C::group_out ? kOutputs / C::group_out : 1;
+constexpr int kParts = ceil_div(C::group_out, kOutputs);  // tiles of a group
+constexpr int kInputs = kTileGroups * C::group_in;
+constexpr int kChannelTiles = ceil_div(C::groups, kTileGroups) * kParts;
+static_assert(kParts == 1 ? kOutputs % C::group_out == 0 : kTileGroups == 1, "or several tiles");
+static_assert(C::lane_channels == 1 || (C::group_in == 1 && C::group_out == 1), "one to one");
+
+constexpr int kInChannels = C::groups * C::group_in;
+constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kPixel = round_up(kInputs, C::vector);  // elements
+constexpr int kSlot = kHaloRows * kHaloColumns * kPixel;
+constexpr int kInputBytes = round_up(C::slots * kSlot * static_cast<int>(sizeof(Scalar)), 16);
+
+// A tile's channels.
+struct ChannelTile {
+  int group;   // the first
+  int output;  // the group's first channel
+
+  __device__ explicit ChannelTile(int index)
+      : group(index / kParts * kTileGroups), output(index % kParts * kOutputs) {}
+  // Counted over all groups.
+  __device__ int first_output() const { return group * C::group_out + output; }
+  __device__ int first_input() const { return group * C::group_in; }
+  __device__ bool has(int place) const {
+    return first_output() + place < kOutChannels && (kParts == 1 || output + place < C::group_out);
+  }
+};
+
+// Of the tile's inputs, the first that an output of it reads.
+__device__ __forceinline__ int first_read(int output) {
+  return kParts == 1 ? output / C::group_out * C::group_in : 0;
+}
+
+// Copies a rectangle of pixels of each of `slots` images: kChannels of kAll, from `channel` on.
+template <int kRows, int kColumns, int kChannels, int kVector, int kAll, int kHeight, int kWidth,
+          int kThreads>
+__device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image, int images_left,
+                                            int channel, int first_row, int first_column) {
+  constexpr int kVectors = kChannels / kVector;
+  constexpr int kTasks = C::slots * kRows * kColumns * kVectors;
+#pragma unroll 2
+  for (int task = static_cast<int>(threadIdx.x); task < kTasks; task += kThreads) {
+    const int first = channel + task % kVectors * kVector;
+    const int pixel = task / kVectors;
+    const int x = first_column + pixel % kColumns;
+    const int y = first_row + pixel / kColumns % kRows;
+    const int slot = pixel / (kColumns * kRows);
+    const bool exists = slot < images_left && first < kAll && static_cast<unsigned>(y) < kHeight &&
+                        static_cast<unsigned>(x) < kWidth;
+    const long long source = ((1ll * slot * kHeight + y) * kWidth + x) * kAll + first;
+    copy_elements<kVector>(target + task * kVector, image + (exists ? source : 0), exists);
+  }
+}
+
+// What a tile reads of the input, from an output pixel on.
+template <int kThreads>
+__device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, int first_image,
+                                          int images, const ChannelTile& channels, int y, int x) {
+  load_pixels<kHaloRows, kHaloColumns, kPixel, C::vector, kInChannels, C::in_height, C::in_width,
+              kThreads>(
+      target, input + 1ll * first_image * C::in_height * C::in_width * kInChannels,
+      images - first_image, channels.first_input(), y * Rows::kTimes / Rows::kOver + Rows::kOrigin,
+      x * Columns::kTimes / Columns::kOver + Columns::kOrigin);
+}
+
+// A thread's channels of a pixel, or of a tap.
+using Channels = Vector<Scalar, C::lane_channels>;
+
+__device__ __forceinline__ void load(Sum (&target)[C::lane_channels], const Scalar* source) {
+  widen_vector(*reinterpret_cast<const Channels*>(source), target);
+}
+
+// A row of a thread's window, by channel. Widened once: the compiler would do it for each use.
+__device__ __forceinline__ void load_window(Sum (&row)[C::lane_channels][kWindowColumns],
+                                            const Scalar* window, int i) {
+#pragma unroll
+  for (int j = 0; j < kWindowColumns; ++j) {
+    Sum pixel[C::lane_channels];
+    load(pixel, window + (i * (Rows::kUnit * kHaloColumns) + j * Columns::kUnit) * kPixel);
+#pragma unroll
+    for (int m = 0; m < C::lane_channels; ++m) row[m][j] = kept(pixel[m]);
+  }
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
