@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import lcm, prod
 from typing import TypeVar
 
-from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.depthwise import tiles
+from fastconv.kernels import gpus
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
-from fastconv.kernels.depthwise.tiles import FAMILY, WHY, Pixels, Planes
+from fastconv.kernels.depthwise.tiles import (
+    BANK_BYTES,
+    COPY,
+    FAMILY,
+    ISSUED,
+    ISSUED_BY_WARP,
+    WHY,
+    PixelsTile,
+    PlanesTile,
+    Tile,
+    lane_channels,
+    lanes,
+    lanes_of_channels,
+)
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.tensor.limits import together
 from fastconv.problem import Problem
 
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
+MOST_THREADS = 256
+OTHER_REGISTERS = 32  # than sums and a window's row
 
-_Tile = TypeVar("_Tile", Planes, Pixels)
+# Estimated instructions of a thread: to load a weight, for a row of the window and for each output
+# row that it may belong to, to store a vector, and once.
+WEIGHT, WINDOW, OUTPUT_ROW, STORE, ONCE = 10, 8, 3, 6, 120
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -41,9 +63,9 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
     tile: Planes | Pixels
     channels_last = layer.operands.input_channels_last
     if channels_last:
-        source, tile = "depthwise/pixels.cuh", _best(tiles.pixels(layer), gpu)
+        source, tile = "depthwise/pixels.cuh", _best(_pixels(layer), gpu)
     else:
-        source, tile = "depthwise/planes.cuh", _best(tiles.planes(layer), gpu)
+        source, tile = "depthwise/planes.cuh", _best(_planes(layer), gpu)
         tile = tile.spread_over_banks(gpu)
     constants: dict[str, Constant] = {
         **layer.constants(),
@@ -77,8 +99,366 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
     return Plan(tuple(launches), scratch, FAMILY, WHY, packs=int(channels_last))
 
 
-def _best(candidates: Iterable[_Tile], gpu: Gpu) -> _Tile:
+@dataclass(frozen=True, kw_only=True)
+class Correlation(Tile):
+    """What a block computes at once, and what that takes, estimated."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """That a block has room for."""
+
+    @abstractmethod
+    def blocks(self, images: int) -> int: ...
+
+    @property
+    @abstractmethod
+    def copies(self) -> int:
+        """Vectors that a block copies."""
+
+    @property
+    @abstractmethod
+    def vector(self) -> int:
+        """Elements that are copied at once."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> int:
+        """That a block loads one by one."""
+
+    @property
+    @abstractmethod
+    def loads(self) -> tuple[float, float]:
+        """From shared memory, of a thread: instructions, and cycles that a warp's take."""
+
+    @property
+    @abstractmethod
+    def stores(self) -> int:
+        """Instructions of a thread."""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, about."""
+        words = max(1, self.layer.operands.scalar_bytes // 4)
+        sums = self.channels * self.rows * self.columns * (1 + self.layer.two_level)
+        return min(255, words * (sums + self.window_columns * self.channels) + OTHER_REGISTERS)
+
+    def cycles(self, gpu: Gpu) -> float:
+        """What the whole layer takes, estimated."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        at_once = self.blocks_per_processor(gpu) * gpu.processors
+        blocks = self.blocks(layer.problem.batch)
+        rounds = ceil_div(blocks, at_once)
+        resident = min(at_once, blocks) / gpu.processors
+        sums = self.channels * self.rows * self.columns
+        instructions, bank_cycles = self.loads
+        issued = (
+            sums * layer.products
+            + instructions
+            + layer.group_in * self.window_rows * (WINDOW + OUTPUT_ROW * self.rows)
+            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
+            + STORE * self.stores
+            + ONCE
+        )
+        warps = self.threads / 32 * resident
+        size = layer.operands.scalar_bytes
+        one_round = together(
+            warps * issued / min(ISSUED, ISSUED_BY_WARP * warps),
+            warps * bank_cycles,
+            resident * self.copies * self.vector * size / rates.l2_bytes,
+            resident * 2 * self.outputs * size / rates.memory_bytes,
+        )
+        return rounds * one_round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planes(PlanesTile, Correlation):
+    """Of contiguous tensors, see ``planes.cuh``."""
+
+    thread_channels: int
+    plane_padding: int = 0
+
+    @property
+    def channels(self) -> int:
+        return self.thread_channels
+
+    @property
+    def parts(self) -> int:
+        return ceil_div(self.layer.group_out, self.channels)
+
+    @property
+    def threads(self) -> int:
+        return round_up(self.slots * self.slot_threads, 32)
+
+    @property
+    def outputs(self) -> int:
+        return self.slots * self.channels * self.tile_size[0] * self.tile_size[1]
+
+    def blocks(self, images: int) -> int:
+        planes = images * self.layer.problem.groups * self.parts
+        return ceil_div(planes, self.slots) * self.image_tiles
+
+    @property
+    def plane(self) -> int:
+        return self.halo_rows * self.pitch + self.plane_padding
+
+    @property
+    def _weight_plane(self) -> int:
+        kernel = self.layer.problem.kernel_size
+        return self.channels * kernel[0] * round_up(kernel[1], 4)
+
+    @property
+    def weight_padding(self) -> int:
+        """Neighbouring planes' weights lie in different banks."""
+        return 4 if self.slots > 1 and self._weight_plane // 4 % 2 == 0 else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        layer, operands = self.layer, self.layer.operands
+        weights = self.slots * (self._weight_plane + self.weight_padding) * operands.sum_bytes
+        pixels = round_up(self.slots * self.plane * operands.scalar_bytes, 16)
+        return (pixels + round_up(weights, 16)) * min(2, layer.group_in)
+
+    @property
+    def _in_image(self) -> tuple[int, int]:
+        """As ``copied``, of what lies in the image, if the tile is all of it."""
+        rows, columns = self.layer.rows, self.layer.columns
+        height, width = self.layer.in_size
+        last = min(height, rows.origin + self.halo_rows)
+        first = columns.origin - self.shift
+        end = min(width, first + round_up(self.shift + self.halo_columns, self.vector))
+        return last - max(0, rows.origin), (end - max(0, first)) // self.vector
+
+    @lazy
+    def inside(self) -> bool:
+        """Whether to copy only that, and to clear the rest: where it is the larger part."""
+        if self.image_tiles > 1 or min(self._in_image) <= 0:
+            return False
+        return 2 * prod(self._in_image) <= prod(self.copied)
+
+    @property
+    def copies(self) -> int:
+        of_slot = prod(self._in_image if self.inside else self.copied)
+        return self.layer.group_in * self.slots * of_slot
+
+    @property
+    def weights(self) -> int:
+        return self.layer.group_in * self.slots * self._weight_plane
+
+    @property
+    def loads(self) -> tuple[float, float]:
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        kernel, rows = layer.problem.kernel_size, layer.rows
+        windows = layer.group_in * self.window_rows * self.pieces
+        fours = self.channels * self.rows * kernel[0] / rows.over * ceil_div(kernel[1], 4)
+        fours *= layer.group_in
+        widened = windows * self.piece * (size == 2)
+        slots = min(self.slots, ceil_div(32, self.slot_threads))  # of a warp
+        banks = max(1.0, self.piece * size * 32 / BANK_BYTES)
+        return windows + widened + fours, windows * banks + fours * ceil_div(slots, 8)
+
+    @property
+    def store_vector(self) -> int:
+        layer = self.layer
+        if layer.columns.out_step > 1:
+            return 1
+        return layer.operands.widest_vector(layer.out_size[1], self.columns)
+
+    @property
+    def stores(self) -> int:
+        return self.channels * self.rows * self.columns // self.store_vector
+
+    def constants(self) -> dict[str, Constant]:
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "channels": self.channels,
+            "lanes_y": self.lanes_y,
+            "lanes_x": self.lanes_x,
+            "planes": self.slots,
+            "vector": self.vector,
+            "inside": self.inside,
+            "piece": self.piece,
+            "pitch": self.pitch,
+            "plane_padding": self.plane_padding,
+            "weight_padding": self.weight_padding,
+            "store_vector": self.store_vector,
+        }
+
+    def spread_over_banks(self, gpu: Gpu) -> Planes:
+        """With rows, and planes, so far apart that a warp's lanes hit few banks twice."""
+        tile: Planes = self
+        step = lcm(self.vector, self.piece)
+        paddings = range(step, BANK_BYTES // self.layer.operands.scalar_bytes, step)
+        if self.lanes_y > 1:
+            tile = tile._best((replace(tile, row_padding=n) for n in paddings), gpu)
+        if self.slots > 1:
+            tile = tile._best((replace(tile, plane_padding=n) for n in paddings), gpu)
+        return tile
+
+    def _best(self, others: Iterable[Planes], gpu: Gpu) -> Planes:
+        """Of this one, and those of which as many fit."""
+        blocks = self.blocks_per_processor(gpu)
+        fitting = [tile for tile in others if tile.blocks_per_processor(gpu) == blocks]
+        return min([self, *fitting], key=Planes._conflicts)
+
+    def _conflicts(self) -> int:
+        """Cycles that a warp takes to read what each thread reads first."""
+        size = self.layer.operands.scalar_bytes
+        at_once = min(32, BANK_BYTES // (self.piece * size))
+        words = [{at // 4 for at in self._bytes_of(thread)} for thread in range(32)]
+        cycles = 0
+        for first in range(0, 32, at_once):
+            banks: dict[int, set[int]] = {}
+            for word in set().union(*words[first : first + at_once]):
+                banks.setdefault(word % 32, set()).add(word)
+            cycles += max(map(len, banks.values()))
+        return cycles
+
+    def _bytes_of(self, thread: int) -> range:
+        rows, columns = self.layer.rows, self.layer.columns
+        slot, place = divmod(thread % (self.slots * self.slot_threads), self.slot_threads)
+        y, x = divmod(place, self.lanes_x)
+        row = (y // rows.out_step * self.rows * rows.out_step + y % rows.out_step) * rows.times
+        column = (
+            x // columns.out_step * self.columns * columns.out_step + x % columns.out_step
+        ) * columns.times
+        size = self.layer.operands.scalar_bytes
+        at = slot * self.plane + row // rows.over * self.pitch + column // columns.over
+        return range(at * size, (at + self.piece) * size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(PixelsTile, Correlation):
+    """Of channels-last tensors, see ``pixels.cuh``."""
+
+    @property
+    def threads(self) -> int:
+        return round_up(self.slots * self.lanes_y * self.lanes_x * self.lanes_c, 32)
+
+    @property
+    def outputs(self) -> int:
+        return self.slots * self.tile_channels * self.tile_size[0] * self.tile_size[1]
+
+    def blocks(self, images: int) -> int:
+        return ceil_div(images, self.slots) * self.image_tiles * self.channel_tiles
+
+    @property
+    def weight_vector(self) -> int:
+        """Weights that are copied at once, packed."""
+        layer = self.layer
+        outputs = (layer.problem.groups * layer.group_out, layer.group_out, self.tile_channels)
+        if layer.group_out <= self.tile_channels:
+            outputs = (outputs[0], self.tile_channels, self.tile_channels)
+        return replace(layer.operands, aligned=True).widest_vector(*outputs)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.input_bytes + self._weights * self.layer.operands.scalar_bytes
+
+    @property
+    def copies(self) -> int:
+        return self.pixels * self.pixel // self.vector + self._weights // self.weight_vector
+
+    @property
+    def _weights(self) -> int:
+        return self.layer.terms * self.tile_channels
+
+    @property
+    def weights(self) -> int:
+        return 0
+
+    @property
+    def loads(self) -> tuple[float, float]:
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        windows = layer.group_in * self.window_rows * self.window_columns
+        taps = layer.terms * self.rows / layer.rows.over
+        widened = self.channels * (windows + taps) * (size == 2)
+        banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
+        return windows + taps + widened, (windows + taps) * banks
+
+    @property
+    def stores(self) -> int:
+        return self.rows * self.columns * self.channels
+
+    def constants(self) -> dict[str, Constant]:
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "lane_channels": self.lane_channels,
+            "lanes_c": self.lanes_c,
+            "lanes_y": self.lanes_y,
+            "lanes_x": self.lanes_x,
+            "slots": self.slots,
+            "vector": self.vector,
+            "weight_vector": self.weight_vector,
+        }
+
+
+_Any = TypeVar("_Any", Planes, Pixels)
+
+
+def _best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
     fitting = [tile for tile in candidates if tile.blocks_per_processor(gpu) > 0]
     if not fitting:
         raise Declined("a halo tile that does not fit shared memory")
     return min(fitting, key=lambda tile: tile.cycles(gpu))
+
+
+def _planes(layer: Layer) -> Iterator[Planes]:
+    """All that may be worth it."""
+    least = 4 if layer.operands.scalar_bytes > 2 else 8
+    columns = least * layer.columns.over
+    most = max(1, layer.most_sums // columns)
+    channels = min(layer.group_out, most // layer.rows.over or 1)
+    for rows in _rows(layer, most // channels):
+        for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS):
+            for slots in _slots(layer, rows, columns, lanes_y, lanes_x, MOST_THREADS):
+                tile = Planes(
+                    layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                    slots=slots, thread_channels=channels,
+                )  # fmt: skip
+                if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
+                    yield tile
+
+
+def _pixels(layer: Layer) -> Iterator[Pixels]:
+    """All that may be worth it."""
+    channels = lane_channels(layer)
+    lanes_c = lanes_of_channels(layer, channels)
+    room = layer.most_sums // channels
+    for columns in (16, 8, 4):
+        columns *= layer.columns.over
+        if columns > room:
+            continue
+        for rows in _rows(layer, room // columns):
+            for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS // lanes_c):
+                most = MOST_THREADS // lanes_c
+                for slots in _slots(layer, rows, columns, lanes_y, lanes_x, most):
+                    yield Pixels(
+                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                        slots=slots, lanes_c=lanes_c, lane_channels=channels,
+                    )  # fmt: skip
+
+
+def _rows(layer: Layer, most: int) -> Iterator[int]:
+    """Of a thread: no more than there are."""
+    over = layer.rows.over
+    found = range(over, max(most, over) + 1, over)
+    enough = round_up(ceil_div(layer.out_size[0], layer.rows.out_step), over)
+    return (rows for rows in found if rows <= enough or rows == over)
+
+
+def _slots(
+    layer: Layer, rows: int, columns: int, lanes_y: int, lanes_x: int, most: int
+) -> Iterator[int]:
+    """Several only where each is a whole image."""
+    whole = (layer.rows.threads(rows), layer.columns.threads(columns))
+    yield 1
+    if (lanes_y, lanes_x) != whole:
+        return
+    threads = lanes_y * lanes_x
+    for eighths in (2, 4, 8):
+        slots = eighths * most // 8 // threads
+        if slots > 1:
+            yield slots

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import prod
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -15,10 +15,11 @@ from fastconv.kernels.depthwise.tiles import (
     FAMILY,
     ISSUED,
     ISSUED_BY_WARP,
-    MOST_BLOCKS_PER_PROCESSOR,
-    REGISTERS_OF_PROCESSOR,
-    THREADS_OF_PROCESSOR,
     WHY,
+    PixelsTile,
+    PlanesTile,
+    Tile,
+    lane_channels,
     lanes,
     lanes_of_channels,
 )
@@ -64,7 +65,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return _plan(min(tiles, key=lambda tile: tile.cycles(gpu)), gpu)
 
 
-def _plan(tile: Tile, gpu: Gpu) -> Plan:
+def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     layer = tile.layer
     constants: dict[str, Constant] = {
         **weight_grad_constants(layer.problem, layer.operands),
@@ -98,20 +99,14 @@ def _plan(tile: Tile, gpu: Gpu) -> Plan:
     return Plan(launches, tile.workspace_bytes, FAMILY, WHY)
 
 
-@dataclass(frozen=True)
-class Tile(ABC):
+@dataclass(frozen=True, kw_only=True)
+class Walk(Tile):
     """A patch of a thread, patches of a unit, and how a block's threads share them.
 
     ``slots`` are images of a unit, ``tap_rows`` kernel rows of a thread, ``tap_blocks`` blocks that
     share a kernel's.
     """
 
-    layer: Layer
-    rows: int
-    columns: int
-    lanes_y: int
-    lanes_x: int
-    slots: int
     tap_rows: int
     tap_blocks: int
 
@@ -119,20 +114,9 @@ class Tile(ABC):
     entries = ("weight_grad", "reduce")
 
     @property
-    def tile_size(self) -> tuple[int, int]:
-        return self.lanes_y * self.rows, self.lanes_x * self.columns
-
-    @property
-    def halo_rows(self) -> int:
-        return self.layer.rows.halo(self.tile_size[0])
-
-    @property
-    def halo_columns(self) -> int:
-        return self.layer.columns.halo(self.tile_size[1])
-
-    @property
-    def window_columns(self) -> int:
-        return self.layer.columns.window(self.columns)
+    def patches(self) -> int:
+        """Of a unit."""
+        return self.slots * self.lanes_y * self.lanes_x
 
     @property
     def block_groups(self) -> int:
@@ -141,9 +125,7 @@ class Tile(ABC):
 
     @property
     def units(self) -> int:
-        height, width = self.layer.out_size
-        tiles = ceil_div(height, self.tile_size[0]) * ceil_div(width, self.tile_size[1])
-        return ceil_div(self.layer.problem.batch, self.slots) * tiles
+        return ceil_div(self.layer.problem.batch, self.slots) * self.image_tiles
 
     @property
     def sums(self) -> int:
@@ -166,17 +148,8 @@ class Tile(ABC):
 
     @property
     @abstractmethod
-    def channels(self) -> int:
-        """Of a thread."""
-
-    @property
-    @abstractmethod
     def rounds(self) -> int:
         """Patches of a thread, in a unit."""
-
-    @property
-    @abstractmethod
-    def threads(self) -> int: ...
 
     @property
     @abstractmethod
@@ -202,9 +175,6 @@ class Tile(ABC):
     def loads(self) -> int:
         """Instructions that read shared memory, for a patch."""
 
-    @abstractmethod
-    def constants(self) -> dict[str, Constant]: ...
-
     @property
     def shared_bytes(self) -> int:
         return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
@@ -215,16 +185,6 @@ class Tile(ABC):
         taps = self.tap_rows * self.layer.columns.kernel
         numbers = taps + self.rows * self.columns + self.window_columns
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
-
-    def blocks_per_processor(self, gpu: Gpu) -> int:
-        """That fit at once; 0 if none does."""
-        fit = min(
-            gpu.shared_bytes_per_processor // (self.shared_bytes + 1024),
-            THREADS_OF_PROCESSOR // self.threads,
-            REGISTERS_OF_PROCESSOR // (self.threads * round_up(self.registers, 8)),
-            MOST_BLOCKS_PER_PROCESSOR,
-        )
-        return fit if self.shared_bytes <= gpu.shared_bytes_per_block else 0
 
     def cycles(self, gpu: Gpu) -> float:
         """What the whole layer takes, estimated."""
@@ -245,11 +205,11 @@ class Tile(ABC):
         )
 
 
-@dataclass(frozen=True)
-class PlanesTile(Tile):
+@dataclass(frozen=True, kw_only=True)
+class Planes(PlanesTile, Walk):
     """Of contiguous tensors, see ``weight_grad_planes.cuh``."""
 
-    group_warps: int = 1
+    group_warps: int
 
     source = "depthwise/weight_grad_planes.cuh"
 
@@ -259,7 +219,7 @@ class PlanesTile(Tile):
 
     @property
     def rounds(self) -> int:
-        return ceil_div(self.slots * self.lanes_y * self.lanes_x, 32 * self.group_warps)
+        return ceil_div(self.patches, 32 * self.group_warps)
 
     @property
     def threads(self) -> int:
@@ -271,43 +231,12 @@ class PlanesTile(Tile):
         return layer.problem.groups * layer.group_out * layer.group_in * self.tap_blocks
 
     @lazy
-    def vector(self) -> int:
-        layer = self.layer
-        distances = [layer.in_size[1]]
-        if self.tile_size[1] < layer.out_size[1]:
-            distances.append(self.tile_size[1] * layer.columns.times)
-        return layer.operands.widest_vector(*distances)
-
-    @lazy
     def grad_vector(self) -> int:
         layer = self.layer
         distances = [layer.out_size[1]]
         if self.tile_size[1] < layer.out_size[1]:
             distances.append(self.tile_size[1])
         return layer.operands.widest_vector(*distances)
-
-    @property
-    def shift(self) -> int:
-        return self.layer.columns.origin % self.vector
-
-    @lazy
-    def piece(self) -> int:
-        """Elements of a window's row that are read at once."""
-        if self.layer.columns.dilation > 1:
-            return 1
-        return gcd(self.columns * self.layer.columns.times, self.layer.operands.vector)
-
-    @property
-    def pieces(self) -> int:
-        return ceil_div(self.shift % self.piece + self.window_columns, self.piece)
-
-    @lazy
-    def pitch(self) -> int:
-        columns, step = self.layer.columns, self.columns * self.layer.columns.times
-        last = (self.lanes_x - 1) * step if columns.dilation == 1 else 0
-        read = last + self.shift - self.shift % self.piece + self.pieces * self.piece
-        copied = round_up(self.shift + self.halo_columns, self.vector)
-        return round_up(max(copied, read), lcm(self.vector, self.piece))
 
     @property
     def grad_pitch(self) -> int:
@@ -327,9 +256,8 @@ class PlanesTile(Tile):
 
     @property
     def copies(self) -> int:
-        vectors = ceil_div(self.shift + self.halo_columns, self.vector)
         grads = self.tile_size[0] * ceil_div(self.tile_size[1], self.grad_vector)
-        return self.slots * (self.halo_rows * vectors + grads)
+        return self.slots * (prod(self.copied) + grads)
 
     @property
     def loads(self) -> int:
@@ -355,31 +283,17 @@ class PlanesTile(Tile):
         }
 
 
-@dataclass(frozen=True)
-class PixelsTile(Tile):
+@dataclass(frozen=True, kw_only=True)
+class Pixels(PixelsTile, Walk):
     """Of channels-last tensors, see ``weight_grad_pixels.cuh``."""
 
-    group_patches: int = 1
-    lanes_c: int = 32
-    lane_channels: int = 1
+    group_patches: int
 
     source = "depthwise/weight_grad_pixels.cuh"
 
     @property
-    def channels(self) -> int:
-        return self.lane_channels
-
-    @property
-    def tile_channels(self) -> int:
-        return self.lanes_c * self.lane_channels
-
-    @property
-    def tile_groups(self) -> int:
-        return max(1, self.tile_channels // self.layer.group_out)
-
-    @property
     def rounds(self) -> int:
-        return ceil_div(self.slots * self.lanes_y * self.lanes_x, self.group_patches)
+        return ceil_div(self.patches, self.group_patches)
 
     @property
     def threads(self) -> int:
@@ -387,16 +301,7 @@ class PixelsTile(Tile):
 
     @property
     def blocks(self) -> int:
-        layer = self.layer
-        parts = ceil_div(layer.group_out, self.tile_channels)
-        tiles = ceil_div(layer.problem.groups, self.tile_groups) * parts
-        return tiles * layer.group_in * self.tap_blocks
-
-    @lazy
-    def vector(self) -> int:
-        layer = self.layer
-        inputs = self.tile_groups * layer.group_in
-        return layer.operands.widest_vector(layer.problem.groups * layer.group_in, inputs)
+        return self.channel_tiles * self.layer.group_in * self.tap_blocks
 
     @lazy
     def grad_vector(self) -> int:
@@ -407,20 +312,14 @@ class PixelsTile(Tile):
         return layer.operands.widest_vector(*distances)
 
     @property
-    def _pixel(self) -> int:
-        return round_up(self.tile_groups * self.layer.group_in, self.vector)
-
-    @property
-    def _pixels(self) -> tuple[int, int]:
-        """Of a unit: the input's, and the output's."""
-        height, width = self.tile_size
-        return self.slots * self.halo_rows * self.halo_columns, self.slots * height * width
+    def _grads(self) -> int:
+        """Pixels of the output's gradient."""
+        return self.slots * prod(self.tile_size)
 
     @property
     def stage_bytes(self) -> int:
-        size, (inputs, outputs) = self.layer.operands.scalar_bytes, self._pixels
-        grads = outputs * round_up(self.tile_channels, self.grad_vector) * size
-        return round_up(inputs * self._pixel * size, 16) + round_up(grads, 16)
+        grads = self._grads * round_up(self.tile_channels, self.grad_vector)
+        return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
@@ -429,9 +328,8 @@ class PixelsTile(Tile):
 
     @property
     def copies(self) -> int:
-        inputs, outputs = self._pixels
-        grads = ceil_div(self.tile_channels, self.grad_vector)
-        return inputs * self._pixel // self.vector + outputs * grads
+        grads = self._grads * ceil_div(self.tile_channels, self.grad_vector)
+        return self.pixels * self.pixel // self.vector + grads
 
     @property
     def loads(self) -> int:
@@ -456,7 +354,7 @@ class PixelsTile(Tile):
         }
 
 
-def _planes(layer: Layer) -> Iterator[PlanesTile]:
+def _planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
     tap_rows = _tap_rows(layer, 1)
     for rows, columns in _patches(layer, tap_rows, 1):
@@ -467,33 +365,32 @@ def _planes(layer: Layer) -> Iterator[PlanesTile]:
                 most = max(1, MOST_WARPS // ceil_div(groups, tap_blocks))
                 most = min(most, ceil_div(patches, 32))
                 for warps in {most, ceil_div(most, 2), 1}:
-                    tile = PlanesTile(
-                        layer, rows, columns, lanes_y, lanes_x, slots, tap_rows, tap_blocks, warps
-                    )
+                    tile = Planes(
+                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                        slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks, group_warps=warps,
+                    )  # fmt: skip
                     widest = max(tile.pitch // tile.vector, tile.grad_pitch // tile.grad_vector)
                     if widest <= tile.threads:  # a row is copied at once
                         yield tile
 
 
-def _pixels(layer: Layer) -> Iterator[PixelsTile]:
+def _pixels(layer: Layer) -> Iterator[Pixels]:
     """All that may be worth it."""
-    operands, channels = layer.operands, layer.problem.groups * layer.group_out
-    pairs = operands.scalar_bytes == 2 and operands.aligned and channels % 2 == 0
-    pairs = pairs and layer.group_in == layer.group_out == 1
-    lane_channels = 2 if pairs and 2 * layer.columns.kernel <= MOST_TAPS else 1
-    lanes_c = lanes_of_channels(layer, lane_channels)
-    tap_rows = _tap_rows(layer, lane_channels)
+    channels = lane_channels(layer) if 2 * layer.columns.kernel <= MOST_TAPS else 1
+    lanes_c = lanes_of_channels(layer, channels)
+    tap_rows = _tap_rows(layer, channels)
     most_threads = 32 * MOST_WARPS // lanes_c
-    for rows, columns in _patches(layer, tap_rows, lane_channels):
+    for rows, columns in _patches(layer, tap_rows, channels):
         for lanes_y, lanes_x, slots in _units(layer, rows, columns):
             patches = slots * lanes_y * lanes_x
             groups = ceil_div(layer.rows.kernel, tap_rows)
             for tap_blocks in _tap_blocks(groups, most_threads):
                 most = max(1, most_threads // ceil_div(groups, tap_blocks))
                 for at_once in {min(most, patches), ceil_div(min(most, patches), 2)}:
-                    yield PixelsTile(
-                        layer, rows, columns, lanes_y, lanes_x, slots, tap_rows, tap_blocks,
-                        at_once, lanes_c, lane_channels,
+                    yield Pixels(
+                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                        slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
+                        group_patches=at_once, lanes_c=lanes_c, lane_channels=channels,
                     )  # fmt: skip
 
 
