@@ -105,5 +105,23 @@ constexpr int kHaloColumns = Columns::halo(kTileColumns);
 constexpr int kTilesX = ceil_div(C::out_width, kTileColumns);
 constexpr int kTilesY = ceil_div(C::out_height, kTileRows);
 
+// What is copied of the halo: all of it; or, with `inside`, where a tile is a whole image, only
+// what lies in that: the rest is cleared, once.
+constexpr int kFirstRow = C::inside ? max_of(0, -Rows::kOrigin) : 0;
+constexpr int kEndRow = C::inside ? min_of(kHaloRows, C::in_height - Rows::kOrigin) : kHaloRows;
+constexpr int kFirstColumn = C::inside ? max_of(0, -Columns::kOrigin) : 0;
+constexpr int kEndColumn =
+    C::inside ? min_of(kHaloColumns, C::in_width - Columns::kOrigin) : kHaloColumns;
+constexpr int kCopiedRows = kEndRow - kFirstRow;
+static_assert(!C::inside || (kTilesX == 1 && kTilesY == 1), "a whole image");
+
+template <int kBytes, int kThreads>
+__device__ __forceinline__ void clear(void* target) {
+  using Zeros = Vector<unsigned, 4>;
+  for (int i = static_cast<int>(threadIdx.x); i < kBytes / 16; i += kThreads) {
+    static_cast<Zeros*>(target)[i] = Zeros{};
+  }
+}
+
 }  // namespace depthwise
 }  // namespace fastconv

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from itertools import product
+from math import lcm
 from typing import TypeVar
 
 from fastconv.kernels import gpus
@@ -15,8 +16,6 @@ from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
     COPY,
     FAMILY,
-    ISSUED,
-    ISSUED_BY_WARP,
     WHY,
     PixelsTile,
     PlanesTile,
@@ -36,9 +35,12 @@ MOST_PACK_BLOCKS = 4096
 MOST_THREADS = 256
 OTHER_REGISTERS = 32  # than sums and a window's row
 
-# Estimated instructions of a thread: to load a weight, for a row of the window and for each output
-# row that it may belong to, to store a vector, and once.
-WEIGHT, WINDOW, OUTPUT_ROW, STORE, ONCE = 10, 8, 3, 6, 120
+# Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
+# alone; instructions of a thread to load a weight (asynchronously, or with what it has to wait),
+# for each output row that a row of the window may belong to, and to store a vector; cycles of a
+# round.
+ISSUED, ISSUED_BY_WARP = 3.4, 0.27
+WEIGHT, AWAITED_WEIGHT, OUTPUT_ROW, STORE, START = 12, 40, 2.3, 11, 300
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -149,16 +151,16 @@ class Correlation(Tile):
         at_once = self.blocks_per_processor(gpu) * gpu.processors
         blocks = self.blocks(layer.problem.batch)
         rounds = ceil_div(blocks, at_once)
-        resident = min(at_once, blocks) / gpu.processors
+        resident = min(self.blocks_per_processor(gpu), ceil_div(blocks, gpu.processors))
+        weight = AWAITED_WEIGHT if layer.operands.scalar_bytes == 2 else WEIGHT
         sums = self.channels * self.rows * self.columns
         instructions, bank_cycles = self.loads
         issued = (
             sums * layer.products
             + instructions
-            + layer.group_in * self.window_rows * (WINDOW + OUTPUT_ROW * self.rows)
-            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
+            + layer.group_in * self.window_rows * OUTPUT_ROW * self.rows
+            + (COPY * self.copies + weight * self.weights) / self.threads
             + STORE * self.stores
-            + ONCE
         )
         warps = self.threads / 32 * resident
         size = layer.operands.scalar_bytes
@@ -168,7 +170,7 @@ class Correlation(Tile):
             resident * self.copies * self.vector * size / rates.l2_bytes,
             resident * 2 * self.outputs * size / rates.memory_bytes,
         )
-        return rounds * one_round
+        return rounds * (START + one_round)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,7 @@ class Planes(PlanesTile, Correlation):
     def parts(self) -> int:
         return ceil_div(self.layer.group_out, self.channels)
 
-    @property
+    @lazy
     def threads(self) -> int:
         return round_up(self.slots * self.slot_threads, 32)
 
@@ -212,40 +214,22 @@ class Planes(PlanesTile, Correlation):
         """Neighbouring planes' weights lie in different banks."""
         return 4 if self.slots > 1 and self._weight_plane // 4 % 2 == 0 else 0
 
-    @property
+    @lazy
     def shared_bytes(self) -> int:
         layer, operands = self.layer, self.layer.operands
         weights = self.slots * (self._weight_plane + self.weight_padding) * operands.sum_bytes
         pixels = round_up(self.slots * self.plane * operands.scalar_bytes, 16)
         return (pixels + round_up(weights, 16)) * min(2, layer.group_in)
 
-    @property
-    def _in_image(self) -> tuple[int, int]:
-        """As ``copied``, of what lies in the image, if the tile is all of it."""
-        rows, columns = self.layer.rows, self.layer.columns
-        height, width = self.layer.in_size
-        last = min(height, rows.origin + self.halo_rows)
-        first = columns.origin - self.shift
-        end = min(width, first + round_up(self.shift + self.halo_columns, self.vector))
-        return last - max(0, rows.origin), (end - max(0, first)) // self.vector
-
     @lazy
-    def inside(self) -> bool:
-        """Whether to copy only that, and to clear the rest: where it is the larger part."""
-        if self.image_tiles > 1 or min(self._in_image) <= 0:
-            return False
-        return 2 * prod(self._in_image) <= prod(self.copied)
-
-    @property
     def copies(self) -> int:
-        of_slot = prod(self._in_image if self.inside else self.copied)
-        return self.layer.group_in * self.slots * of_slot
+        return self.layer.group_in * self.slots * self.copied
 
     @property
     def weights(self) -> int:
         return self.layer.group_in * self.slots * self._weight_plane
 
-    @property
+    @lazy
     def loads(self) -> tuple[float, float]:
         layer, size = self.layer, self.layer.operands.scalar_bytes
         kernel, rows = layer.problem.kernel_size, layer.rows
@@ -254,8 +238,8 @@ class Planes(PlanesTile, Correlation):
         fours *= layer.group_in
         widened = windows * self.piece * (size == 2)
         slots = min(self.slots, ceil_div(32, self.slot_threads))  # of a warp
-        banks = max(1.0, self.piece * size * 32 / BANK_BYTES)
-        return windows + widened + fours, windows * banks + fours * ceil_div(slots, 8)
+        cycles = windows * self.window_cycles + fours * ceil_div(slots, 8)
+        return windows + widened + fours, cycles
 
     @property
     def store_vector(self) -> int:
@@ -332,7 +316,7 @@ class Planes(PlanesTile, Correlation):
 class Pixels(PixelsTile, Correlation):
     """Of channels-last tensors, see ``pixels.cuh``."""
 
-    @property
+    @lazy
     def threads(self) -> int:
         return round_up(self.slots * self.lanes_y * self.lanes_x * self.lanes_c, 32)
 
@@ -352,13 +336,13 @@ class Pixels(PixelsTile, Correlation):
             outputs = (outputs[0], self.tile_channels, self.tile_channels)
         return replace(layer.operands, aligned=True).widest_vector(*outputs)
 
-    @property
+    @lazy
     def shared_bytes(self) -> int:
         return self.input_bytes + self._weights * self.layer.operands.scalar_bytes
 
-    @property
+    @lazy
     def copies(self) -> int:
-        return self.pixels * self.pixel // self.vector + self._weights // self.weight_vector
+        return self.copied + self._weights // self.weight_vector
 
     @property
     def _weights(self) -> int:
@@ -368,14 +352,14 @@ class Pixels(PixelsTile, Correlation):
     def weights(self) -> int:
         return 0
 
-    @property
+    @lazy
     def loads(self) -> tuple[float, float]:
         layer, size = self.layer, self.layer.operands.scalar_bytes
         windows = layer.group_in * self.window_rows * self.window_columns
         taps = layer.terms * self.rows / layer.rows.over
         widened = self.channels * (windows + taps) * (size == 2)
         banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
-        return windows + taps + widened, (windows + taps) * banks
+        return windows + taps + widened, (windows * self.clashes + taps) * banks
 
     @property
     def stores(self) -> int:
@@ -391,6 +375,7 @@ class Pixels(PixelsTile, Correlation):
             "lanes_x": self.lanes_x,
             "slots": self.slots,
             "vector": self.vector,
+            "inside": self.inside,
             "weight_vector": self.weight_vector,
         }
 
@@ -425,15 +410,14 @@ def _planes(layer: Layer) -> Iterator[Planes]:
 def _pixels(layer: Layer) -> Iterator[Pixels]:
     """All that may be worth it."""
     channels = lane_channels(layer)
-    lanes_c = lanes_of_channels(layer, channels)
     room = layer.most_sums // channels
-    for columns in (16, 8, 4):
+    for lanes_c, columns in product(lanes_of_channels(layer, channels), (16, 8, 4)):
         columns *= layer.columns.over
         if columns > room:
             continue
+        most = MOST_THREADS // lanes_c
         for rows in _rows(layer, room // columns):
-            for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS // lanes_c):
-                most = MOST_THREADS // lanes_c
+            for lanes_y, lanes_x in lanes(layer, rows, columns, most):
                 for slots in _slots(layer, rows, columns, lanes_y, lanes_x, most):
                     yield Pixels(
                         layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,

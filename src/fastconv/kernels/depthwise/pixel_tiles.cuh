@@ -39,9 +39,10 @@ __device__ __forceinline__ int first_read(int output) {
   return kParts == 1 ? output / C::group_out * C::group_in : 0;
 }
 
-// Copies a rectangle of pixels of each of `slots` images: kChannels of kAll, from `channel` on.
-template <int kRows, int kColumns, int kChannels, int kVector, int kAll, int kHeight, int kWidth,
-          int kThreads>
+// Copies a rectangle of pixels of each of `slots` images: kChannels of kAll, from `channel` on. In
+// shared memory, rows have kPitch pixels, images kSlot elements.
+template <int kRows, int kColumns, int kPitch, int kSlot, int kChannels, int kVector, int kAll,
+          int kHeight, int kWidth, int kThreads>
 __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image, int images_left,
                                             int channel, int first_row, int first_column) {
   constexpr int kVectors = kChannels / kVector;
@@ -50,13 +51,19 @@ __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image,
   for (int task = static_cast<int>(threadIdx.x); task < kTasks; task += kThreads) {
     const int first = channel + task % kVectors * kVector;
     const int pixel = task / kVectors;
-    const int x = first_column + pixel % kColumns;
-    const int y = first_row + pixel / kColumns % kRows;
+    const int column = pixel % kColumns;
+    const int row = pixel / kColumns % kRows;
+    const int x = first_column + column;
+    const int y = first_row + row;
     const int slot = pixel / (kColumns * kRows);
     const bool exists = slot < images_left && first < kAll && static_cast<unsigned>(y) < kHeight &&
                         static_cast<unsigned>(x) < kWidth;
     const long long source = ((1ll * slot * kHeight + y) * kWidth + x) * kAll + first;
-    copy_elements<kVector>(target + task * kVector, image + (exists ? source : 0), exists);
+    constexpr bool kDense = kPitch == kColumns && kSlot == kRows * kColumns * kChannels;
+    const int place =
+        kDense ? task * kVector
+               : slot * kSlot + (row * kPitch + column) * kChannels + task % kVectors * kVector;
+    copy_elements<kVector>(target + place, image + (exists ? source : 0), exists);
   }
 }
 
@@ -64,11 +71,12 @@ __device__ __forceinline__ void load_pixels(Scalar* target, const Scalar* image,
 template <int kThreads>
 __device__ __forceinline__ void load_halo(Scalar* target, const Scalar* input, int first_image,
                                           int images, const ChannelTile& channels, int y, int x) {
-  load_pixels<kHaloRows, kHaloColumns, kPixel, C::vector, kInChannels, C::in_height, C::in_width,
-              kThreads>(
-      target, input + 1ll * first_image * C::in_height * C::in_width * kInChannels,
-      images - first_image, channels.first_input(), y * Rows::kTimes / Rows::kOver + Rows::kOrigin,
-      x * Columns::kTimes / Columns::kOver + Columns::kOrigin);
+  load_pixels<kCopiedRows, kEndColumn - kFirstColumn, kHaloColumns, kSlot, kPixel, C::vector,
+              kInChannels, C::in_height, C::in_width, kThreads>(
+      target + (kFirstRow * kHaloColumns + kFirstColumn) * kPixel,
+      input + 1ll * first_image * C::in_height * C::in_width * kInChannels, images - first_image,
+      channels.first_input(), y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow,
+      x * Columns::kTimes / Columns::kOver + Columns::kOrigin + kFirstColumn);
 }
 
 // A thread's channels of a pixel, or of a tap.

@@ -167,6 +167,10 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   output += 1ll * first_image * C::out_height * C::out_width * kOutChannels;
   Scalar* const inputs = reinterpret_cast<Scalar*>(fastconv::shared_memory());
   Scalar* const weights = reinterpret_cast<Scalar*>(fastconv::shared_memory() + kInputBytes);
+  if constexpr (C::inside) {
+    clear<kInputBytes, kThreads>(inputs);
+    __syncthreads();
+  }
   load_halo<kThreads>(inputs, input, tile.first_image, images, tile.channels, tile.y, tile.x);
   load_weights(weights, packed, tile);
   fastconv::copy_async_commit();

@@ -48,31 +48,11 @@ struct Tile {
 // From the first slot's input plane to those of the others.
 using Offset = IndexTo<(C::planes + 1) * C::group_in * kInPlane + C::in_width>;
 
-// What is copied of a slot: all of the halo, where it begins in the image or beside it; or, with
-// `inside`, where a tile is a whole image, only what lies in it: the rest has been cleared.
-constexpr int kFirstRow = C::inside ? max_of(0, -Rows::kOrigin) : 0;
-constexpr int kEndRow = C::inside ? min_of(kHaloRows, C::in_height - Rows::kOrigin) : kHaloRows;
-constexpr int kFirstVector = C::inside ? max_of(0, kShift - Columns::kOrigin) / C::vector : 0;
-constexpr int kEndVector =
-    (C::inside ? min_of(kColumns, C::in_width - Columns::kOrigin + kShift) : kColumns) / C::vector;
-static_assert(!C::inside || (kTilesX == 1 && kTilesY == 1), "a whole image");
-
-// Where a slot has no image, for all stages.
-__device__ __forceinline__ void clear_input(Scalar* target) {
-  constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));
-  using Zeros = Vector<Scalar, kVector>;
-  constexpr int kVectors = kInputBytes / 16;
-  for (int i = static_cast<int>(threadIdx.x); i < kVectors; i += kThreads) {
-    reinterpret_cast<Zeros*>(target)[i] = Zeros{};
-  }
-}
-
 // A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
                                            int channel, int planes) {
   constexpr int kVectors = kEndVector - kFirstVector;
-  constexpr int kCopiedRows = kEndRow - kFirstRow;  // of a slot
-  constexpr int kRows = kThreads / kVectors;        // at once
+  constexpr int kRows = kThreads / kVectors;  // at once
   static_assert(kRows > 0, "a row is copied at once");
   const int thread = static_cast<int>(threadIdx.x);
   if (kThreads % kVectors != 0 && thread >= kRows * kVectors) return;
@@ -109,14 +89,20 @@ __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, 
     const int group = plane / kParts % C::groups;
     const int output = plane % kParts * C::channels + i / C::kernel_height % C::channels;
     const bool exists = plane < planes && output < C::group_out;
-    const Scalar* const source = kernel_row(weight, group, output, channel, tap_row);
+    const Scalar* const source =
+        exists ? kernel_row(weight, group, output, channel, tap_row) : weight;
     Sum* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
 #pragma unroll
-    for (int tap = 0; tap < kWeightRow; ++tap) {
-      row[tap] = exists && tap < C::kernel_width
-                     ? Sum(widen(source[1ll * tap * C::weight_stride_width]))
-                     : Sum(0);
+    for (int tap = 0; tap < C::kernel_width; ++tap) {
+      const Scalar* const weight = source + 1ll * tap * C::weight_stride_width;
+      if constexpr (sizeof(Scalar) == sizeof(Sum)) {
+        copy_elements<1>(reinterpret_cast<Scalar*>(row + tap), weight, exists);
+      } else {
+        row[tap] = exists ? Sum(widen(*weight)) : Sum(0);
+      }
     }
+#pragma unroll
+    for (int tap = C::kernel_width; tap < kWeightRow; ++tap) row[tap] = 0;
   }
 }
 
@@ -153,11 +139,7 @@ __device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* 
   weights += at.slot * kWeightPlane;
 #pragma unroll 1
   for (int i = 0; i < kWindowRows; ++i) {
-    WindowRow row(window + i * (Rows::kUnit * C::pitch));
-    if constexpr (sizeof(Scalar) == 2) {
-#pragma unroll
-      for (Sum& element : row.elements) element = kept(element);
-    }
+    const WindowRow row(window + i * (Rows::kUnit * C::pitch));
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
       const int k = Rows::tap(i, r);
@@ -231,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   };
   if constexpr (C::inside) {
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) clear_input(inputs(stage));
+    for (int stage = 0; stage < kStages; ++stage) clear<kInputBytes, kThreads>(inputs(stage));
     __syncthreads();
   }
   const Position at;

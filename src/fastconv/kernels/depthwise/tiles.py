@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
@@ -15,13 +15,11 @@ from fastconv.kernels.lazy import lazy
 FAMILY = "depthwise"
 WHY = "groups of few channels"
 
-MOST_WEIGHT_BYTES, FEWEST_LANES = 65536, 4  # of a block with channels-last tensors
+MOST_WEIGHT_BYTES = 65536  # of 16 lanes' channels, channels-last: beyond, kernels are large
 MOST_BLOCKS_PER_PROCESSOR = 8
 THREADS_OF_PROCESSOR = 1536  # the least that a GPU has
 REGISTERS_OF_PROCESSOR = 65536
 COPY = 20  # instructions of a thread for a vector, estimated
-ISSUED = 2.8  # in a cycle, of the 4 that a processor could; and by a single warp
-ISSUED_BY_WARP = 0.25
 BANK_BYTES = 128  # of shared memory, in a cycle
 
 
@@ -43,11 +41,11 @@ class Tile(ABC):
     def tile_size(self) -> tuple[int, int]:
         return self.lanes_y * self.rows, self.lanes_x * self.columns
 
-    @property
+    @lazy
     def halo_rows(self) -> int:
         return self.layer.rows.halo(self.tile_size[0])
 
-    @property
+    @lazy
     def halo_columns(self) -> int:
         return self.layer.columns.halo(self.tile_size[1])
 
@@ -59,11 +57,35 @@ class Tile(ABC):
     def window_columns(self) -> int:
         return self.layer.columns.window(self.columns)
 
-    @property
+    @lazy
     def image_tiles(self) -> int:
         """Over an image's outputs."""
         height, width = self.layer.out_size
         return ceil_div(height, self.tile_size[0]) * ceil_div(width, self.tile_size[1])
+
+    @property
+    def in_image(self) -> tuple[range, range]:
+        """Of the halo's rows and columns, those that lie in it, if the tile is all of it."""
+        layer = self.layer
+        height, width = layer.in_size
+        return (
+            range(max(0, -layer.rows.origin), min(self.halo_rows, height - layer.rows.origin)),
+            range(
+                max(0, -layer.columns.origin), min(self.halo_columns, width - layer.columns.origin)
+            ),
+        )
+
+    @property
+    def _halo(self) -> tuple[int, int]:
+        return self.halo_rows, self.halo_columns
+
+    @lazy
+    def inside(self) -> bool:
+        """Whether to copy only that, and to clear the rest: where this is the larger part."""
+        if self.image_tiles > 1:
+            return False
+        pixels = prod(map(len, self.in_image))
+        return 0 < 2 * pixels <= prod(self._halo)
 
     @property
     @abstractmethod
@@ -147,10 +169,20 @@ class PlanesTile(Tile):
         copied = round_up(self.shift + self.halo_columns, self.vector)
         return round_up(max(copied, read), whole) + self.row_padding
 
+    @lazy
+    def copied(self) -> int:
+        """Vectors of a slot."""
+        rows, columns = range(self.halo_rows), range(-self.shift, self.halo_columns)
+        if self.inside:
+            rows, columns = self.in_image
+        first = (self.shift + columns.start) // self.vector
+        return len(rows) * (ceil_div(self.shift + columns.stop, self.vector) - first)
+
     @property
-    def copied(self) -> tuple[int, int]:
-        """Rows of a slot, and vectors of a row."""
-        return self.halo_rows, ceil_div(self.shift + self.halo_columns, self.vector)
+    def window_cycles(self) -> int:
+        """Of shared memory's, in which a warp reads a piece for each thread."""
+        size = self.layer.operands.scalar_bytes
+        return read_cycles(self.piece * size, self.thread_step * size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +200,11 @@ class PixelsTile(Tile):
     def tile_channels(self) -> int:
         return self.lanes_c * self.lane_channels
 
-    @property
+    @lazy
     def tile_groups(self) -> int:
         return max(1, self.tile_channels // self.layer.group_out)
 
-    @property
+    @lazy
     def channel_tiles(self) -> int:
         layer = self.layer
         parts = ceil_div(layer.group_out, self.tile_channels)
@@ -189,15 +221,39 @@ class PixelsTile(Tile):
         size = self.layer.operands.scalar_bytes
         return round_up(self.pixels * self.pixel * size, 16)
 
-    @property
+    @lazy
     def pixel(self) -> int:
         """Elements of one, in shared memory."""
         return round_up(self.tile_groups * self.layer.group_in, self.vector)
 
     @property
+    def clashes(self) -> int:
+        """How often banks are hit at once by threads of a warp that have other pixels."""
+        layer = self.layer
+        between = self.columns * layer.columns.times // layer.columns.over
+        if self.lanes_x == 1:
+            between = self.rows * layer.rows.times // layer.rows.over * self.halo_columns
+        distance = between * self.pixel * layer.operands.scalar_bytes
+        return 2 if self.lanes_c <= 16 and distance % BANK_BYTES == 0 else 1
+
+    @property
     def pixels(self) -> int:
         """That a tile reads."""
-        return self.slots * self.halo_rows * self.halo_columns
+        return self.slots * prod(self._halo)
+
+    @lazy
+    def copied(self) -> int:
+        """Vectors of a tile."""
+        pixels = prod(map(len, self.in_image)) if self.inside else prod(self._halo)
+        return self.slots * pixels * self.pixel // self.vector
+
+
+def read_cycles(width: int, distance: int) -> int:
+    """Of shared memory's, in which a warp's threads read so many bytes each, so far apart."""
+    at_once = min(32, BANK_BYTES // width)
+    if distance % width:
+        return 32 // at_once
+    return 32 // at_once * gcd(distance // width, at_once)
 
 
 def lane_channels(layer: Layer) -> int:
@@ -207,15 +263,14 @@ def lane_channels(layer: Layer) -> int:
     return 2 if pairs and layer.group_in == layer.group_out == 1 else 1
 
 
-def lanes_of_channels(layer: Layer, lane_channels: int) -> int:
-    """Whole groups, or parts of one; no more than there are, or have room for their weights."""
-    most = min(32, ceil_div(layer.problem.groups * layer.group_out, lane_channels))
+def lanes_of_channels(layer: Layer, lane_channels: int) -> set[int]:
+    """Whole groups, or parts of one: as many as a warp has, or half; of large kernels, fewer."""
+    channels = ceil_div(layer.problem.groups * layer.group_out, lane_channels)
     weight_bytes = layer.terms * lane_channels * layer.operands.scalar_bytes
-    room = max(FEWEST_LANES, MOST_WEIGHT_BYTES // weight_bytes)
-    most = min(most, 1 << room.bit_length() - 1)  # as many as vectors have
-    if layer.group_out > most:
-        return most
-    return most // layer.group_out * layer.group_out
+    large = 16 * weight_bytes > MOST_WEIGHT_BYTES
+    found = {min(most, channels) for most in ((16, 8, 4) if large else (32, 16))}
+    group = layer.group_out
+    return {lanes if group > lanes else lanes // group * group for lanes in found}
 
 
 def lanes(layer: Layer, rows: int, columns: int, most: int) -> Iterator[tuple[int, int]]:
@@ -226,7 +281,7 @@ def lanes(layer: Layer, rows: int, columns: int, most: int) -> Iterator[tuple[in
         lanes_x = round_up(ceil_div(whole_x, parts_x), steps_x)
         if steps_y * lanes_x > most and lanes_x > steps_x:
             continue
-        for parts_y in (1, 2, 3, 4, 6, 8, 16, 32):
+        for parts_y in (1, 2, 4, 8, 16, 32):
             lanes_y = round_up(ceil_div(whole_y, parts_y), steps_y)
             if lanes_y * lanes_x <= most:
                 yield lanes_y, lanes_x

@@ -24,9 +24,15 @@ constexpr int kAllOutputs = C::groups * C::group_out;
 constexpr int kPatches = C::slots * C::lanes_y * C::lanes_x;
 constexpr int kTiles = kTilesX * kTilesY;
 
-// The workspace: of each split, all weights' sums, then those of the bias.
-constexpr long long kSplitSums =
-    1ll * kAllOutputs * C::group_in * kTaps + (C::bias ? kAllOutputs : 0);
+// The workspace: of each split, all weights' sums, then those of the bias. Neighbours are what
+// neighbouring threads write: taps, or with channels-last tensors, outputs.
+constexpr int kWeightSums = kAllOutputs * C::group_in * kTaps;
+constexpr long long kSplitSums = kWeightSums + (C::bias ? kAllOutputs : 0);
+
+__device__ __forceinline__ int slot_of(int output, int channel, int tap) {
+  return C::channels_last ? (channel * kTaps + tap) * kAllOutputs + output
+                          : (output * C::group_in + channel) * kTaps + tap;
+}
 
 // Writes one of a group's kSums, the last of which is the bias's.
 __device__ __forceinline__ void write_sum(Sum* workspace, int split, int output, int channel,
@@ -35,10 +41,9 @@ __device__ __forceinline__ void write_sum(Sum* workspace, int split, int output,
   workspace += split * kSplitSums;
   if (index == kSums - 1) {
     if (!C::bias || channel > 0 || tap_group > 0) return;
-    workspace[1ll * kAllOutputs * C::group_in * kTaps + output] = sum;
+    workspace[kWeightSums + output] = sum;
   } else if (row < C::kernel_height) {
-    workspace[(1ll * output * C::group_in + channel) * kTaps + row * C::kernel_width +
-              index % C::kernel_width] = sum;
+    workspace[slot_of(output, channel, tap_group * C::tap_rows * C::kernel_width + index)] = sum;
   }
 }
 
@@ -141,35 +146,53 @@ __device__ __forceinline__ void walk(const Share& share, const Load& load, const
   }
 }
 
-// Adds up what all splits have, in order.
-__device__ __forceinline__ Sum total_of(const Sum* workspace, long long slot) {
+// How `reduce` adds up what all splits have: a block has kReduceSums neighbours, and reduce_rows
+// threads of each, that have a share of the splits, in order.
+constexpr int kReduceSums = C::reduce_threads / C::reduce_rows;
+constexpr int kReduceShare = ceil_div(C::splits, C::reduce_rows);
+
+__device__ __forceinline__ Sum share_of(const Sum* workspace, int slot, int row) {
+  const int first = row * kReduceShare;
+  const int end = min_of(first + kReduceShare, C::splits);
   Sum total = 0;
-#pragma unroll 4
-  for (int split = 0; split < C::splits; ++split) total += workspace[slot + split * kSplitSums];
+#pragma unroll 8
+  for (int split = first; split < end; ++split) total += workspace[slot + split * kSplitSums];
   return total;
+}
+
+__device__ __forceinline__ void write_total(Scalar* grad, Scalar* bias_grad, int slot, Sum total) {
+  if (slot >= kWeightSums) {
+    bias_grad[slot - kWeightSums] = narrow<Scalar>(total);
+    return;
+  }
+  const int output = C::channels_last ? slot % kAllOutputs : slot / (kTaps * C::group_in);
+  const int rest = C::channels_last ? slot / kAllOutputs : slot % (kTaps * C::group_in);
+  const int tap = rest % kTaps;
+  grad[1ll * output * C::weight_stride_out + 1ll * (rest / kTaps) * C::weight_stride_in +
+       1ll * (tap / C::kernel_width) * C::weight_stride_height +
+       1ll * (tap % C::kernel_width) * C::weight_stride_width] = narrow<Scalar>(total);
 }
 
 }  // namespace depthwise
 }  // namespace fastconv
 
-extern "C" __global__ void reduce(
-    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
-    Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad) {
+extern "C" __global__ void __launch_bounds__(Config::reduce_threads)
+    reduce(const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+           Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad) {
   using namespace fastconv::depthwise;
-  using fastconv::narrow;
-  const long long step = 1ll * gridDim.x * blockDim.x;
-  for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kSplitSums; i += step) {
-    const Scalar total = narrow<Scalar>(total_of(workspace, i));
-    const long long weights = 1ll * kAllOutputs * C::group_in * kTaps;
-    if (i >= weights) {
-      bias_grad[i - weights] = total;
-      continue;
+  const int row = static_cast<int>(threadIdx.x) / kReduceSums;
+  const int slot =
+      static_cast<int>(blockIdx.x) * kReduceSums + static_cast<int>(threadIdx.x) % kReduceSums;
+  Sum total = slot < kSplitSums ? share_of(workspace, slot, row) : Sum(0);
+  if constexpr (C::reduce_rows > 1) {
+    Sum* const shares = reinterpret_cast<Sum*>(fastconv::shared_memory());
+    shares[threadIdx.x] = total;
+    __syncthreads();
+    if (row > 0) return;
+#pragma unroll
+    for (int other = 1; other < C::reduce_rows; ++other) {
+      total += shares[other * kReduceSums + threadIdx.x];
     }
-    const int tap = static_cast<int>(i % kTaps);
-    const long long channel = i / kTaps;
-    grad[channel / C::group_in * C::weight_stride_out +
-         channel % C::group_in * C::weight_stride_in +
-         1ll * (tap / C::kernel_width) * C::weight_stride_height +
-         1ll * (tap % C::kernel_width) * C::weight_stride_width] = total;
   }
+  if (slot < kSplitSums) write_total(grad, bias_grad, slot, total);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import gcd, lcm, prod
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -13,8 +13,6 @@ from fastconv.kernels.depthwise.layer import CHAIN, Layer
 from fastconv.kernels.depthwise.tiles import (
     COPY,
     FAMILY,
-    ISSUED,
-    ISSUED_BY_WARP,
     WHY,
     PixelsTile,
     PlanesTile,
@@ -22,6 +20,7 @@ from fastconv.kernels.depthwise.tiles import (
     lane_channels,
     lanes,
     lanes_of_channels,
+    read_cycles,
 )
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import (
@@ -38,17 +37,22 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
 from fastconv.problem import Problem
 
-MOST_TAPS = 56  # sums of a thread, unless a kernel row has more
+MOST_TAPS, MOST_PAIRED_TAPS = 56, 98  # sums of a thread, unless a kernel row has more
 MOST_PATCH = 28  # pixels
 MOST_WRITTEN = 1600  # products of a patch: they are written out
 MOST_WARPS = 8
 MOST_LANES = 512  # patches of a tile
-ENOUGH_BLOCKS = 1024  # for every GPU
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256
-MOST_REDUCE_BLOCKS = 4096
+MOST_REDUCE_ROWS = 8
 OTHER_REGISTERS = 44  # of a thread, than sums, a patch and a window's row
-UNIT, PATCH = 150, 60  # instructions, more for a unit and for a patch
+
+# Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
+# alone; instructions of a thread, more for a unit and for a patch, and for a sum in the end; cycles
+# of a round until the first copies have come, for a turn in the end, and to reduce 8 splits' sums.
+ISSUED, ISSUED_BY_WARP = 3.0, 0.36
+UNIT, PATCH, END = 180, 10, 6
+START, TURN, REDUCE = 2000, 400, 1000
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -67,18 +71,24 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     layer = tile.layer
+    _, splits = tile.best_splits(gpu)
+    rows = _reduce_rows(splits)
     constants: dict[str, Constant] = {
         **weight_grad_constants(layer.problem, layer.operands),
         "transposed": False,
         **tile.constants(),
-        "splits": tile.splits,
+        "splits": splits,
+        "reduce_threads": REDUCE_THREADS,
+        "reduce_rows": rows,
         "shared_bytes": tile.shared_bytes,
         "blocks_per_sm": tile.blocks_per_processor(gpu),
     }
     kernels = [Kernel(tile.source, entry, tuple(constants.items())) for entry in tile.entries]
-    blocks = tile.blocks * tile.splits
+    blocks = tile.blocks * splits
     limits.require("blocks of a weight gradient", blocks)
-    reducing = min(ceil_div(tile.sums, REDUCE_THREADS), MOST_REDUCE_BLOCKS)
+    limits.require("a weight's elements", tile.sums)
+    reducing = ceil_div(tile.sums, REDUCE_THREADS // rows)
+    sum_bytes = layer.operands.sum_bytes
     batch = layer.problem.batch
     launches = (
         Launch(
@@ -92,11 +102,16 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
             kernels[1],
             (reducing, 1, 1),
             REDUCE_THREADS,
-            0,
+            REDUCE_THREADS * sum_bytes if rows > 1 else 0,
             ("scratch", "output", "bias_grad"),
         ),
     )
-    return Plan(launches, tile.workspace_bytes, FAMILY, WHY)
+    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY)
+
+
+def _reduce_rows(splits: int) -> int:
+    """Threads that add up a weight's sums."""
+    return MOST_REDUCE_ROWS if splits > MOST_REDUCE_ROWS else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,38 +133,40 @@ class Walk(Tile):
         """Of a unit."""
         return self.slots * self.lanes_y * self.lanes_x
 
-    @property
+    @lazy
     def block_groups(self) -> int:
         """Of kernel rows, in a block."""
         return ceil_div(ceil_div(self.layer.rows.kernel, self.tap_rows), self.tap_blocks)
 
-    @property
+    @lazy
     def units(self) -> int:
         return ceil_div(self.layer.problem.batch, self.slots) * self.image_tiles
 
-    @property
+    @lazy
     def sums(self) -> int:
         """All weights, and the bias."""
         layer = self.layer
         outputs = layer.problem.groups * layer.group_out
         return outputs * (layer.terms + layer.operands.bias_grad)
 
-    @lazy
-    def splits(self) -> int:
-        """So many that there is work for all processors, and no chain of products is long."""
+    def _splits(self, fit: int, gpu: Gpu) -> set[int]:
+        """Shares of the units: so many that no chain of products is long; more fill processors."""
         chain = self.units * self.rounds * self.rows * self.columns
-        wanted = max(ceil_div(chain, CHAIN), ceil_div(ENOUGH_BLOCKS, self.blocks))
         room = max(1, WORKSPACE_BYTES // (self.sums * self.layer.operands.sum_bytes))
-        return min(self.units, wanted, room)
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.splits * self.sums * self.layer.operands.sum_bytes
+        most = min(self.units, room)
+        least = min(most, ceil_div(chain, CHAIN))
+        filling = (rounds * fit * gpu.processors // self.blocks for rounds in (1, 2, 4, 8))
+        return {least, *(min(most, max(least, splits)) for splits in filling)}
 
     @property
     @abstractmethod
     def rounds(self) -> int:
         """Patches of a thread, in a unit."""
+
+    @property
+    @abstractmethod
+    def turns(self) -> int:
+        """In which a block's threads add up what they have."""
 
     @property
     @abstractmethod
@@ -172,10 +189,10 @@ class Walk(Tile):
 
     @property
     @abstractmethod
-    def loads(self) -> int:
-        """Instructions that read shared memory, for a patch."""
+    def loads(self) -> tuple[float, float]:
+        """From shared memory, for a patch: instructions, and cycles that a warp's take."""
 
-    @property
+    @lazy
     def shared_bytes(self) -> int:
         return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
 
@@ -188,21 +205,45 @@ class Walk(Tile):
 
     def cycles(self, gpu: Gpu) -> float:
         """What the whole layer takes, estimated."""
-        layer, rates = self.layer, gpus.rates(gpu)
-        taps = self.tap_rows * layer.columns.kernel
-        patch = self.channels * self.rows * self.columns * taps + self.loads + PATCH
-        unit = self.rounds * patch + COPY * self.copies / self.threads + UNIT
-        end = 10 * self.channels * taps
-        blocks = self.blocks * self.splits
-        at_once = self.blocks_per_processor(gpu) * gpu.processors
-        rounds = ceil_div(blocks, at_once)
-        resident = min(at_once, blocks) / gpu.processors
-        units = ceil_div(self.units, self.splits)
+        return self.best_splits(gpu)[0]
+
+    def best_splits(self, gpu: Gpu) -> tuple[float, int]:
+        """What that takes, and how many shares there are then."""
+        fit = self.blocks_per_processor(gpu)
+        return min((self._cycles(splits, fit, gpu), splits) for splits in self._splits(fit, gpu))
+
+    def _cycles(self, splits: int, fit: int, gpu: Gpu) -> float:
+        """With so many shares, and blocks of a processor."""
+        rates, size = gpus.rates(gpu), self.layer.operands.sum_bytes
+        issued, bank_cycles = self._unit
+        blocks = self.blocks * splits
+        rounds = ceil_div(blocks, fit * gpu.processors)
+        resident = min(fit, ceil_div(blocks, gpu.processors))
+        units = ceil_div(self.units, splits)
         warps = self.threads / 32 * resident
-        return rounds * together(
-            warps * (units * unit + end) / min(ISSUED, ISSUED_BY_WARP * warps),
+        one_round = together(
+            warps * (units * issued + self._end) / min(ISSUED, ISSUED_BY_WARP * warps),
+            warps * units * bank_cycles,
             resident * units * self.stage_bytes / rates.l2_bytes,
         )
+        written = splits * self.sums * size / gpu.processors / rates.l2_bytes
+        added_up = ceil_div(splits, _reduce_rows(splits))
+        start = START + TURN * self.turns
+        return rounds * (start + one_round) + 2 * written + REDUCE * ceil_div(added_up, 8)
+
+    @lazy
+    def _unit(self) -> tuple[float, float]:
+        """Instructions of a thread for a unit, and cycles of shared memory."""
+        taps = self.tap_rows * self.layer.columns.kernel
+        loads, bank_cycles = self.loads
+        patch = self.channels * self.rows * self.columns * taps + loads + PATCH
+        copies = COPY * self.copies / self.threads
+        return self.rounds * patch + copies + UNIT, self.rounds * bank_cycles
+
+    @property
+    def _end(self) -> float:
+        """Instructions of a thread to add up what a block's have."""
+        return END * self.channels * self.tap_rows * self.layer.columns.kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +258,19 @@ class Planes(PlanesTile, Walk):
     def channels(self) -> int:
         return 1
 
-    @property
+    @lazy
     def rounds(self) -> int:
         return ceil_div(self.patches, 32 * self.group_warps)
 
     @property
+    def turns(self) -> int:
+        return 1
+
+    @lazy
     def threads(self) -> int:
         return 32 * self.group_warps * self.block_groups
 
-    @property
+    @lazy
     def blocks(self) -> int:
         layer = self.layer
         return layer.problem.groups * layer.group_out * layer.group_in * self.tap_blocks
@@ -239,10 +284,16 @@ class Planes(PlanesTile, Walk):
         return layer.operands.widest_vector(*distances)
 
     @property
-    def grad_pitch(self) -> int:
-        return round_up(self.tile_size[1], self.grad_vector)
+    def grad_piece(self) -> int:
+        """Pixels of a patch's row that are read at once."""
+        layer = self.layer
+        return 1 if layer.columns.out_step > 1 else gcd(self.columns, layer.operands.vector)
 
     @property
+    def grad_pitch(self) -> int:
+        return round_up(self.tile_size[1], lcm(self.grad_vector, self.grad_piece))
+
+    @lazy
     def stage_bytes(self) -> int:
         size = self.layer.operands.scalar_bytes
         pixels = self.slots * self.halo_rows * self.pitch * size
@@ -257,12 +308,17 @@ class Planes(PlanesTile, Walk):
     @property
     def copies(self) -> int:
         grads = self.tile_size[0] * ceil_div(self.tile_size[1], self.grad_vector)
-        return self.slots * (prod(self.copied) + grads)
+        return self.slots * (self.copied + grads)
 
     @property
-    def loads(self) -> int:
+    def loads(self) -> tuple[float, float]:
+        size = self.layer.operands.scalar_bytes
         rows = (self.rows - 1) * self.layer.rows.step + self.tap_rows
-        return rows * self.pieces + self.rows * self.columns
+        windows, grads = rows * self.pieces, self.rows * self.columns // self.grad_piece
+        widened = (windows * self.piece + self.rows * self.columns) * (size == 2)
+        grad_cycles = read_cycles(self.grad_piece * size, self.columns * size)
+        cycles = windows * self.window_cycles + grads * grad_cycles
+        return windows + grads + widened, cycles
 
     def constants(self) -> dict[str, Constant]:
         return {
@@ -279,7 +335,10 @@ class Planes(PlanesTile, Walk):
             "piece": self.piece,
             "pitch": self.pitch,
             "plane_padding": 0,
+            "inside": self.inside,
+            "grad_piece": self.grad_piece,
             "grad_pitch": self.grad_pitch,
+            "channels_last": False,
         }
 
 
@@ -291,15 +350,19 @@ class Pixels(PixelsTile, Walk):
 
     source = "depthwise/weight_grad_pixels.cuh"
 
-    @property
+    @lazy
     def rounds(self) -> int:
         return ceil_div(self.patches, self.group_patches)
 
     @property
+    def turns(self) -> int:
+        return self.group_patches
+
+    @lazy
     def threads(self) -> int:
         return round_up(self.block_groups * self.group_patches * self.lanes_c, 32)
 
-    @property
+    @lazy
     def blocks(self) -> int:
         return self.channel_tiles * self.layer.group_in * self.tap_blocks
 
@@ -316,7 +379,7 @@ class Pixels(PixelsTile, Walk):
         """Pixels of the output's gradient."""
         return self.slots * prod(self.tile_size)
 
-    @property
+    @lazy
     def stage_bytes(self) -> int:
         grads = self._grads * round_up(self.tile_channels, self.grad_vector)
         return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
@@ -329,13 +392,15 @@ class Pixels(PixelsTile, Walk):
     @property
     def copies(self) -> int:
         grads = self._grads * ceil_div(self.tile_channels, self.grad_vector)
-        return self.pixels * self.pixel // self.vector + grads
+        return self.copied + grads
 
     @property
-    def loads(self) -> int:
+    def loads(self) -> tuple[float, float]:
+        size = self.layer.operands.scalar_bytes
         rows = (self.rows - 1) * self.layer.rows.step + self.tap_rows
         loads = rows * self.window_columns + self.rows * self.columns
-        return loads * (1 + self.channels * (self.layer.operands.scalar_bytes == 2))
+        cycles = read_cycles(self.channels * size, self.channels * size) * self.clashes
+        return loads * (1 + self.channels * (size == 2)), loads * cycles
 
     def constants(self) -> dict[str, Constant]:
         return {
@@ -350,43 +415,37 @@ class Pixels(PixelsTile, Walk):
             "lanes_c": self.lanes_c,
             "lane_channels": self.lane_channels,
             "vector": self.vector,
+            "inside": self.inside,
             "grad_vector": self.grad_vector,
+            "channels_last": True,
         }
 
 
 def _planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
-    tap_rows = _tap_rows(layer, 1)
+    tap_rows = _tap_rows(layer, 1, MOST_TAPS)
+    tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
     for rows, columns in _patches(layer, tap_rows, 1):
         for lanes_y, lanes_x, slots in _units(layer, rows, columns):
-            patches = slots * lanes_y * lanes_x
-            groups = ceil_div(layer.rows.kernel, tap_rows)
-            for tap_blocks in _tap_blocks(groups, MOST_WARPS):
-                most = max(1, MOST_WARPS // ceil_div(groups, tap_blocks))
-                most = min(most, ceil_div(patches, 32))
-                for warps in {most, ceil_div(most, 2), 1}:
-                    tile = Planes(
-                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
-                        slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks, group_warps=warps,
-                    )  # fmt: skip
-                    widest = max(tile.pitch // tile.vector, tile.grad_pitch // tile.grad_vector)
-                    if widest <= tile.threads:  # a row is copied at once
-                        yield tile
+            most = min(most_warps, ceil_div(slots * lanes_y * lanes_x, 32))
+            for warps in {most, ceil_div(most, 2), 1}:
+                tile = Planes(
+                    layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                    slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks, group_warps=warps,
+                )  # fmt: skip
+                widest = max(tile.pitch // tile.vector, tile.grad_pitch // tile.grad_vector)
+                if widest <= tile.threads:  # a row is copied at once
+                    yield tile
 
 
 def _pixels(layer: Layer) -> Iterator[Pixels]:
     """All that may be worth it."""
-    channels = lane_channels(layer) if 2 * layer.columns.kernel <= MOST_TAPS else 1
-    lanes_c = lanes_of_channels(layer, channels)
-    tap_rows = _tap_rows(layer, channels)
-    most_threads = 32 * MOST_WARPS // lanes_c
-    for rows, columns in _patches(layer, tap_rows, channels):
-        for lanes_y, lanes_x, slots in _units(layer, rows, columns):
-            patches = slots * lanes_y * lanes_x
-            groups = ceil_div(layer.rows.kernel, tap_rows)
-            for tap_blocks in _tap_blocks(groups, most_threads):
-                most = max(1, most_threads // ceil_div(groups, tap_blocks))
-                for at_once in {min(most, patches), ceil_div(min(most, patches), 2)}:
+    for channels, tap_rows, lanes_c in _lane_shares(layer):
+        tap_blocks, room = _tap_blocks(layer, tap_rows, 32 * MOST_WARPS // lanes_c)
+        for rows, columns in _patches(layer, tap_rows, channels):
+            for lanes_y, lanes_x, slots in _units(layer, rows, columns):
+                most = min(room, slots * lanes_y * lanes_x)
+                for at_once in {most, ceil_div(most, 2)}:
                     yield Pixels(
                         layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
                         slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
@@ -394,19 +453,29 @@ def _pixels(layer: Layer) -> Iterator[Pixels]:
                     )  # fmt: skip
 
 
-def _tap_rows(layer: Layer, channels: int) -> int:
+def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
+    """Channels and kernel rows of a thread, and lanes of a block's channels."""
+    found = set()
+    pairs = lane_channels(layer)
+    for channels, most_taps in {(pairs, MOST_TAPS), (pairs, MOST_PAIRED_TAPS), (1, MOST_TAPS)}:
+        if channels * layer.columns.kernel <= most_taps or channels == 1:
+            for lanes_c in lanes_of_channels(layer, channels):
+                found.add((channels, _tap_rows(layer, channels, most_taps), lanes_c))
+    return found
+
+
+def _tap_rows(layer: Layer, channels: int, most_taps: int) -> int:
     """Kernel rows of a thread: all, or an equal share that it has registers for."""
-    most = MOST_TAPS // (1 + (layer.operands.scalar_bytes == 8))
+    most = most_taps // (1 + (layer.operands.scalar_bytes == 8))
     rows = max(1, most // (channels * layer.columns.kernel))
     return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
 
 
-def _tap_blocks(groups: int, most: int) -> Iterator[int]:
-    """Blocks that share a kernel's rows: as few as have room, or twice as many."""
-    fewest = ceil_div(groups, most)
-    yield fewest
-    if 2 * fewest <= groups:
-        yield 2 * fewest
+def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
+    """Blocks that share a kernel's rows, as few as have room, and how often a block's fit then."""
+    groups = ceil_div(layer.rows.kernel, tap_rows)
+    blocks = ceil_div(groups, most)
+    return blocks, most // ceil_div(groups, blocks)
 
 
 def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, int]]:

@@ -105,12 +105,18 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto load_unit = [&](int index) {
     const Unit unit(index);
     load_halo<kThreads>(inputs(index), input, unit.image, images, tile, unit.y, unit.x);
-    load_pixels<kTileRows, kTileColumns, kGradPixel, C::grad_vector, kOutChannels, C::out_height,
-                C::out_width, kThreads>(
+    load_pixels<kTileRows, kTileColumns, kTileColumns, kGradSlot, kGradPixel, C::grad_vector,
+                kOutChannels, C::out_height, C::out_width, kThreads>(
         grads(index), grad_output + 1ll * unit.image * C::out_height * C::out_width * kOutChannels,
         images - unit.image, tile.first_output(), unit.y, unit.x);
     fastconv::copy_async_commit();
   };
+
+  if constexpr (C::inside) {
+    clear<kInputBytes, kThreads>(inputs(0));
+    clear<kInputBytes, kThreads>(inputs(1));
+    __syncthreads();
+  }
 
   TapSums<C::lane_channels> sums;
   walk(Share(split, images), load_unit, [&](int unit) {

@@ -16,6 +16,11 @@ constexpr int kPatchRounds = ceil_div(kPatches, kGroupThreads);
 constexpr int kGradColumns = round_up(kTileColumns, C::grad_vector);
 constexpr int kGradPlane = kTileRows * C::grad_pitch;
 static_assert(kGradColumns <= C::grad_pitch, "rows have room");
+// A patch's rows are read in pieces, too.
+using GradPiece = Vector<Scalar, C::grad_piece>;
+static_assert(C::grad_piece == 1 || (Columns::kOutStep == 1 && C::columns % C::grad_piece == 0 &&
+                                     C::grad_pitch % C::grad_piece == 0),
+              "pieces are aligned");
 
 constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
@@ -24,12 +29,11 @@ static_assert(2 * kStageBytes <= C::shared_bytes &&
                   kThreads / 32 * kSums * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
               "as planned");
 
-// Copies a tile of a plane of each of `slots` images, which are kImage elements apart. A thread
-// copies vectors of one column.
-template <int kRows, int kCopied, int kVector, int kPitch, int kPadding, int kHeight, int kWidth>
+// Copies kRows rows of kVectors vectors of a plane of each of `slots` images, which are `image`
+// elements apart. A thread copies vectors of one column.
+template <int kRows, int kVectors, int kVector, int kPitch, int kSlot, int kHeight, int kWidth>
 __device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane, long long image,
                                             int images_left, int first_row, int first_column) {
-  constexpr int kVectors = kCopied / kVector;
   constexpr int kAtOnce = kThreads / kVectors;
   static_assert(kAtOnce > 0, "a row is copied at once");
   const int thread = static_cast<int>(threadIdx.x);
@@ -45,8 +49,8 @@ __device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane,
     const bool exists =
         inside && static_cast<unsigned>(y) < kHeight && (C::slots == 1 || slot < images_left);
     const long long source = slot * image + 1ll * y * kWidth + x;
-    copy_elements<kVector>(target + slot * kPadding + row * kPitch, plane + (exists ? source : 0),
-                           exists);
+    copy_elements<kVector>(target + slot * (kSlot - kRows * kPitch) + row * kPitch,
+                           plane + (exists ? source : 0), exists);
   }
 }
 
@@ -64,11 +68,12 @@ __device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, 
     Sum numbers[1][C::rows][C::columns];
 #pragma unroll
     for (int r = 0; r < C::rows; ++r) {
+      const Scalar* const row =
+          grad + patch.slot * kGradPlane + (patch.y + r * Rows::kOutStep) * C::grad_pitch + patch.x;
 #pragma unroll
-      for (int p = 0; p < C::columns; ++p) {
-        numbers[0][r][p] =
-            widen(grad[patch.slot * kGradPlane + (patch.y + r * Rows::kOutStep) * C::grad_pitch +
-                       patch.x + p * Columns::kOutStep]);
+      for (int p = 0; p < C::columns; p += C::grad_piece) {
+        widen_vector(*reinterpret_cast<const GradPiece*>(row + p * Columns::kOutStep),
+                     &numbers[0][r][p]);
       }
     }
     const Scalar* const window = input + patch.slot * kPlane +
@@ -123,17 +128,23 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   };
   const auto load = [&](int index) {
     const Unit unit(index);
-    load_planes<kHaloRows, kColumns, C::vector, C::pitch, C::plane_padding, C::in_height,
-                C::in_width>(inputs(index),
-                             input + unit.image * ((C::groups * C::group_in) * kInPlane),
-                             (C::groups * C::group_in) * kInPlane, images - unit.image,
-                             unit.y * Rows::kTimes + Rows::kOrigin,
-                             unit.x * Columns::kTimes + Columns::kOrigin - kShift);
-    load_planes<kTileRows, kGradColumns, C::grad_vector, C::grad_pitch, 0, C::out_height,
-                C::out_width>(grads(index), grad_output + unit.image * (kAllOutputs * kOutPlane),
-                              kAllOutputs * kOutPlane, images - unit.image, unit.y, unit.x);
+    const long long image = (C::groups * C::group_in) * kInPlane;
+    load_planes<kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane, C::in_height,
+                C::in_width>(
+        inputs(index) + kFirstRow * C::pitch + kFirstVector * C::vector, input + unit.image * image,
+        image, images - unit.image, unit.y * Rows::kTimes + Rows::kOrigin + kFirstRow,
+        unit.x * Columns::kTimes + Columns::kOrigin - kShift + kFirstVector * C::vector);
+    load_planes<kTileRows, kGradColumns / C::grad_vector, C::grad_vector, C::grad_pitch, kGradPlane,
+                C::out_height, C::out_width>(
+        grads(index), grad_output + unit.image * (kAllOutputs * kOutPlane), kAllOutputs * kOutPlane,
+        images - unit.image, unit.y, unit.x);
     fastconv::copy_async_commit();
   };
+  if constexpr (C::inside) {
+    clear<kInputBytes, kThreads>(inputs(0));
+    clear<kInputBytes, kThreads>(inputs(1));
+    __syncthreads();
+  }
 
   TapSums<1> sums;
   walk(Share(split, images), load, [&](int unit) {

@@ -131,7 +131,10 @@ __device__ __forceinline__ float kept(float number) {
   asm volatile("" : "+f"(number));
   return number;
 }
-__device__ __forceinline__ double kept(double number) { return number; }
+__device__ __forceinline__ double kept(double number) {
+  asm volatile("" : "+d"(number));
+  return number;
+}
 
 // --- Barriers that some threads of a block have among themselves ---------------------------------
 // Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all
