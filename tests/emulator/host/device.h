@@ -9,6 +9,7 @@
 #define __host__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // There is no __shared__: kernels call fastconv::shared_memory().

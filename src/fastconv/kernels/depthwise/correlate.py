@@ -11,10 +11,11 @@ from typing import TypeVar
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.depthwise import bands
+from fastconv.kernels.depthwise.bands import Bands
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
-    COPY,
     FAMILY,
     WHY,
     PixelsTile,
@@ -33,14 +34,17 @@ from fastconv.problem import Problem
 PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
 MOST_THREADS = 256
+MANY_IMAGES = 32
 OTHER_REGISTERS = 32  # than sums and a window's row
 
-# Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
-# alone; instructions of a thread to load a weight (asynchronously, or with what it has to wait),
-# for each output row that a row of the window may belong to, and to store a vector; cycles of a
-# round.
-ISSUED, ISSUED_BY_WARP = 3.4, 0.27
-WEIGHT, AWAITED_WEIGHT, OUTPUT_ROW, STORE, START = 12, 40, 2.3, 11, 300
+# Estimated, as measured on an H200: instructions that a processor issues in a cycle, with so many
+# warps half of them; instructions of a thread to copy a vector, to load a weight, for each output
+# row that a row of the window may belong to, and to store a vector. The last two are shares of what
+# goes on at the same time.
+ISSUED, HALF_ISSUED = 4.4, 4.2
+COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
+L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
+SECTOR_BYTES = 32
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -62,10 +66,12 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def _plan(layer: Layer, gpu: Gpu) -> Plan:
-    tile: Planes | Pixels
+    tile: Planes | Pixels | Bands
     channels_last = layer.operands.input_channels_last
     if channels_last:
         source, tile = "depthwise/pixels.cuh", _best(_pixels(layer), gpu)
+    elif _in_bands(layer, gpu):
+        source, tile = "depthwise/bands.cuh", _best(bands.tiles(layer, gpu), gpu)
     else:
         source, tile = "depthwise/planes.cuh", _best(_planes(layer), gpu)
         tile = tile.spread_over_banks(gpu)
@@ -139,6 +145,11 @@ class Correlation(Tile):
         """Instructions of a thread."""
 
     @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
+
+    @property
     def registers(self) -> int:
         """Of a thread, about."""
         words = max(1, self.layer.operands.scalar_bytes // 4)
@@ -152,25 +163,25 @@ class Correlation(Tile):
         blocks = self.blocks(layer.problem.batch)
         rounds = ceil_div(blocks, at_once)
         resident = min(self.blocks_per_processor(gpu), ceil_div(blocks, gpu.processors))
-        weight = AWAITED_WEIGHT if layer.operands.scalar_bytes == 2 else WEIGHT
         sums = self.channels * self.rows * self.columns
         instructions, bank_cycles = self.loads
         issued = (
             sums * layer.products
             + instructions
             + layer.group_in * self.window_rows * OUTPUT_ROW * self.rows
-            + (COPY * self.copies + weight * self.weights) / self.threads
+            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
             + STORE * self.stores
         )
         warps = self.threads / 32 * resident
         size = layer.operands.scalar_bytes
-        one_round = together(
-            warps * issued / min(ISSUED, ISSUED_BY_WARP * warps),
+        return rounds * together(
+            issued * (warps + HALF_ISSUED) / ISSUED,
             warps * bank_cycles,
-            resident * self.copies * self.vector * size / rates.l2_bytes,
+            warps * self.stores * self.stored_bytes * STORED_SECTOR,
+            resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
             resident * 2 * self.outputs * size / rates.memory_bytes,
+            loss=LOSS,
         )
-        return rounds * (START + one_round)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +262,13 @@ class Planes(PlanesTile, Correlation):
     @property
     def stores(self) -> int:
         return self.channels * self.rows * self.columns // self.store_vector
+
+    @property
+    def stored_bytes(self) -> int:
+        size = self.layer.operands.scalar_bytes
+        if self.layer.columns.out_step > 1:
+            return size
+        return max(self.store_vector * size, min(SECTOR_BYTES, self.columns * size))
 
     def constants(self) -> dict[str, Constant]:
         return {
@@ -365,6 +383,10 @@ class Pixels(PixelsTile, Correlation):
     def stores(self) -> int:
         return self.rows * self.columns * self.channels
 
+    @property
+    def stored_bytes(self) -> int:
+        return self.channels * self.layer.operands.scalar_bytes
+
     def constants(self) -> dict[str, Constant]:
         return {
             "rows": self.rows,
@@ -380,7 +402,17 @@ class Pixels(PixelsTile, Correlation):
         }
 
 
-_Any = TypeVar("_Any", Planes, Pixels)
+_Any = TypeVar("_Any", Planes, Pixels, Bands)
+
+
+def _in_bands(layer: Layer, gpu: Gpu) -> bool:
+    """Whether tensor cores are faster: not by the batch, with which no image's bits may change."""
+    many = replace(layer, problem=replace(layer.problem, batch=MANY_IMAGES))
+    try:
+        banded = _best(bands.tiles(many, gpu), gpu)
+    except Declined:
+        return False
+    return banded.cycles(gpu) < _best(_planes(many), gpu).cycles(gpu)
 
 
 def _best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:

@@ -19,7 +19,6 @@ MOST_WEIGHT_BYTES = 65536  # of 16 lanes' channels, channels-last: beyond, kerne
 MOST_BLOCKS_PER_PROCESSOR = 8
 THREADS_OF_PROCESSOR = 1536  # the least that a GPU has
 REGISTERS_OF_PROCESSOR = 65536
-COPY = 20  # instructions of a thread for a vector, estimated
 BANK_BYTES = 128  # of shared memory, in a cycle
 
 
@@ -138,6 +137,11 @@ class PlanesTile(Tile):
 
     @lazy
     def vector(self) -> int:
+        """Elements that are copied at once."""
+        return self.widest_copy
+
+    @property
+    def widest_copy(self) -> int:
         layer, columns = self.layer, self.layer.columns
         distances = [layer.in_size[1]]
         if self.tile_size[1] < layer.out_size[1]:

@@ -11,7 +11,6 @@ from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import CHAIN, Layer
 from fastconv.kernels.depthwise.tiles import (
-    COPY,
     FAMILY,
     WHY,
     PixelsTile,
@@ -48,11 +47,11 @@ MOST_REDUCE_ROWS = 8
 OTHER_REGISTERS = 44  # of a thread, than sums, a patch and a window's row
 
 # Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
-# alone; instructions of a thread, more for a unit and for a patch, and for a sum in the end; cycles
-# of a round until the first copies have come, for a turn in the end, and to reduce 8 splits' sums.
-ISSUED, ISSUED_BY_WARP = 3.0, 0.36
-UNIT, PATCH, END = 180, 10, 6
-START, TURN, REDUCE = 2000, 400, 1000
+# alone; instructions of a thread to copy a vector, more for a unit and for a patch, and for a sum in
+# the end; cycles of a round until the first copies have come, for a turn in the end, and to reduce 8 splits' sums.
+ISSUED, ISSUED_BY_WARP = 2.9, 0.36
+COPY, UNIT, PATCH, END = 20, 230, 25, 4
+START, TURN, REDUCE = 4000, 600, 1100
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -229,7 +228,7 @@ class Walk(Tile):
         written = splits * self.sums * size / gpu.processors / rates.l2_bytes
         added_up = ceil_div(splits, _reduce_rows(splits))
         start = START + TURN * self.turns
-        return rounds * (start + one_round) + 2 * written + REDUCE * ceil_div(added_up, 8)
+        return rounds * (start + one_round) + written + REDUCE * ceil_div(added_up, 8)
 
     @lazy
     def _unit(self) -> tuple[float, float]:

@@ -29,31 +29,6 @@ static_assert(2 * kStageBytes <= C::shared_bytes &&
                   kThreads / 32 * kSums * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
               "as planned");
 
-// Copies kRows rows of kVectors vectors of a plane of each of `slots` images, which are `image`
-// elements apart. A thread copies vectors of one column.
-template <int kRows, int kVectors, int kVector, int kPitch, int kSlot, int kHeight, int kWidth>
-__device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane, long long image,
-                                            int images_left, int first_row, int first_column) {
-  constexpr int kAtOnce = kThreads / kVectors;
-  static_assert(kAtOnce > 0, "a row is copied at once");
-  const int thread = static_cast<int>(threadIdx.x);
-  if (kThreads % kVectors != 0 && thread >= kAtOnce * kVectors) return;
-  const int at = thread % kVectors * kVector;
-  const int x = first_column + at;
-  const bool inside = static_cast<unsigned>(x) < kWidth;
-  target += at;
-#pragma unroll 4
-  for (int row = thread / kVectors; row < C::slots * kRows; row += kAtOnce) {
-    const int slot = C::slots == 1 ? 0 : row / kRows;
-    const int y = first_row + (C::slots == 1 ? row : row % kRows);
-    const bool exists =
-        inside && static_cast<unsigned>(y) < kHeight && (C::slots == 1 || slot < images_left);
-    const long long source = slot * image + 1ll * y * kWidth + x;
-    copy_elements<kVector>(target + slot * (kSlot - kRows * kPitch) + row * kPitch,
-                           plane + (exists ? source : 0), exists);
-  }
-}
-
 // Adds the sums of a unit's patches that are this thread's.
 __device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, const Scalar* grad,
                                          const Unit& unit, int images, int first_tap,
@@ -129,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   const auto load = [&](int index) {
     const Unit unit(index);
     const long long image = (C::groups * C::group_in) * kInPlane;
-    load_planes<kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane, C::in_height,
-                C::in_width>(
+    load_planes<C::slots, kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane,
+                C::in_height, C::in_width, kThreads>(
         inputs(index) + kFirstRow * C::pitch + kFirstVector * C::vector, input + unit.image * image,
         image, images - unit.image, unit.y * Rows::kTimes + Rows::kOrigin + kFirstRow,
         unit.x * Columns::kTimes + Columns::kOrigin - kShift + kFirstVector * C::vector);
-    load_planes<kTileRows, kGradColumns / C::grad_vector, C::grad_vector, C::grad_pitch, kGradPlane,
-                C::out_height, C::out_width>(
+    load_planes<C::slots, kTileRows, kGradColumns / C::grad_vector, C::grad_vector, C::grad_pitch,
+                kGradPlane, C::out_height, C::out_width, kThreads>(
         grads(index), grad_output + unit.image * (kAllOutputs * kOutPlane), kAllOutputs * kOutPlane,
         images - unit.image, unit.y, unit.x);
     fastconv::copy_async_commit();
