@@ -1,9 +1,11 @@
-"""Plans depthwise convolutions, and their input gradients, on tensor cores: see ``bands.cuh``."""
+"""Depthwise convolutions and input gradients on tensor cores: tiles of ``bands.cuh``."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -18,12 +20,14 @@ MOST_WARPS = 8
 MOST_PRODUCTS = 8  # of a strip: what a warp has registers for
 FIRST_ARCHITECTURE = 80
 
-# Estimated, and so measured on an H200: cycles that a tensor core takes for a product, and
-# instructions of a thread to copy a vector, for a diagonal of the table, for a block of columns that
-# is checked, or split, and for a stored vector; how many are issued in a cycle; cycles of a round.
-PRODUCT_CYCLES = 6
-COPY, DIAGONAL, CHECKED, SPLIT, STORE = 20, 30, 30, 60, 12
-ISSUED, START = 2.0, 2500
+# Estimated, as measured on an H200: how much longer products take than at their rate; instructions
+# of a thread to copy a vector, for a diagonal of the table, for a block of columns that is checked,
+# or split, and for a stored vector; how many are issued in a cycle, with so many warps half of it;
+# cycles of a round; and what of other work a block's own, and that of others, does not hide.
+PRODUCT_LOSS = 1.2
+COPY, DIAGONAL, CHECKED, SPLIT, STORE = 11, 52, 31, 38, 9.4
+ISSUED, HALF_ISSUED, START = 2.35, 3.9, 1500
+LOSS, LOSS_ALONE = 0.23, 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +35,7 @@ class Bands(PlanesTile):
     """Strips (``lanes_y``) and products (``lanes_x``) of a tile; ``slots`` are images."""
 
     warps: int
-
-    @property
-    def channels(self) -> int:
-        return 1
+    source = ""
 
     @property
     def threads(self) -> int:
@@ -45,22 +46,17 @@ class Bands(PlanesTile):
         """That numbers are split in."""
         return 2 if self.layer.operands.scalar_bytes == 4 else 1
 
+    @property
+    def multiplied(self) -> str:
+        """As what, on tensor cores."""
+        return "tf32" if self.parts == 2 else self.layer.operands.scalar.removeprefix("fastconv::")
+
     @lazy
     def block(self) -> int:
         """Columns in 16 bytes."""
         return 16 // self.layer.operands.scalar_bytes
 
     @lazy
-    def vector(self) -> int:
-        """Copies are so wide that a band, which begins where they do, has no more blocks for it."""
-        size, vector = self.layer.operands.scalar_bytes, self.widest_copy
-        found = [vector]
-        while vector * size > 4:
-            vector //= 2
-            found.append(vector)
-        return min(found, key=self._band_blocks)
-
-    @property
     def band_blocks(self) -> int:
         """Of columns that 8 outputs may read."""
         return self._band_blocks(self.vector)
@@ -82,13 +78,21 @@ class Bands(PlanesTile):
         blocks = max(2 * self.row_pairs, ceil_div(self.shift + self.halo_columns, self.block))
         return (blocks | 1) * self.block
 
+    @property
+    def _rows(self) -> int:
+        """Of all planes."""
+        return self.channels * self.slots * self.halo_rows
+
+    @property
+    def diagonals(self) -> int:
+        """Of a block's tables."""
+        return self.channels * self.layer.rows.kernel * (8 + self.band_blocks * self.block)
+
     @lazy
     def shared_bytes(self) -> int:
-        size, kernel_rows = self.layer.operands.scalar_bytes, self.layer.rows.kernel
-        planes = self.parts * self.slots * self.halo_rows * self.pitch * size
-        diagonals = 8 + self.band_blocks * self.block
-        words = self.parts * kernel_rows * diagonals + self.slots * self.halo_rows
-        return planes + round_up(words, 4) * 4
+        elements = self.parts * self._rows * self.pitch + self.results
+        words = round_up(self.parts * self.diagonals + self._rows, 4)
+        return elements * self.layer.operands.scalar_bytes + words * 4
 
     @property
     def registers(self) -> int:
@@ -96,8 +100,99 @@ class Bands(PlanesTile):
         return min(255, 40 + sums + self.parts * (self.band_blocks + 12))
 
     @property
-    def strip_pairs(self) -> int:
-        return ceil_div(self.slots * self.lanes_y, 2)
+    @abstractmethod
+    def results(self) -> int:
+        """Elements that are kept in shared memory before they are stored."""
+
+    @property
+    @abstractmethod
+    def loading(self) -> float:
+        """Instructions of all threads until the input is ready."""
+
+    @property
+    @abstractmethod
+    def storing(self) -> float:
+        """Instructions of all threads to store the results."""
+
+    @property
+    @abstractmethod
+    def other_reads(self) -> float:
+        """Cycles of shared memory for what is neither an operand nor copied."""
+
+    @property
+    @abstractmethod
+    def read_bytes(self) -> int:
+        """Of the input, as they come from the L2 cache."""
+
+    @abstractmethod
+    def blocks(self, images: int) -> int: ...
+
+    def cycles(self, gpu: Gpu) -> float:
+        """What the whole layer takes, estimated."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        fit = self.blocks_per_processor(gpu)
+        blocks = self.blocks(layer.problem.batch)
+        rounds = ceil_div(blocks, fit * gpu.processors)
+        resident = min(fit, ceil_div(blocks, gpu.processors))
+        size, kernel_rows = layer.operands.scalar_bytes, layer.rows.kernel
+        pairs = self.channels * ceil_div(self.slots * self.lanes_y, 2)
+        pairs = round_up(pairs, self.warps)  # idle ones, too
+        steps = pairs * kernel_rows * self.lanes_x * self.band_blocks / 2 * (2 * self.parts - 1)
+        products = steps * 2 * STRIP * PRODUCT_COLUMNS * 2 * self.block
+        reads = pairs * kernel_rows * self.parts * (4 * self.row_pairs + self.band_blocks)
+        issued = self.loading + DIAGONAL * self.diagonals + self.storing
+        outputs = self.channels * self.slots * prod(self.tile_size)
+        warps = resident * self.warps
+        one_round = together(
+            resident * products / rates.products[self.multiplied] * PRODUCT_LOSS,
+            resident * (reads + self.other_reads),
+            resident * issued / 32 * (1 + HALF_ISSUED / warps) / ISSUED,
+            resident * self.read_bytes / rates.l2_bytes,
+            resident * 2 * outputs * size / rates.memory_bytes,
+            loss=LOSS + LOSS_ALONE / resident,
+        )
+        return rounds * (START + one_round)
+
+    def constants(self) -> dict[str, Constant]:
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "channels": self.channels,
+            "lanes_y": self.lanes_y,
+            "lanes_x": self.lanes_x,
+            "slots": self.slots,
+            "warps": self.warps,
+            "vector": self.vector,
+            "inside": self.inside,
+            "piece": 1,
+            "pitch": self.pitch,
+            "plane_padding": 0,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaneBands(Bands):
+    """Of contiguous tensors."""
+
+    source = "depthwise/bands_planes.cuh"
+
+    @property
+    def channels(self) -> int:
+        return 1
+
+    @property
+    def results(self) -> int:
+        return 0
+
+    @lazy
+    def vector(self) -> int:
+        """Copies are so wide that a band, which begins where they do, has no more blocks for it."""
+        size, vector = self.layer.operands.scalar_bytes, self.widest_copy
+        found = [vector]
+        while vector * size > 4:
+            vector //= 2
+            found.append(vector)
+        return min(found, key=self._band_blocks)
 
     def blocks(self, images: int) -> int:
         layer = self.layer
@@ -108,48 +203,89 @@ class Bands(PlanesTile):
     def store_vector(self) -> int:
         return self.layer.operands.widest_vector(self.layer.out_size[1], 2)
 
-    def cycles(self, gpu: Gpu) -> float:
-        """What the whole layer takes, estimated."""
-        layer, rates = self.layer, gpus.rates(gpu)
-        fit = self.blocks_per_processor(gpu)
-        blocks = self.blocks(layer.problem.batch)
-        rounds = ceil_div(blocks, fit * gpu.processors)
-        resident = min(fit, ceil_div(blocks, gpu.processors))
-        size, kernel_rows = layer.operands.scalar_bytes, layer.rows.kernel
-        turns = ceil_div(self.strip_pairs, self.warps) * self.warps  # idle ones, too
-        products = turns * kernel_rows * self.lanes_x * self.band_blocks / 2 * (2 * self.parts - 1)
-        loads = turns * kernel_rows * self.parts * (4 * self.row_pairs + self.band_blocks)
-        vectors = self.slots * self.copied
-        checked = self.slots * self.halo_rows * 2 * self.row_pairs
-        diagonals = kernel_rows * (8 + self.band_blocks * self.block)
-        stores = turns * 32 * 4 * self.lanes_x / self.store_vector
+    @property
+    def _checked(self) -> int:
+        """Blocks of columns."""
+        return self._rows * 2 * self.row_pairs
+
+    @property
+    def loading(self) -> float:
         prepared = SPLIT if self.parts == 2 else CHECKED
-        issued = COPY * vectors + prepared * checked + DIAGONAL * diagonals + STORE * stores
-        one_round = together(
-            resident * products * PRODUCT_CYCLES / 4,
-            resident * (loads + 2 * self.parts * checked / 8),
-            resident * issued / 32 / ISSUED,
-            resident * vectors * self.vector * size / rates.l2_bytes,
-            resident * 2 * self.slots * self.tile_size[0] * self.tile_size[1] * size
-            / rates.memory_bytes,
-        )  # fmt: skip
-        return rounds * (START + one_round)
+        return COPY * self.slots * self.copied + prepared * self._checked
+
+    @property
+    def storing(self) -> float:
+        pairs = round_up(ceil_div(self.slots * self.lanes_y, 2), self.warps)
+        return STORE * pairs * 32 * 4 * self.lanes_x / self.store_vector
+
+    @property
+    def other_reads(self) -> float:
+        return 2 * self.parts * self._checked / 8
+
+    @property
+    def read_bytes(self) -> int:
+        return self.slots * self.copied * self.vector * self.layer.operands.scalar_bytes
 
     def constants(self) -> dict[str, Constant]:
-        return {
-            "rows": self.rows,
-            "columns": self.columns,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
-            "slots": self.slots,
-            "warps": self.warps,
-            "vector": self.vector,
-            "inside": self.inside,
-            "piece": 1,
-            "pitch": self.pitch,
-            "plane_padding": 0,
-            "store_vector": self.store_vector,
-        }
+        return {**super().constants(), "store_vector": self.store_vector}
+
+
+# Instructions, as measured: for a pixel that is loaded, and for each of its numbers, also if it is
+# split; and to keep a result, and to store a pixel, for which a block waits.
+PIXEL, NUMBER, SPLIT_NUMBER, RESULT, STORED_PIXEL = 5, 0.5, 4.5, 8.5, 190
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelBands(Bands):
+    """Of channels-last tensors."""
+
+    block_channels: int
+    source = "depthwise/bands_pixels.cuh"
+
+    @property
+    def channels(self) -> int:
+        return self.block_channels
+
+    @lazy
+    def vector(self) -> int:
+        return 1  # pixels are copied one by one
+
+    @property
+    def results(self) -> int:
+        rows, columns = self.tile_size
+        return self.slots * rows * (columns | 1) * self.channels
+
+    def blocks(self, images: int) -> int:
+        tiles = ceil_div(images, self.slots) * self.image_tiles
+        return tiles * self.layer.problem.groups // self.channels
+
+    @property
+    def _pixels(self) -> int:
+        """That are copied."""
+        if self.inside:
+            return self.slots * prod(map(len, self.in_image))
+        return self.slots * self.halo_rows * 2 * self.row_pairs * self.block
+
+    @property
+    def loading(self) -> float:
+        number = SPLIT_NUMBER if self.parts == 2 else NUMBER
+        return self._pixels * (PIXEL + self.channels * number)
+
+    @property
+    def storing(self) -> float:
+        pixels = self.slots * prod(self.tile_size)
+        return pixels * (STORED_PIXEL + RESULT * self.channels)
+
+    @property
+    def other_reads(self) -> float:
+        """What is written: planes, and with banks hit four times, results."""
+        outputs = self.channels * self.slots * prod(self.tile_size)
+        return self.parts * self.channels * self._pixels / 32 + 4 * outputs / 32
+
+    @property
+    def read_bytes(self) -> int:
+        """Half of each sector, or a quarter, is others'."""
+        return self._pixels * 32
 
 
 def tiles(layer: Layer, gpu: Gpu) -> Iterator[Bands]:
@@ -167,30 +303,43 @@ def tiles(layer: Layer, gpu: Gpu) -> Iterator[Bands]:
         lanes_y = ceil_div(strips, parts_y)
         whole = parts_y == 1 and tiles_x == 1
         for slots in (1, 2, 4, 8, 16) if whole else (1, 2):
-            if slots > 1 and slots >= 2 * layer.problem.batch:
-                break
-            pairs = ceil_div(slots * lanes_y, 2)
-            for turns in (1, 2):
-                warps = ceil_div(pairs, turns)
-                if warps > MOST_WARPS:
-                    continue
-                tile = Bands(
-                    layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y,
-                    lanes_x=lanes_x, slots=slots, warps=warps,
-                )  # fmt: skip
-                if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
-                    yield tile
+            if slots == 1 or slots < 2 * layer.problem.batch:
+                yield from _of_size(layer, lanes_y, lanes_x, slots)
         if lanes_y == 1:
             break
 
 
+def _of_size(layer: Layer, lanes_y: int, lanes_x: int, slots: int) -> Iterator[Bands]:
+    pairs = ceil_div(slots * lanes_y, 2)
+    if layer.operands.input_channels_last:
+        widest = 16 // layer.operands.scalar_bytes
+        for channels in (widest, widest // 2):
+            if layer.problem.groups % channels == 0:
+                yield PixelBands(
+                    layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y,
+                    lanes_x=lanes_x, slots=slots, warps=MOST_WARPS, block_channels=channels,
+                )  # fmt: skip
+        return
+    for turns in (1, 2):
+        warps = ceil_div(pairs, turns)
+        tile = PlaneBands(
+            layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y,
+            lanes_x=lanes_x, slots=slots, warps=warps,
+        )  # fmt: skip
+        # A row is copied at once.
+        if warps <= MOST_WARPS and tile.pitch <= tile.vector * tile.threads:
+            yield tile
+
+
 def _check(layer: Layer, gpu: Gpu) -> None:
-    problem = layer.problem
+    problem, operands = layer.problem, layer.operands
     if gpus.number(gpu) < FIRST_ARCHITECTURE:
         raise Declined("tensor cores before sm_80")
-    if layer.operands.scalar_bytes == 8:
+    if operands.scalar_bytes == 8:
         raise Declined("float64")
     if layer.group_in > 1:
         raise Declined("groups of several channels")
     if max(*problem.stride, *problem.dilation) > 1:
         raise Declined("strides or dilation")
+    if operands.input_channels_last and (layer.group_out > 1 or not operands.aligned):
+        raise Declined("channels that are not whole vectors")

@@ -35,6 +35,7 @@ PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
 MOST_THREADS = 256
 MANY_IMAGES = 32
+MOST_NARROW_CHANNELS = 4  # of a group with 16-bit types, contiguous
 OTHER_REGISTERS = 32  # than sums and a window's row
 
 # Estimated, as measured on an H200: instructions that a processor issues in a cycle, with so many
@@ -66,15 +67,9 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def _plan(layer: Layer, gpu: Gpu) -> Plan:
-    tile: Planes | Pixels | Bands
-    channels_last = layer.operands.input_channels_last
-    if channels_last:
-        source, tile = "depthwise/pixels.cuh", _best(_pixels(layer), gpu)
-    elif _in_bands(layer, gpu):
-        source, tile = "depthwise/bands.cuh", _best(bands.tiles(layer, gpu), gpu)
-    else:
-        source, tile = "depthwise/planes.cuh", _best(_planes(layer), gpu)
-        tile = tile.spread_over_banks(gpu)
+    _check_width(layer)
+    tile = _tile(layer, gpu)
+    source = tile.source
     constants: dict[str, Constant] = {
         **layer.constants(),
         **tile.constants(),
@@ -83,13 +78,14 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
     }
     named = tuple(constants.items())
     launches, packed = [], 0
-    if channels_last:
+    packs = isinstance(tile, Pixels)
+    if packs:
         packed = layer.terms * layer.problem.groups * layer.group_out
         limits.require("a weight's elements", packed)
         blocks = min(ceil_div(packed, PACK_THREADS), MOST_PACK_BLOCKS)
         pack = Kernel(source, "pack", named)
         launches.append(Launch(pack, (blocks, 1, 1), PACK_THREADS, 0, ("weight", "scratch")))
-    weights = "scratch" if channels_last else "weight"
+    weights = "scratch" if packs else "weight"
     limits.require("blocks of one image", tile.blocks(1))
     at_once = min(layer.problem.batch, limits.MOST_BLOCKS // tile.blocks(1))
     for first in range(0, layer.problem.batch, at_once):
@@ -104,7 +100,23 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
             )
         )
     scratch = packed * layer.operands.scalar_bytes
-    return Plan(tuple(launches), scratch, FAMILY, WHY, packs=int(channels_last))
+    return Plan(tuple(launches), scratch, FAMILY, WHY, packs=int(packs))
+
+
+def _check_width(layer: Layer) -> None:
+    """The portable kernels have more outputs of such groups at once, and are faster."""
+    operands, widths = layer.operands, (layer.group_in, layer.group_out)
+    wide = min(widths) > 1 and max(widths) > MOST_NARROW_CHANNELS
+    if wide and operands.scalar_bytes == 2 and not operands.input_channels_last:
+        raise Declined(f"contiguous groups of more than {MOST_NARROW_CHANNELS} channels")
+
+
+def _tile(layer: Layer, gpu: Gpu) -> Planes | Pixels | Bands:
+    if _in_bands(layer, gpu):
+        return _best(bands.tiles(layer, gpu), gpu)
+    if layer.operands.input_channels_last:
+        return _best(_pixels(layer), gpu)
+    return _best(_planes(layer), gpu).spread_over_banks(gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +188,7 @@ class Correlation(Tile):
         size = layer.operands.scalar_bytes
         return rounds * together(
             issued * (warps + HALF_ISSUED) / ISSUED,
+            32 * warps * sums * layer.products / rates.float32,
             warps * bank_cycles,
             warps * self.stores * self.stored_bytes * STORED_SECTOR,
             resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
@@ -187,6 +200,8 @@ class Correlation(Tile):
 @dataclass(frozen=True, kw_only=True)
 class Planes(PlanesTile, Correlation):
     """Of contiguous tensors, see ``planes.cuh``."""
+
+    source = "depthwise/planes.cuh"
 
     thread_channels: int
     plane_padding: int = 0
@@ -334,6 +349,8 @@ class Planes(PlanesTile, Correlation):
 class Pixels(PixelsTile, Correlation):
     """Of channels-last tensors, see ``pixels.cuh``."""
 
+    source = "depthwise/pixels.cuh"
+
     @lazy
     def threads(self) -> int:
         return round_up(self.slots * self.lanes_y * self.lanes_x * self.lanes_c, 32)
@@ -412,6 +429,8 @@ def _in_bands(layer: Layer, gpu: Gpu) -> bool:
         banded = _best(bands.tiles(many, gpu), gpu)
     except Declined:
         return False
+    if layer.operands.input_channels_last:
+        return banded.cycles(gpu) < _best(_pixels(many), gpu).cycles(gpu)
     return banded.cycles(gpu) < _best(_planes(many), gpu).cycles(gpu)
 
 

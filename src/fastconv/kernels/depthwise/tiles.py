@@ -15,7 +15,7 @@ from fastconv.kernels.lazy import lazy
 FAMILY = "depthwise"
 WHY = "groups of few channels"
 
-MOST_WEIGHT_BYTES = 65536  # of 16 lanes' channels, channels-last: beyond, kernels are large
+MOST_WEIGHT_BYTES = 32768  # of 16 lanes' channels, channels-last: beyond, kernels are large
 MOST_BLOCKS_PER_PROCESSOR = 8
 THREADS_OF_PROCESSOR = 1536  # the least that a GPU has
 REGISTERS_OF_PROCESSOR = 65536
@@ -272,7 +272,7 @@ def lanes_of_channels(layer: Layer, lane_channels: int) -> set[int]:
     channels = ceil_div(layer.problem.groups * layer.group_out, lane_channels)
     weight_bytes = layer.terms * lane_channels * layer.operands.scalar_bytes
     large = 16 * weight_bytes > MOST_WEIGHT_BYTES
-    found = {min(most, channels) for most in ((16, 8, 4) if large else (32, 16))}
+    found = {min(most, channels) for most in ((16, 8, 4, 2) if large else (32, 16))}
     group = layer.group_out
     return {lanes if group > lanes else lanes // group * group for lanes in found}
 

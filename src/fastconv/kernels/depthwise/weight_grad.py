@@ -47,8 +47,9 @@ MOST_REDUCE_ROWS = 8
 OTHER_REGISTERS = 44  # of a thread, than sums, a patch and a window's row
 
 # Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
-# alone; instructions of a thread to copy a vector, more for a unit and for a patch, and for a sum in
-# the end; cycles of a round until the first copies have come, for a turn in the end, and to reduce 8 splits' sums.
+# alone; instructions of a thread to copy a vector, more for a unit and for a patch, and for a sum
+# in the end; cycles of a round until the first copies have come, for a turn in the end, and to
+# reduce 8 splits' sums.
 ISSUED, ISSUED_BY_WARP = 2.9, 0.36
 COPY, UNIT, PATCH, END = 20, 230, 25, 4
 START, TURN, REDUCE = 4000, 600, 1100
