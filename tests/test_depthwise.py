@@ -65,13 +65,15 @@ def test_kernels_do_not_spill(gpu: Gpu) -> None:
         assert compiled(kernel, gpu.architecture).spill_bytes == 0
 
 
-def test_on_trial() -> None:
-    """No GPU has run them yet: they plan only where they are asked for."""
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("plan", [planner.forward, planner.input_grad, planner.weight_grad])
+def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None:
+    """Tensor cores have declined before, and say why."""
     problem = LAYERS[0].problem
-    operands = _operands(problem, torch.float32, channels_last=False)
-    assert planner.forward(problem, operands, H200).family == "direct"
-    asked = planner.forward(problem, operands, H200, planner.Switch("depthwise"))
-    assert asked.family == "depthwise"
+    for gpu in GPUS.values():
+        planned = plan(problem, _operands(problem, torch.bfloat16, channels_last), gpu)
+        assert planned.family == "depthwise"
+        assert "; hopper does not take " in planned.why
 
 
 @pytest.mark.parametrize(
