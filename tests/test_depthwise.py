@@ -76,6 +76,30 @@ def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None
         assert "; hopper does not take " in planned.why
 
 
+def test_planes_are_counted_in_32_bits() -> None:
+    """Also where a block has many of them: several launches share out the images."""
+    problem = workloads.parse_shape(f"{2**20 + 5}x2048x1x1 2048x1x1x1 groups=2048").problem
+    operands = _operands(problem, torch.float32, channels_last=False)
+    for plan in (depthwise.forward, depthwise.input_grad):
+        images = 0
+        for launch in plan(problem, operands, H200).launches:
+            first, count = launch.arguments[-2:]
+            assert first == images
+            assert isinstance(count, int)
+            assert count * 2048 < 2**31
+            images += count
+        assert images == problem.batch
+
+
+def test_weights_beyond_32_bits_are_left_to_the_portable_kernels() -> None:
+    problem = workloads.parse_shape(f"1x{2**20}x64x64 {2**20}x1x64x64 groups={2**20}").problem
+    operands = _operands(problem, torch.float32, channels_last=True)
+    for plan in (planner.forward, planner.input_grad, planner.weight_grad):
+        planned = plan(problem, operands, H200)
+        assert planned.family == "direct"
+        assert "; depthwise does not take 429" in planned.why
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
