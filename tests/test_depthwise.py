@@ -76,6 +76,18 @@ def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None
         assert "; hopper does not take " in planned.why
 
 
+@pytest.mark.parametrize("plan", [depthwise.forward, depthwise.input_grad])
+def test_packed_weights_can_be_kept(plan: planner.Planner) -> None:
+    """Nothing but the launch that packs them reads the weight; contiguous ones are not packed."""
+    problem = LAYERS[0].problem
+    packed = plan(problem, _operands(problem, torch.float32, channels_last=True), H200)
+    assert packed.packs == 1
+    assert packed.launches[0].tensors == ("weight", "scratch")
+    assert all("weight" not in launch.tensors for launch in packed.launches[1:])
+    contiguous = plan(problem, _operands(problem, torch.float32, channels_last=False), H200)
+    assert (contiguous.packs, contiguous.scratch_bytes) == (0, 0)
+
+
 def test_planes_are_counted_in_32_bits() -> None:
     """Also where a block has many of them: several launches share out the images."""
     problem = workloads.parse_shape(f"{2**20 + 5}x2048x1x1 2048x1x1x1 groups=2048").problem
