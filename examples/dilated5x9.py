@@ -16,8 +16,9 @@ Everything else is computed by portable kernels: other sizes, strides, groups an
 float16, bfloat16), channels-last tensors, older GPUs. No convolution of PyTorch is used, and
 nothing is fallen back to: what goes wrong raises an error.
 
-float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; the portable kernels
-compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated again.
+On tensor cores, float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; other
+kernels compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
+again.
 
 In this file: device code, where each kernel begins with its idea; host code; plans, which say with
 which constants and how many blocks a kernel runs; PyTorch's side of it; ModelNew; a self-check.
@@ -5048,7 +5049,10 @@ __device__ __forceinline__ float kept(float number) {
   asm volatile("" : "+f"(number));
   return number;
 }
-__device__ __forceinline__ double kept(double number) { return number; }
+__device__ __forceinline__ double kept(double number) {
+  asm volatile("" : "+d"(number));
+  return number;
+}
 
 // --- Barriers that some threads of a block have among themselves ---------------------------------
 // Each has a number, from 1 to 15, and so many threads, whole warps: of a round, some wait for all

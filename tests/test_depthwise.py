@@ -65,13 +65,51 @@ def test_kernels_do_not_spill(gpu: Gpu) -> None:
         assert compiled(kernel, gpu.architecture).spill_bytes == 0
 
 
-def test_on_trial() -> None:
-    """No GPU has run them yet: they plan only where they are asked for."""
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("plan", [planner.forward, planner.input_grad, planner.weight_grad])
+def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None:
+    """Tensor cores have declined before, and say why."""
     problem = LAYERS[0].problem
+    for gpu in GPUS.values():
+        planned = plan(problem, _operands(problem, torch.bfloat16, channels_last), gpu)
+        assert planned.family == "depthwise"
+        assert "; hopper does not take " in planned.why
+
+
+@pytest.mark.parametrize("plan", [depthwise.forward, depthwise.input_grad])
+def test_packed_weights_can_be_kept(plan: planner.Planner) -> None:
+    """Nothing but the launch that packs them reads the weight; contiguous ones are not packed."""
+    problem = LAYERS[0].problem
+    packed = plan(problem, _operands(problem, torch.float32, channels_last=True), H200)
+    assert packed.packs == 1
+    assert packed.launches[0].tensors == ("weight", "scratch")
+    assert all("weight" not in launch.tensors for launch in packed.launches[1:])
+    contiguous = plan(problem, _operands(problem, torch.float32, channels_last=False), H200)
+    assert (contiguous.packs, contiguous.scratch_bytes) == (0, 0)
+
+
+def test_planes_are_counted_in_32_bits() -> None:
+    """Also where a block has many of them: several launches share out the images."""
+    problem = workloads.parse_shape(f"{2**20 + 5}x2048x1x1 2048x1x1x1 groups=2048").problem
     operands = _operands(problem, torch.float32, channels_last=False)
-    assert planner.forward(problem, operands, H200).family == "direct"
-    asked = planner.forward(problem, operands, H200, planner.Switch("depthwise"))
-    assert asked.family == "depthwise"
+    for plan in (depthwise.forward, depthwise.input_grad):
+        images = 0
+        for launch in plan(problem, operands, H200).launches:
+            first, count = launch.arguments[-2:]
+            assert first == images
+            assert isinstance(count, int)
+            assert count * 2048 < 2**31
+            images += count
+        assert images == problem.batch
+
+
+def test_weights_beyond_32_bits_are_left_to_the_portable_kernels() -> None:
+    problem = workloads.parse_shape(f"1x{2**20}x64x64 {2**20}x1x64x64 groups={2**20}").problem
+    operands = _operands(problem, torch.float32, channels_last=True)
+    for plan in (planner.forward, planner.input_grad, planner.weight_grad):
+        planned = plan(problem, operands, H200)
+        assert planned.family == "direct"
+        assert "; depthwise does not take 429" in planned.why
 
 
 @pytest.mark.parametrize(

@@ -141,14 +141,15 @@ def _phase_taps(c: dict[str, Any], axis: str) -> int:
 
 
 def test_families_plan_for_their_gpus() -> None:
-    """Those before Ampere have portable plans alone, and those of the next have no Hopper's."""
+    """Those before Ampere have no tensor cores', those of the next no Hopper's."""
     families = {gpu: Counter(replace(work, gpu=gpu).plan.family for work in _drawn()[:72])
                 for gpu in GPUS.values()}  # fmt: skip
     for gpu, found in families.items():
         number = gpus.number(gpu)
-        own = "direct" if number < 80 else "hopper" if gpu is H200 else "ampere"
-        assert found.keys() <= {"direct", own}, gpu
-        assert number < 80 or found[own] >= 10, (gpu, found)
+        own = set() if number < 80 else {"hopper" if gpu is H200 else "ampere"}
+        assert found.keys() <= {"depthwise", "direct"} | own, gpu
+        assert all(found[family] >= 10 for family in own), (gpu, found)
+        assert found["depthwise"] >= 1, (gpu, found)
 
 
 def test_another_family_takes_nothing_on_hopper_unless_it_is_asked_for() -> None:

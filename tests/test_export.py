@@ -32,7 +32,7 @@ from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.jit import compile
-from fastconv.kernels import ampere, family, gpus, hopper
+from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.hopper import tuned
 from fastconv.problem import Problem
@@ -40,6 +40,7 @@ from fastconv.problem import Problem
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}
 SMALL = "2x8x12x40 16x8x3x5 padding=1,2"
+NARROW = "2x6x12x20 12x1x5x3 padding=2,1 groups=6"
 PASSES = ("forward", "input_grad", "weight_grad")
 
 
@@ -48,6 +49,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file exported for a convolution that is small enough to emulate."""
     path = tmp_path_factory.mktemp("export") / "small.py"
     fastconv.export(shape=SMALL, output=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for a convolution that tensor cores decline."""
+    path = tmp_path_factory.mktemp("export") / "narrow.py"
+    fastconv.export(shape=NARROW, output=path)
     return path
 
 
@@ -238,7 +247,12 @@ def test_gpus_have_plans_that_fit_them(
             assert all(launch.shared_bytes <= shared for launch in plan.launches)
 
 
-FAMILIES = {"sm_90a": (hopper,), "sm_80": (ampere,), "sm_86": (ampere,), "": ()}
+FAMILIES = {
+    "sm_90a": (hopper, depthwise),
+    "sm_80": (ampere, depthwise),
+    "sm_86": (ampere, depthwise),
+    "": (),
+}
 
 
 def _expected(problem: Problem, which: str, precision: str, made_for: str) -> family.Plan | None:
@@ -412,6 +426,21 @@ def test_device_code_compiles_for_other_tensor_cores(
         assert f"kernels_{number}" in log
 
 
+@pytest.mark.parametrize(
+    ("architecture", "made_for"),
+    [("sm_80", "sm_80"), ("sm_90a", "sm_90a"), ("sm_100a", "sm_80"), ("sm_120a", "sm_86")],
+)
+def test_device_code_compiles_for_narrow_groups(
+    narrow: Path, architecture: str, made_for: str
+) -> None:
+    module = exported_file.load(narrow)
+    kernels = _kernels(module, made_for, "float", "tf32")
+    assert {source.split("/")[0] for source, _, _ in kernels} == {"depthwise", "direct"}
+    log = _compiled(module.device_code(kernels), architecture)
+    for number in range(len(module.configurations(kernels))):
+        assert f"kernels_{number}" in log
+
+
 def _compiled(code: str, architecture: str) -> str:
     """The log of the package's own compiler, which has to accept the code."""
     try:
@@ -529,6 +558,20 @@ def test_tuned_results(
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
         _compare(module, module.ModelNew(bias=True), torch.randn(2, 8, 12, 40), tolerance)
     assert expected <= set(sources)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shared_kib"), [("sm_90a", 227), ("sm_87", 163), ("sm_120", 99)]
+)
+def test_results_of_narrow_groups(narrow: Path, architecture: str, shared_kib: int) -> None:
+    """In full precision, whatever PyTorch allows."""
+    module = exported_file.load(narrow)
+    sources = _emulate(module, architecture, shared_kib)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        _compare(module, module.ModelNew(bias=True), torch.randn(2, 6, 12, 20), 1e-6)
+    assert set(sources) == {
+        "depthwise/planes.cuh", "depthwise/weight_grad_planes.cuh", "direct/bias_grad.cuh"
+    }  # fmt: skip
 
 
 def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:

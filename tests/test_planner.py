@@ -113,8 +113,10 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
     "older": (planner.forward, DENSE, "tf32", T4, "tensor-core kernels for sm_75"),
     "float64": (planner.forward, DENSE, "float64", H200, "float64"),
     "depthwise": (
-        planner.forward, _problem((8, 32, 64, 64), (32, 1, 3, 3), groups=32), "bfloat16", H200,
-        "groups of 1 to 1 channels",
+        planner.input_grad,
+        _problem((8, 32, 64, 64), (32, 1, 3, 3), groups=32, stride=(2, 2), dilation=(3, 3)),
+        "bfloat16", H200,
+        "groups of 1 to 1 channels; depthwise does not take strides and dilations at once",
     ),
     "tiny groups": (
         planner.input_grad, _problem((8, 32, 64, 64), (64, 4, 3, 3), groups=8), "bfloat16", H200,

@@ -136,6 +136,15 @@ def test_infinity_stays_where_it_is(planner: Planner, channels_last: bool) -> No
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
+    """Four blocks have room for 28 rows: what would be read for the last three lies nowhere."""
+    case = Case("tall", (40, 2, 1, 1), (2, 1, 25, 60), padding=(12, 12, 30, 29), groups=2)
+    work = Work(case, depthwise.weight_grad, gpu=replace(H200, processors=1))
+    constants = dict(work.plan.launches[0].kernel.constants)
+    assert (constants["tap_rows"], constants["tap_blocks"]) == (1, 4)
+    check(work)
+
+
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
 def test_an_image_alone_gives_the_same_bits(channels_last: bool) -> None:
     for planner in PASSES[:2]:

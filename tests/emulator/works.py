@@ -23,6 +23,7 @@ SCALARS = {
 }
 ROUNDINGS = 4
 """Allowed of a sum's terms, in epsilons of the type that they are summed in."""
+TENSOR_CORES = ("hopper", "ampere")
 
 
 ALL = "FASTCONV_NET" in os.environ
@@ -193,7 +194,7 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
     problem = work.case.problem
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
-    if work.precision == "tf32" and work.plan.family != "direct":  # which computes in float32
+    if work.precision == "tf32" and work.plan.family in TENSOR_CORES:  # others do so in float32
         operands = tuple(rounded_to_tf32(one, work.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()

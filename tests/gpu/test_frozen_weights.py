@@ -16,10 +16,11 @@ from gpu.helpers import CUDA
 
 # Small enough for rounding: numbers are small integers, sums are exact in every type.
 LAYERS = {
-    "bfloat16 nhwc": (torch.bfloat16, torch.channels_last),
-    "float16 nchw": (torch.float16, torch.contiguous_format),
-    "float32 nchw": (torch.float32, torch.contiguous_format),
-    "float64 nchw": (torch.float64, torch.contiguous_format),
+    "bfloat16 nhwc": (torch.bfloat16, torch.channels_last, 1),
+    "bfloat16 nhwc depthwise": (torch.bfloat16, torch.channels_last, 64),
+    "float16 nchw": (torch.float16, torch.contiguous_format, 1),
+    "float32 nchw": (torch.float32, torch.contiguous_format, 1),
+    "float64 nchw": (torch.float64, torch.contiguous_format, 1),
 }
 layers = pytest.mark.parametrize("layer", LAYERS)
 
@@ -33,8 +34,8 @@ def _native() -> Iterator[None]:
 
 
 def _tensors(layer: str, batch: int = 2) -> tuple[Tensor, Tensor]:
-    dtype, memory_format = LAYERS[layer]
-    shapes = ((batch, 64, 28, 28), (64, 64, 3, 3))
+    dtype, memory_format, groups = LAYERS[layer]
+    shapes = ((batch, 64, 28, 28), (64, 64 // groups, 3, 3))
     input, weight = (
         torch.randint(-1, 2, shape, device=CUDA).to(dtype).to(memory_format=memory_format)
         for shape in shapes
@@ -43,11 +44,12 @@ def _tensors(layer: str, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def _conv2d(input: Tensor, weight: Tensor) -> Tensor:
-    return fastconv.conv2d(input, weight, padding=1)
+    return fastconv.conv2d(input, weight, padding=1, groups=64 // weight.shape[1])
 
 
 def _expected(input: Tensor, weight: Tensor) -> Tensor:
-    return F.conv2d(input.double(), weight.double(), padding=1).to(input.dtype)
+    groups = 64 // weight.shape[1]
+    return F.conv2d(input.double(), weight.double(), padding=1, groups=groups).to(input.dtype)
 
 
 @layers
@@ -62,7 +64,7 @@ def test_changes_that_counters_tell_are_seen(layer: str) -> None:
             input[0] += 1
 
 
-@pytest.mark.parametrize("layer", ["bfloat16 nhwc", "float16 nchw"])
+@pytest.mark.parametrize("layer", ["bfloat16 nhwc", "bfloat16 nhwc depthwise", "float16 nchw"])
 def test_packed_weights_are_kept_within_and_dropped_at_the_end(layer: str) -> None:
     """What no counter tells is the user's to leave be: it shows what is kept."""
     input, weight = _tensors(layer)

@@ -46,8 +46,8 @@ Tuned for {what}, in {dtypes}, on {gpus}. Everything else is computed by portabl
 sizes, strides, groups and types (float32, float16, bfloat16), channels-last tensors, older GPUs. No
 convolution of PyTorch is used, and nothing is fallen back to: what goes wrong raises an error."""
 _ARITHMETIC = """
-float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; the portable kernels
-compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
+On tensor cores, float32 products follow PyTorch's setting, torch.backends.cudnn.allow_tf32; other
+kernels compute in float32 throughout. Results are deterministic. Gradients cannot be differentiated
 again."""
 _CONTENTS = """
 In this file: device code, where each kernel begins with its idea; host code; plans, which say with
@@ -97,8 +97,8 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
 
 
 def _gpus(families: set[str]) -> str:
-    others = " and all others since Ampere" if "ampere" in families else ""
-    cores = "the tensor cores of " if families - {"direct"} else ""
+    others = " and all others since Ampere" if families & {"ampere", "depthwise"} else ""
+    cores = "the tensor cores of " if families & {"hopper", "ampere"} else ""
     return f"{cores}Hopper GPUs{others}"
 
 

@@ -17,9 +17,9 @@ from fastconv.kernels.family import Argument, Constant, Gpu, Launch, Operands, P
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
-# The GPUs that plans are made for, and the family that makes them. Those of sm_80 and sm_86 serve
-# all other GPUs since, by their shared memory.
-TARGETS = {"sm_90a": "hopper", "sm_80": "ampere", "sm_86": "ampere"}
+# The GPUs that plans are made for. Those of sm_80 and sm_86 serve all other GPUs since, by their
+# shared memory.
+TARGETS = ("sm_90a", "sm_80", "sm_86")
 
 Constants = tuple[tuple[str, Constant], ...]
 
@@ -71,11 +71,11 @@ def _operands(problem: Problem, dtype: str, precision: str) -> Operands:
 
 
 def _plan(which: str, problem: Problem, operands: Operands, target: str) -> Plan | None:
-    """That of the target's family; None where the file plans the portable kernels."""
+    """The package's; None where the file plans the portable kernels."""
     plan_pass, tensors = _PLANNERS[which]
     # Right on GPUs with fewer processors as well: blocks do not wait for one another. And without
     # this process's switch: the file outlives it.
-    plan = plan_pass(problem, operands, GPUS[target], planner.Switch(TARGETS[target]))
+    plan = plan_pass(problem, operands, GPUS[target], planner.EVERY)
     if plan.family == "direct" and target != "sm_90a":
         return None
     used = {name for launch in plan.launches for name in launch.tensors}

@@ -2,7 +2,7 @@
 
 A new family is one more entry in a list. The portable kernels come last: they take everything. On
 Hopper, Ampere's kernels plan only where they are asked for: where its own decline, it was not
-measured whether they are faster than the portable ones. Families on trial do so on every GPU.
+measured whether they are faster than the portable ones.
 
 ``FASTCONV_FAMILY=hopper`` leaves a list with that family and the portable kernels, for what it
 declines. ``FASTCONV_FAMILY=hopper:sm_86`` also plans as if a block had the shared memory that it
@@ -49,9 +49,6 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
     direct.weight_grad,
 )
 
-ON_TRIAL = frozenset({"depthwise"})
-"""Families that plan only where they are asked for: no GPU has run their kernels yet."""
-
 ANATOMIES = {**HOPPER, **AMPERE, **DIRECT}
 """What chooses the code of every kernel that a plan can have, by its source."""
 
@@ -73,8 +70,7 @@ class Switch(NamedTuple):
     def planners(self, planners: tuple[Planner, ...], gpu: Gpu) -> tuple[Planner, ...]:
         if self.family is None:
             on_hopper = gpus.number(gpu) == gpus.number(gpus.H200)
-            asked_for = ON_TRIAL | {"ampere"} if on_hopper else ON_TRIAL
-            return tuple(one for one in planners if _family(one) not in asked_for)
+            return tuple(one for one in planners if not on_hopper or _family(one) != "ampere")
         *others, portable = planners
         return (*(one for one in others if _family(one) == self.family), portable)
 

@@ -13,7 +13,7 @@ from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise import bands
 from fastconv.kernels.depthwise.bands import Bands
-from fastconv.kernels.depthwise.layer import Layer
+from fastconv.kernels.depthwise.layer import Layer, require
 from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
     FAMILY,
@@ -81,13 +81,15 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
     packs = isinstance(tile, Pixels)
     if packs:
         packed = layer.terms * layer.problem.groups * layer.group_out
-        limits.require("a weight's elements", packed)
         blocks = min(ceil_div(packed, PACK_THREADS), MOST_PACK_BLOCKS)
+        require("weights, and threads that pack them", packed + blocks * PACK_THREADS)
         pack = Kernel(source, "pack", named)
         launches.append(Launch(pack, (blocks, 1, 1), PACK_THREADS, 0, ("weight", "scratch")))
     weights = "scratch" if packs else "weight"
-    limits.require("blocks of one image", tile.blocks(1))
-    at_once = min(layer.problem.batch, limits.MOST_BLOCKS // tile.blocks(1))
+    require("blocks of one image", tile.blocks(1))
+    # Kernels count blocks, and planes, of which a block may have several.
+    counted = max(tile.blocks(1), layer.problem.groups * layer.group_out)
+    at_once = min(layer.problem.batch, limits.END // counted)
     for first in range(0, layer.problem.batch, at_once):
         images = min(at_once, layer.problem.batch - first)
         launches.append(

@@ -19,6 +19,12 @@ CHAIN = 512  # products that are added up one after another, at most
 SHORT_CHAIN = 60  # the least that is worth a flush
 
 
+def require(what: str, value: int) -> None:
+    """Raises Declined if there is too much of something for 32-bit ints."""
+    if value >= limits.END:
+        raise Declined(f"{value} {what}, {limits.END} and more")
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a correlation, as ``Axis`` in ``axis.cuh``."""

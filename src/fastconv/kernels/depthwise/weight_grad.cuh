@@ -89,7 +89,7 @@ struct TapSums {
                                       int columns_left, const LoadRow& load_row) {
     constexpr int kRows = (C::rows - 1) * Rows::kStep + C::tap_rows;
     constexpr bool kWholeColumns = C::out_width % C::columns == 0 && Columns::kOutStep == 1;
-    constexpr bool kWholeTaps = C::kernel_height % C::tap_rows == 0;
+    constexpr bool kWholeTaps = C::kernel_height == C::tap_blocks * kBlockGroups * C::tap_rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!kWholeTaps && first_tap + i >= kWindowRows) continue;  // of no tap

@@ -9,7 +9,7 @@ from math import gcd, lcm, prod
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.depthwise.layer import CHAIN, Layer
+from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
 from fastconv.kernels.depthwise.tiles import (
     FAMILY,
     WHY,
@@ -21,7 +21,6 @@ from fastconv.kernels.depthwise.tiles import (
     lanes_of_channels,
     read_cycles,
 )
-from fastconv.kernels.direct import limits
 from fastconv.kernels.family import (
     Constant,
     Declined,
@@ -85,8 +84,9 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     }
     kernels = [Kernel(tile.source, entry, tuple(constants.items())) for entry in tile.entries]
     blocks = tile.blocks * splits
-    limits.require("blocks of a weight gradient", blocks)
-    limits.require("a weight's elements", tile.sums)
+    require("blocks of a weight gradient", blocks)
+    require("weights, and sums of the bias", tile.sums)
+    require("tiles of all images", tile.units)
     reducing = ceil_div(tile.sums, REDUCE_THREADS // rows)
     sum_bytes = layer.operands.sum_bytes
     batch = layer.problem.batch
