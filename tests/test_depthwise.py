@@ -10,7 +10,7 @@ import torch
 
 from fastconv.backends import cuda
 from fastconv.bench import workloads
-from fastconv.kernels import depthwise, planner
+from fastconv.kernels import depthwise, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
@@ -74,6 +74,20 @@ def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None
         planned = plan(problem, _operands(problem, torch.bfloat16, channels_last), gpu)
         assert planned.family == "depthwise"
         assert "; hopper does not take " in planned.why
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("plan", [depthwise.forward, depthwise.input_grad])
+def test_large_kernels_take_tensor_cores(plan: planner.Planner, channels_last: bool) -> None:
+    """From sm_80 on, and where they are slow, only with 16-bit types."""
+    problem = next(layer.problem for layer in LAYERS if layer.name == "replknet31")
+    for dtype, gpu in product((torch.float32, torch.bfloat16, torch.float64), GPUS.values()):
+        planned = plan(problem, _operands(problem, dtype, channels_last), gpu)
+        on_tensor_cores = planned.launches[-1].kernel.source.startswith("depthwise/bands_")
+        if dtype == torch.float64 or gpus.number(gpu) < 80:
+            assert not on_tensor_cores
+        elif dtype == torch.bfloat16 or gpu is H200:
+            assert on_tensor_cores
 
 
 @pytest.mark.parametrize("plan", [depthwise.forward, depthwise.input_grad])

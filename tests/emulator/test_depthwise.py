@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -70,8 +71,28 @@ def _works() -> list[Work]:
     return list(filter(_taken, dict.fromkeys(works)))
 
 
+# On tensor cores, as bands.
+BANDS = (
+    Case("large kernel", (2, 8, 12, 16), (8, 1, 31, 31), padding=(15, 15, 15, 15), groups=8),
+    Case("large kernel, odd image", (3, 8, 9, 19), (8, 1, 17, 27), padding=(8, 7, 13, 12),
+         groups=8),
+    Case("strips and products of several tiles", (1, 4, 40, 75), (4, 1, 31, 15),
+         padding=(3, 0, 5, 7), groups=4),
+)  # fmt: skip
+
+
+def _banded() -> list[Work]:
+    works = []
+    for case, channels_last in product(BANDS, (False, True)):
+        for planner, dtype in product(PASSES[:2], (torch.bfloat16, torch.float16, torch.float32)):
+            gpu = replace(GPUS["sm_80"], processors=2) if dtype == torch.float16 else H200
+            works.append(Work(case, planner, dtype, channels_last, gpu=gpu))
+    return [work for work in works if "bands" in work.plan.launches[-1].kernel.source]
+
+
 WORKS = _works()
-RUN = some(WORKS, one_in=3)
+BANDED = _banded()
+RUN = [*some(WORKS, one_in=3), *BANDED]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,6 +157,27 @@ def test_infinity_stays_where_it_is(planner: Planner, channels_last: bool) -> No
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_bands_of_every_kind() -> None:
+    kinds = {(work.dtype, work.channels_last, work.direction) for work in BANDED}
+    halves = set(product((torch.bfloat16, torch.float16), (False, True), ("forward", "input_grad")))
+    assert halves <= kinds
+    assert (torch.float32, False, "forward") in kinds
+
+
+@pytest.mark.parametrize("work", [w for w in BANDED if w.case is BANDS[0]], ids=str)
+def test_in_bands_infinity_changes_no_other_bit(work: Work) -> None:
+    """Zeros of a band are multiplied with neighbours, too."""
+    tensors = Tensors.random(work)
+    without = run(work, tensors)
+    read = tensors.input if work.direction == "forward" else tensors.grad_output
+    read[0, 0, 0, 0], read[1, 3, 11, 15], read[1, 7, 11, 0] = torch.inf, -torch.inf, torch.nan
+    actual, expected = run(work, tensors), float64(work, tensors)
+    seen = ~expected.isfinite()
+    assert 0 < seen.sum() < seen.numel() / 4
+    assert torch.equal(actual[~seen], without[~seen])
+    torch.testing.assert_close(actual[seen].double(), expected[seen], equal_nan=True)
+
+
 def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
     """Four blocks have room for 28 rows: what would be read for the last three lies nowhere."""
     case = Case("tall", (40, 2, 1, 1), (2, 1, 25, 60), padding=(12, 12, 30, 29), groups=2)
@@ -149,3 +191,6 @@ def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
 def test_an_image_alone_gives_the_same_bits(channels_last: bool) -> None:
     for planner in PASSES[:2]:
         assert_alone_as_in_batch(Work(CASES[1], planner, channels_last=channels_last))
+    for work in BANDED:
+        if work.case is BANDS[1] and work.channels_last == channels_last:
+            assert_alone_as_in_batch(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from fastconv.kernels import gpus
@@ -321,13 +321,14 @@ def _of_size(layer: Layer, lanes_y: int, lanes_x: int, slots: int) -> Iterator[B
                 )  # fmt: skip
         return
     for turns in (1, 2):
-        warps = ceil_div(pairs, turns)
         tile = PlaneBands(
-            layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y,
-            lanes_x=lanes_x, slots=slots, warps=warps,
+            layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y, lanes_x=lanes_x,
+            slots=slots, warps=ceil_div(pairs, turns),
         )  # fmt: skip
-        # A row is copied at once.
-        if warps <= MOST_WARPS and tile.pitch <= tile.vector * tile.threads:
+        at_once = ceil_div(tile.pitch, 32 * tile.vector)  # a row is copied at once
+        if at_once > tile.warps:
+            tile = replace(tile, warps=at_once)
+        if tile.warps <= MOST_WARPS:
             yield tile
 
 

@@ -1,0 +1,395 @@
+"""Forward convolutions and input gradients on plain cores: tiles of ``{planes,pixels}.cuh``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import lcm
+
+from fastconv.kernels import gpus
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.depthwise.layer import Layer
+from fastconv.kernels.depthwise.tiles import (
+    BANK_BYTES,
+    PixelsTile,
+    PlanesTile,
+    Tile,
+    lane_channels,
+    lanes,
+    lanes_of_channels,
+)
+from fastconv.kernels.family import Constant, Gpu
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.tensor.limits import together
+
+MOST_THREADS = 256
+OTHER_REGISTERS = 32  # than sums and a window's row
+
+# Estimated, as measured on an H200: instructions that a processor issues in a cycle, with so many
+# warps half of them; instructions of a thread to copy a vector, to load a weight, for each output
+# row that a row of the window may belong to, and to store a vector. The last two are shares of what
+# goes on at the same time.
+ISSUED, HALF_ISSUED = 4.4, 4.2
+COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
+L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correlation(Tile):
+    """What a block computes at once, and what that takes, estimated."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """That a block has room for."""
+
+    @abstractmethod
+    def blocks(self, images: int) -> int: ...
+
+    @property
+    @abstractmethod
+    def copies(self) -> int:
+        """Vectors that a block copies."""
+
+    @property
+    @abstractmethod
+    def vector(self) -> int:
+        """Elements that are copied at once."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> int:
+        """That a block loads one by one."""
+
+    @property
+    @abstractmethod
+    def loads(self) -> tuple[float, float]:
+        """From shared memory, of a thread: instructions, and cycles that a warp's take."""
+
+    @property
+    @abstractmethod
+    def stores(self) -> int:
+        """Instructions of a thread."""
+
+    @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, about."""
+        words = max(1, self.layer.operands.scalar_bytes // 4)
+        sums = self.channels * self.rows * self.columns * (1 + self.layer.two_level)
+        return min(255, words * (sums + self.window_columns * self.channels) + OTHER_REGISTERS)
+
+    def cycles(self, gpu: Gpu) -> float:
+        """What the whole layer takes, estimated."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        at_once = self.blocks_per_processor(gpu) * gpu.processors
+        blocks = self.blocks(layer.problem.batch)
+        rounds = ceil_div(blocks, at_once)
+        resident = min(self.blocks_per_processor(gpu), ceil_div(blocks, gpu.processors))
+        sums = self.channels * self.rows * self.columns
+        instructions, bank_cycles = self.loads
+        issued = (
+            sums * layer.products
+            + instructions
+            + layer.group_in * self.window_rows * OUTPUT_ROW * self.rows
+            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
+            + STORE * self.stores
+        )
+        warps = self.threads / 32 * resident
+        size = layer.operands.scalar_bytes
+        return rounds * together(
+            issued * (warps + HALF_ISSUED) / ISSUED,
+            32 * warps * sums * layer.products / rates.float32,
+            warps * bank_cycles,
+            warps * self.stores * self.stored_bytes * STORED_SECTOR,
+            resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
+            resident * 2 * self.outputs * size / rates.memory_bytes,
+            loss=LOSS,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planes(PlanesTile, Correlation):
+    """Of contiguous tensors, see ``planes.cuh``."""
+
+    source = "depthwise/planes.cuh"
+
+    thread_channels: int
+    plane_padding: int = 0
+
+    @property
+    def channels(self) -> int:
+        return self.thread_channels
+
+    @property
+    def parts(self) -> int:
+        return ceil_div(self.layer.group_out, self.channels)
+
+    @lazy
+    def threads(self) -> int:
+        return round_up(self.slots * self.slot_threads, 32)
+
+    @property
+    def outputs(self) -> int:
+        return self.slots * self.channels * self.tile_size[0] * self.tile_size[1]
+
+    def blocks(self, images: int) -> int:
+        planes = images * self.layer.problem.groups * self.parts
+        return ceil_div(planes, self.slots) * self.image_tiles
+
+    @property
+    def plane(self) -> int:
+        return self.halo_rows * self.pitch + self.plane_padding
+
+    @property
+    def _weight_plane(self) -> int:
+        kernel = self.layer.problem.kernel_size
+        return self.channels * kernel[0] * round_up(kernel[1], 4)
+
+    @property
+    def weight_padding(self) -> int:
+        """Neighbouring planes' weights lie in different banks."""
+        return 4 if self.slots > 1 and self._weight_plane // 4 % 2 == 0 else 0
+
+    @lazy
+    def shared_bytes(self) -> int:
+        layer, operands = self.layer, self.layer.operands
+        weights = self.slots * (self._weight_plane + self.weight_padding) * operands.sum_bytes
+        pixels = round_up(self.slots * self.plane * operands.scalar_bytes, 16)
+        return (pixels + round_up(weights, 16)) * min(2, layer.group_in)
+
+    @lazy
+    def copies(self) -> int:
+        return self.layer.group_in * self.slots * self.copied
+
+    @property
+    def weights(self) -> int:
+        return self.layer.group_in * self.slots * self._weight_plane
+
+    @lazy
+    def loads(self) -> tuple[float, float]:
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        kernel, rows = layer.problem.kernel_size, layer.rows
+        windows = layer.group_in * self.window_rows * self.pieces
+        fours = self.channels * self.rows * kernel[0] / rows.over * ceil_div(kernel[1], 4)
+        fours *= layer.group_in
+        widened = windows * self.piece * (size == 2)
+        slots = min(self.slots, ceil_div(32, self.slot_threads))  # of a warp
+        cycles = windows * self.window_cycles + fours * ceil_div(slots, 8)
+        return windows + widened + fours, cycles
+
+    @property
+    def store_vector(self) -> int:
+        layer = self.layer
+        if layer.columns.out_step > 1:
+            return 1
+        return layer.operands.widest_vector(layer.out_size[1], self.columns)
+
+    @property
+    def stores(self) -> int:
+        return self.channels * self.rows * self.columns // self.store_vector
+
+    @property
+    def stored_bytes(self) -> int:
+        size = self.layer.operands.scalar_bytes
+        if self.layer.columns.out_step > 1:
+            return size
+        return max(self.store_vector * size, min(SECTOR_BYTES, self.columns * size))
+
+    def constants(self) -> dict[str, Constant]:
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "channels": self.channels,
+            "lanes_y": self.lanes_y,
+            "lanes_x": self.lanes_x,
+            "planes": self.slots,
+            "vector": self.vector,
+            "inside": self.inside,
+            "piece": self.piece,
+            "pitch": self.pitch,
+            "plane_padding": self.plane_padding,
+            "weight_padding": self.weight_padding,
+            "store_vector": self.store_vector,
+        }
+
+    def spread_over_banks(self, gpu: Gpu) -> Planes:
+        """With rows, and planes, so far apart that a warp's lanes hit few banks twice."""
+        tile: Planes = self
+        step = lcm(self.vector, self.piece)
+        paddings = range(step, BANK_BYTES // self.layer.operands.scalar_bytes, step)
+        if self.lanes_y > 1:
+            tile = tile._best((replace(tile, row_padding=n) for n in paddings), gpu)
+        if self.slots > 1:
+            tile = tile._best((replace(tile, plane_padding=n) for n in paddings), gpu)
+        return tile
+
+    def _best(self, others: Iterable[Planes], gpu: Gpu) -> Planes:
+        """Of this one, and those of which as many fit."""
+        blocks = self.blocks_per_processor(gpu)
+        fitting = [tile for tile in others if tile.blocks_per_processor(gpu) == blocks]
+        return min([self, *fitting], key=Planes._conflicts)
+
+    def _conflicts(self) -> int:
+        """Cycles that a warp takes to read what each thread reads first."""
+        size = self.layer.operands.scalar_bytes
+        at_once = min(32, BANK_BYTES // (self.piece * size))
+        words = [{at // 4 for at in self._bytes_of(thread)} for thread in range(32)]
+        cycles = 0
+        for first in range(0, 32, at_once):
+            banks: dict[int, set[int]] = {}
+            for word in set().union(*words[first : first + at_once]):
+                banks.setdefault(word % 32, set()).add(word)
+            cycles += max(map(len, banks.values()))
+        return cycles
+
+    def _bytes_of(self, thread: int) -> range:
+        rows, columns = self.layer.rows, self.layer.columns
+        slot, place = divmod(thread % (self.slots * self.slot_threads), self.slot_threads)
+        y, x = divmod(place, self.lanes_x)
+        row = (y // rows.out_step * self.rows * rows.out_step + y % rows.out_step) * rows.times
+        column = (
+            x // columns.out_step * self.columns * columns.out_step + x % columns.out_step
+        ) * columns.times
+        size = self.layer.operands.scalar_bytes
+        at = slot * self.plane + row // rows.over * self.pitch + column // columns.over
+        return range(at * size, (at + self.piece) * size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(PixelsTile, Correlation):
+    """Of channels-last tensors, see ``pixels.cuh``."""
+
+    source = "depthwise/pixels.cuh"
+
+    @lazy
+    def threads(self) -> int:
+        return round_up(self.slots * self.lanes_y * self.lanes_x * self.lanes_c, 32)
+
+    @property
+    def outputs(self) -> int:
+        return self.slots * self.tile_channels * self.tile_size[0] * self.tile_size[1]
+
+    def blocks(self, images: int) -> int:
+        return ceil_div(images, self.slots) * self.image_tiles * self.channel_tiles
+
+    @property
+    def weight_vector(self) -> int:
+        """Weights that are copied at once, packed."""
+        layer = self.layer
+        outputs = (layer.problem.groups * layer.group_out, layer.group_out, self.tile_channels)
+        if layer.group_out <= self.tile_channels:
+            outputs = (outputs[0], self.tile_channels, self.tile_channels)
+        return replace(layer.operands, aligned=True).widest_vector(*outputs)
+
+    @lazy
+    def shared_bytes(self) -> int:
+        return self.input_bytes + self._weights * self.layer.operands.scalar_bytes
+
+    @lazy
+    def copies(self) -> int:
+        return self.copied + self._weights // self.weight_vector
+
+    @property
+    def _weights(self) -> int:
+        return self.layer.terms * self.tile_channels
+
+    @property
+    def weights(self) -> int:
+        return 0
+
+    @lazy
+    def loads(self) -> tuple[float, float]:
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        windows = layer.group_in * self.window_rows * self.window_columns
+        taps = layer.terms * self.rows / layer.rows.over
+        widened = self.channels * (windows + taps) * (size == 2)
+        banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
+        return windows + taps + widened, (windows * self.clashes + taps) * banks
+
+    @property
+    def stores(self) -> int:
+        return self.rows * self.columns * self.channels
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.channels * self.layer.operands.scalar_bytes
+
+    def constants(self) -> dict[str, Constant]:
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "lane_channels": self.lane_channels,
+            "lanes_c": self.lanes_c,
+            "lanes_y": self.lanes_y,
+            "lanes_x": self.lanes_x,
+            "slots": self.slots,
+            "vector": self.vector,
+            "inside": self.inside,
+            "weight_vector": self.weight_vector,
+        }
+
+
+def planes(layer: Layer) -> Iterator[Planes]:
+    """All that may be worth it."""
+    least = 4 if layer.operands.scalar_bytes > 2 else 8
+    columns = least * layer.columns.over
+    most = max(1, layer.most_sums // columns)
+    channels = min(layer.group_out, most // layer.rows.over or 1)
+    for rows in _rows(layer, most // channels):
+        for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS):
+            for slots in _slots(layer, rows, columns, lanes_y, lanes_x, MOST_THREADS):
+                tile = Planes(
+                    layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                    slots=slots, thread_channels=channels,
+                )  # fmt: skip
+                if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
+                    yield tile
+
+
+def pixels(layer: Layer) -> Iterator[Pixels]:
+    """All that may be worth it."""
+    channels = lane_channels(layer)
+    room = layer.most_sums // channels
+    for lanes_c, columns in product(lanes_of_channels(layer, channels), (16, 8, 4)):
+        columns *= layer.columns.over
+        if columns > room:
+            continue
+        most = MOST_THREADS // lanes_c
+        for rows in _rows(layer, room // columns):
+            for lanes_y, lanes_x in lanes(layer, rows, columns, most):
+                for slots in _slots(layer, rows, columns, lanes_y, lanes_x, most):
+                    yield Pixels(
+                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                        slots=slots, lanes_c=lanes_c, lane_channels=channels,
+                    )  # fmt: skip
+
+
+def _rows(layer: Layer, most: int) -> Iterator[int]:
+    """Of a thread: no more than there are."""
+    over = layer.rows.over
+    found = range(over, max(most, over) + 1, over)
+    enough = round_up(ceil_div(layer.out_size[0], layer.rows.out_step), over)
+    return (rows for rows in found if rows <= enough or rows == over)
+
+
+def _slots(
+    layer: Layer, rows: int, columns: int, lanes_y: int, lanes_x: int, most: int
+) -> Iterator[int]:
+    """Several only where each is a whole image."""
+    whole = (layer.rows.threads(rows), layer.columns.threads(columns))
+    yield 1
+    if (lanes_y, lanes_x) != whole:
+        return
+    threads = lanes_y * lanes_x
+    for eighths in (2, 4, 8):
+        slots = eighths * most // 8 // threads
+        if slots > 1:
+            yield slots
