@@ -15,10 +15,10 @@
 //
 //   input   [part][plane][halo row][column]     table   [part][tap row][diagonal]
 //
-// float32 is split in two parts of TF32's precision, whose products are flushed to totals after
-// each row of the kernel; products of low parts are left out. As zeros of the band would spread
-// infinity and NaN to neighbouring outputs, these are multiplied as zeros, and the outputs that
-// they have a part in are computed again, one by one.
+// float32 is split in two parts of TF32's precision; products of low parts are left out. As tensor
+// cores cut sums off, these are flushed to totals after few products. As zeros of the band would
+// spread infinity and NaN to neighbouring outputs, these are multiplied as zeros, and the outputs
+// that they have a part in are computed again, one by one.
 #pragma once
 #include "depthwise/correlate.cuh"
 #include "depthwise/plane_rows.cuh"
@@ -114,14 +114,11 @@ struct BandSums {
   float sum[C::lanes_x][4] = {};
   float total[kSplit ? C::lanes_x : 1][4] = {};
 
-  __device__ __forceinline__ void flush() {
+  __device__ __forceinline__ void flush(int j) {
 #pragma unroll
-    for (int j = 0; j < C::lanes_x; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        total[j][i] += sum[j][i];
-        sum[j][i] = 0;
-      }
+    for (int i = 0; i < 4; ++i) {
+      total[kSplit ? j : 0][i] += sum[j][i];
+      sum[j][i] = 0;
     }
   }
   __device__ __forceinline__ float result(int j, int i) const {
@@ -145,6 +142,9 @@ struct Band {
 };
 
 using Left = unsigned[kParts][4];
+
+// Twos of blocks after which a sum is flushed, if it is: three products each.
+constexpr int kFlushedSteps = 2;
 
 // Adds the products of two blocks, of which `step` twos of the band come before.
 __device__ __forceinline__ void add(float (&sums)[4], const Left& left, const Band& band,
@@ -196,6 +196,8 @@ __device__ __forceinline__ void multiply(BandSums& sums, const Scalar* input,
         } else {
           add(sums.sum[j], now, band, from_first / 2);
         }
+        const bool last = from_first + 2 >= kBandBlocks;
+        if (kSplit && (last || from_first / 2 % kFlushedSteps == kFlushedSteps - 1)) sums.flush(j);
       }
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
@@ -203,7 +205,6 @@ __device__ __forceinline__ void multiply(BandSums& sums, const Scalar* input,
         for (int i = 0; i < 4; ++i) before[p][i] = now[p][i];
       }
     }
-    if constexpr (kSplit) sums.flush();
   }
 }
 
