@@ -15,7 +15,7 @@
 //
 //   input   [part][plane][halo row][column]     table   [part][tap row][diagonal]
 //
-// float32 is split in two parts of TF32's precision; products of low parts are left out. As tensor
+// float32 is split in two parts of TF32's precision, of which four products are added. As tensor
 // cores cut sums off, these are flushed to totals after few products. As zeros of the band would
 // spread infinity and NaN to neighbouring outputs, these are multiplied as zeros, and the outputs
 // that they have a part in are computed again, one by one.
@@ -52,6 +52,8 @@ constexpr int kPlanes = C::slots * C::channels;  // of `slots` images' channels,
 constexpr int kStrips = C::slots * C::lanes_y;   // of a channel
 constexpr int kStripPairs = ceil_div(kStrips, 2);
 constexpr int kRows = kPlanes * kHaloRows;
+constexpr int kMarks =
+    kRows + kPlanes;  // for rows with infinity or NaN, then for planes, see below
 constexpr int kPart = kPlanes * kPlane;  // elements
 
 // Diagonals: from 7 columns to the right of an output's first tap to those of the last block.
@@ -87,6 +89,68 @@ __device__ __forceinline__ void load_tables(unsigned* tables, const Scalar* weig
       const Vector<Scalar, 2> pair = {{at(tap), at(tap + 1)}};
       word[0] = reinterpret_cast<const unsigned&>(pair);
     }
+  }
+}
+
+// TF32 has no bits below 2^-136: of numbers that are far smaller than 1, low parts would lose some.
+// So where a plane's tile has no number of kSmall or more, all are multiplied by a power of two,
+// which is exact. Planes that have one are marked.
+constexpr float kSmall = 0x1p-50f;
+struct Enlargement {
+  bool enlarged;
+
+  __device__ Enlargement(const unsigned* marks, int plane)
+      : enlarged(kSplit && marks[kRows + plane] == 0) {}
+  __device__ float factor() const { return enlarged ? 0x1p60f : 1.0f; }
+  __device__ float inverse() const { return enlarged ? 0x1p-60f : 1.0f; }
+};
+
+// Calls `visit` with each vector of the tile's rows, counted over all planes.
+template <class Visit>
+__device__ __forceinline__ void for_blocks(Scalar* input, const Visit& visit) {
+  constexpr int kVectors = kBandColumns / kBlock;
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kVectors; i += kThreads) {
+    const int row = i / kVectors;
+    visit(row, input + row * C::pitch + i % kVectors * kBlock);
+  }
+}
+using Block = Vector<Scalar, kBlock>;
+
+// Makes zeros of infinity and NaN, and marks rows that have such. Splits the input in its parts.
+__device__ __forceinline__ void prepare(Scalar* input, volatile unsigned* marks) {
+  for_blocks(input, [&](int row, Scalar* place) {
+    Block block = *reinterpret_cast<const Block*>(place);
+    Sum numbers[kBlock];
+    widen_vector(block, numbers);
+    bool finite = true;
+    bool large = false;
+#pragma unroll
+    for (int k = 0; k < kBlock; ++k) {
+      const bool counts = tensor::is_finite(numbers[k]);
+      if (!counts) block.element[k] = Scalar{};
+      finite = finite && counts;
+      large = large || fabsf(numbers[k]) >= kSmall;
+    }
+    if (!finite) {
+      marks[row] = 1;
+      *reinterpret_cast<Block*>(place) = block;
+    }
+    if (kSplit && large) marks[kRows + row / kHaloRows] = 1;
+  });
+  if constexpr (kSplit) {
+    __syncthreads();
+    for_blocks(input, [&](int row, Scalar* place) {
+      const Enlargement scale(const_cast<const unsigned*>(marks), row / kHaloRows);
+      const Block block = *reinterpret_cast<const Block*>(place);
+      Vector<unsigned, kBlock> high, low;
+#pragma unroll
+      for (int k = 0; k < kBlock; ++k) {
+        tensor::split(widen(block.element[k]) * scale.factor(), high.element[k], low.element[k]);
+      }
+      *reinterpret_cast<Vector<unsigned, kBlock>*>(place) = high;
+      *reinterpret_cast<Vector<unsigned, kBlock>*>(place + kPart) = low;
+    });
   }
 }
 
@@ -143,7 +207,7 @@ struct Band {
 
 using Left = unsigned[kParts][4];
 
-// Twos of blocks after which a sum is flushed, if it is: three products each.
+// Twos of blocks after which a sum is flushed, if it is: four products each.
 constexpr int kFlushedSteps = 2;
 
 // Adds the products of two blocks, of which `step` twos of the band come before.
@@ -155,6 +219,7 @@ __device__ __forceinline__ void add(float (&sums)[4], const Left& left, const Ba
     mma(Operand{}, sums, left[left_part], right);
   };
   if constexpr (kSplit) {
+    product(1, 1);
     product(1, 0);
     product(0, 1);
   }

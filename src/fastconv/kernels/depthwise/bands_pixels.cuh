@@ -15,7 +15,7 @@ static_assert(C::group_out == 1 && kAllChannels % C::channels == 0, "whole vecto
 
 constexpr int kResultRow = (kTileColumns | 1) * C::channels;
 constexpr int kResults = C::slots * kTileRows * kResultRow;
-constexpr int kTableBytes = round_up(C::channels * kTableWords + kRows, 4) * 4;
+constexpr int kTableBytes = round_up(C::channels * kTableWords + kMarks, 4) * 4;
 static_assert((kParts * kPart + kResults) * static_cast<int>(sizeof(Scalar)) + kTableBytes ==
                   C::shared_bytes,
               "as planned");
@@ -42,24 +42,8 @@ __device__ __forceinline__ long long pixel_at(const Tile& tile, int slot, int y,
          tile.channel;
 }
 
-// Writes a number's parts to a plane; what is infinite or NaN as zero, and a mark for it.
-__device__ __forceinline__ void put(Scalar* target, Scalar number, volatile unsigned& mark) {
-  if (!tensor::is_finite(widen(number))) {
-    mark = 1;
-    number = Scalar{};
-  }
-  if constexpr (kSplit) {
-    unsigned high, low;
-    tensor::split(widen(number), high, low);
-    reinterpret_cast<unsigned&>(target[0]) = high;
-    reinterpret_cast<unsigned&>(target[kPart]) = low;
-  } else {
-    target[0] = number;
-  }
-}
-
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
-                                           int images, volatile unsigned* marks) {
+                                           int images) {
   constexpr int kColumns = (C::inside ? kEndColumn : kBandColumns) - kFirstColumn;
   constexpr int kTasks = C::slots * kCopiedRows * kColumns;
 #pragma unroll 4
@@ -77,24 +61,24 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
       pixel = *reinterpret_cast<const Pixel*>(
           input + pixel_at<C::in_height, C::in_width>(tile, slot, y, x));
     }
+    Scalar* const place = target + slot * kPlane + row * C::pitch + column;
 #pragma unroll
     for (int channel = 0; channel < C::channels; ++channel) {
-      const int plane = channel * C::slots + slot;
-      put(target + plane * kPlane + row * C::pitch + column, pixel.element[channel],
-          marks[plane * kHaloRows + row]);
+      place[channel * (C::slots * kPlane)] = pixel.element[channel];
     }
   }
 }
 
 // Adds the bias to the first or the second strip of two, and writes them among the results.
-__device__ __forceinline__ void keep(const BandSums& sums, int half, Sum bias, Scalar* strip) {
+__device__ __forceinline__ void keep(const BandSums& sums, int half, float scale, Sum bias,
+                                     Scalar* strip) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int j = 0; j < C::lanes_x; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       strip[lane / 4 * kResultRow + (8 * j + lane % 4 * 2 + i) * C::channels] =
-          narrow<Scalar>(sums.result(j, 2 * half + i) + bias);
+          narrow<Scalar>(sums.result(j, 2 * half + i) * scale + bias);
     }
   }
 }
@@ -131,13 +115,15 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   Scalar* const results = inputs + kParts * kPart;
   unsigned* const tables = reinterpret_cast<unsigned*>(results + kResults);
   unsigned* const marks = tables + C::channels * kTableWords;
-  for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kThreads) marks[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kMarks; i += kThreads) marks[i] = 0;
   if constexpr (C::inside) {
-    clear<kParts * kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
+    clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
+    __syncthreads();
   }
-  __syncthreads();
-  load_input(inputs, input, tile, images, marks);
+  load_input(inputs, input, tile, images);
   load_tables(tables, weight, tile.channel);
+  __syncthreads();
+  prepare(inputs, marks);
   __syncthreads();
 
 #pragma unroll 1
@@ -154,8 +140,9 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       if (2 * pair + half >= kStrips) continue;
       const Strip strip(2 * pair + half);
       Scalar* const first = results + (strip.slot * kTileRows + strip.row) * kResultRow + channel;
-      keep(sums, half, shift, first);
-      if (!strip.marked(marks, channel * C::slots + strip.slot)) continue;
+      const int plane = channel * C::slots + strip.slot;
+      keep(sums, half, Enlargement(marks, plane).inverse(), shift, first);
+      if (!strip.marked(marks, plane)) continue;
       __syncwarp();
       write_infinite(
           [&](int y, int x) {

@@ -7,7 +7,7 @@ namespace depthwise {
 
 static_assert(C::channels == 1, "of one channel");
 static_assert(kParts * kPart * static_cast<int>(sizeof(Scalar)) +
-                      round_up(kTableWords + kRows, 4) * 4 ==
+                      round_up(kTableWords + kMarks, 4) * 4 ==
                   C::shared_bytes,
               "as planned");
 
@@ -41,43 +41,9 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
                                      tile.x + Columns::kOrigin - kShift + kFirstVector * C::vector);
 }
 
-// Splits the input in its parts. Makes zeros of infinity and NaN, and marks rows that have such.
-__device__ __forceinline__ void prepare(Scalar* input, volatile unsigned* marks) {
-  constexpr int kVectors = kBandColumns / kBlock;
-  using Block = Vector<Scalar, kBlock>;
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kVectors; i += kThreads) {
-    const int row = i / kVectors;
-    Scalar* const place = input + row * C::pitch + i % kVectors * kBlock;
-    Block block = *reinterpret_cast<const Block*>(place);
-    Sum numbers[kBlock];
-    widen_vector(block, numbers);
-    bool finite = true;
-#pragma unroll
-    for (const Sum number : numbers) finite = finite && tensor::is_finite(number);
-    if (!finite) {
-      marks[row] = 1;
-#pragma unroll
-      for (int k = 0; k < kBlock; ++k) {
-        if (tensor::is_finite(numbers[k])) continue;
-        numbers[k] = 0;
-        block.element[k] = Scalar{};
-      }
-      if (!kSplit) *reinterpret_cast<Block*>(place) = block;
-    }
-    if constexpr (kSplit) {
-      Vector<unsigned, kBlock> high, low;
-#pragma unroll
-      for (int k = 0; k < kBlock; ++k) tensor::split(numbers[k], high.element[k], low.element[k]);
-      *reinterpret_cast<Vector<unsigned, kBlock>*>(place) = high;
-      *reinterpret_cast<Vector<unsigned, kBlock>*>(place + kPart) = low;
-    }
-  }
-}
-
 // Adds the bias, and writes what lies in the image of the first or the second strip of two.
-__device__ __forceinline__ void store(const BandSums& sums, int half, Sum bias, Scalar* row,
-                                      const Tile& tile) {
+__device__ __forceinline__ void store(const BandSums& sums, int half, float scale, Sum bias,
+                                      Scalar* row, const Tile& tile) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int j = 0; j < C::lanes_x; ++j) {
@@ -87,7 +53,7 @@ __device__ __forceinline__ void store(const BandSums& sums, int half, Sum bias, 
       Vector<Scalar, C::store_vector> vector;
 #pragma unroll
       for (int k = 0; k < C::store_vector; ++k) {
-        vector.element[k] = narrow<Scalar>(sums.result(j, 2 * half + i + k) + bias);
+        vector.element[k] = narrow<Scalar>(sums.result(j, 2 * half + i + k) * scale + bias);
       }
       store_vector(row + x, vector, x < C::out_width);
     }
@@ -116,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   load_input(inputs, input, tile, images);
   fastconv::copy_async_commit();
   load_tables(table, weight, tile.output);
-  for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kThreads) marks[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kMarks; i += kThreads) marks[i] = 0;
   const Sum shift = bias != nullptr ? Sum(widen(bias[tile.output])) : Sum(0);
   fastconv::copy_async_wait<0>();
   __syncthreads();
@@ -136,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       Scalar* const plane =
           output + (1ll * image * (C::groups * C::group_out) + tile.output) * kOutPlane;
       const int y = first_row + static_cast<int>(threadIdx.x) % 32 / 4;
-      if (y < C::out_height) store(sums, half, shift, plane + 1ll * y * C::out_width, tile);
+      const float scale = Enlargement(marks, strip.slot).inverse();
+      if (y < C::out_height) store(sums, half, scale, shift, plane + 1ll * y * C::out_width, tile);
       if (!strip.marked(marks, strip.slot)) continue;
       __syncwarp();
       const Scalar* const source = input + tile.input_plane() + strip.slot * kInImage;
