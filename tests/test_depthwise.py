@@ -17,7 +17,7 @@ from fastconv.problem import Problem
 from nvrtc import compiled
 
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
-LAYERS = [one for one in workloads.suite("real") if one.groups == one.input[1] > 1]
+LAYERS = workloads.suite("depthwise")
 KINDS = tuple(product((torch.float32, torch.bfloat16), (False, True)))
 
 

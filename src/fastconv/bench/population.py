@@ -12,11 +12,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from fastconv.bench.workloads import SUITES, Workload
+from fastconv.bench.workloads import SUITES, Workload, unique
 from fastconv.problem import Pair, Problem
 
 LEAST_FLOPS = 1e4
-KNOWN = [workload for suite in SUITES.values() for workload in suite]
+KNOWN = unique(workload for suite in SUITES.values() for workload in suite)
 _KNOWN_SHARE = 0.1
 _SIZES = (7, 8, 14, 16, 17, 28, 32, 33, 56, 64, 65, 112, 128, 224, 256, 512)
 _CHANNELS = (3, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 192, 256, 320, 512, 1024, 2048)

@@ -122,7 +122,10 @@ REAL = (
     _dense("pointwise", "1x1 at full resolution", (16, 64, 512, 512), 128, (1, 1)),
     _dense("convnext_stem", "ConvNeXt's patches", (64, 3, 224, 224), 96, (4, 4), stride=(4, 4)),
     _depthwise("dw7x7", "ConvNeXt block", (32, 384, 56, 56), (7, 7)),
+    _depthwise("convnext_stage1", "ConvNeXt-T stage 1", (64, 96, 56, 56), (7, 7)),
+    _depthwise("convnext_stage2", "ConvNeXt-T stage 2", (64, 192, 28, 28), (7, 7)),
     _depthwise("convnext_stage3", "ConvNeXt-T stage 3", (64, 384, 14, 14), (7, 7)),
+    _depthwise("convnext_stage4", "ConvNeXt-T stage 4", (64, 768, 7, 7), (7, 7)),
     _depthwise("replknet31", "RepLKNet-31B stage 1", (16, 128, 56, 56), (31, 31)),
     _depthwise("replknet29", "RepLKNet-31B stage 2", (16, 256, 28, 28), (29, 29)),
     _depthwise("replknet13", "RepLKNet-31B stage 4", (32, 1024, 7, 7), (13, 13)),
@@ -193,7 +196,9 @@ ODD = (
     _depthwise("dw3x15", "asymmetric depthwise", (16, 192, 96, 96), (3, 15)),
 )  # fmt: skip
 
-SUITES = {"founding": FOUNDING, "real": REAL, "odd": ODD}
+DEPTHWISE = tuple(one for one in REAL if one.groups == one.input[1] > 1)
+
+SUITES = {"founding": FOUNDING, "real": REAL, "odd": ODD, "depthwise": DEPTHWISE}
 
 
 def suite(name: str) -> Sequence[Workload]:
