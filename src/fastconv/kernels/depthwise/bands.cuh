@@ -15,7 +15,7 @@
 //
 //   input   [part][plane][halo row][column]     table   [part][tap row][diagonal]
 //
-// float32 is split in two parts of TF32's precision, of which four products are added. As tensor
+// float32 is split in two parts of TF32's precision, of which three products are added. As tensor
 // cores cut sums off, these are flushed to totals after few products. As zeros of the band would
 // spread infinity and NaN to neighbouring outputs, these are multiplied as zeros, and the outputs
 // that they have a part in are computed again, one by one.
@@ -207,7 +207,7 @@ struct Band {
 
 using Left = unsigned[kParts][4];
 
-// Twos of blocks after which a sum is flushed, if it is: four products each.
+// Twos of blocks after which a sum is flushed, if it is: three products each.
 constexpr int kFlushedSteps = 2;
 
 // Adds the products of two blocks, of which `step` twos of the band come before.
@@ -219,7 +219,6 @@ __device__ __forceinline__ void add(float (&sums)[4], const Left& left, const Ba
     mma(Operand{}, sums, left[left_part], right);
   };
   if constexpr (kSplit) {
-    product(1, 1);
     product(1, 0);
     product(0, 1);
   }

@@ -138,7 +138,7 @@ class Bands(PlanesTile):
         size, kernel_rows = layer.operands.scalar_bytes, layer.rows.kernel
         pairs = self.channels * ceil_div(self.slots * self.lanes_y, 2)
         pairs = round_up(pairs, self.warps)  # idle ones, too
-        steps = pairs * kernel_rows * self.lanes_x * self.band_blocks / 2 * self.parts**2
+        steps = pairs * kernel_rows * self.lanes_x * self.band_blocks / 2 * (2 * self.parts - 1)
         products = steps * 2 * STRIP * PRODUCT_COLUMNS * 2 * self.block
         reads = pairs * kernel_rows * self.parts * (4 * self.row_pairs + self.band_blocks)
         issued = self.loading + DIAGONAL * self.diagonals + self.storing
