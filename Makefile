@@ -62,17 +62,19 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=scale
 CORRELATE = --kernel-name kernel_substring=correlate
 sanitize:
-	for family in "" ampere direct; do \
+	for family in "" ampere depthwise direct; do \
 	  PYTHONPATH=src $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
-	for tool in memcheck synccheck; do for family in "" ampere; do \
+	for tool in memcheck synccheck; do for family in "" ampere depthwise; do \
 	  $(SANITIZER) $(CORRELATE) --tool $$tool $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done; done
-	for family in ampere direct; do \
+	for family in ampere depthwise direct; do \
 	  $(SANITIZER) $(CORRELATE) --tool initcheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
 	done
 	$(SANITIZER) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py ampere
-	$(SANITIZER) $(CORRELATE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py direct
+	for family in depthwise direct; do \
+	  $(SANITIZER) $(CORRELATE) --tool racecheck $(GPU_PYTHON) tests/gpu/sanitize.py $$family || exit 1; \
+	done
 
 # Processes that compile side by side, are killed, and find the cache folder in every state.
 stress:

@@ -200,6 +200,7 @@ FAR_MORE = 6
 PRICE = 1e5  # of a work that computes next to nothing, but is compiled: as :func:`cost`
 LARGE_FLOPS = 1e12  # of one that is only planned
 LARGE_ELEMENTS = 4e9
+NARROW = 0.1  # of all problems that are drawn, beside those of the population
 
 
 # --- Lines ----------------------------------------------------------------------------------------
@@ -264,9 +265,12 @@ def classes_of(work: Work) -> set[Class]:
 
 def drawn(draw: Random) -> Work:
     """Any problem, small or large, for any GPU; more than half of them for Hopper."""
-    large = draw.random() < 0.4
+    place = draw.random()
+    large = place < 0.4
     limits = (LARGE_FLOPS, LARGE_ELEMENTS) if large else (MOST_FLOPS, MOST_ELEMENTS)
     problem = population.workload(draw, *limits).problem
+    if place * 100 % 1 < NARROW:  # by numbers of their own: what is drawn next depends on no family
+        problem = population.narrow(Random(place), *limits).problem
     mode = draw.choice(("float32", "tf32", "float16", "bfloat16"))
     if draw.random() < 0.05:
         mode = "float64"

@@ -1,9 +1,10 @@
 """Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch; see the Makefile.
 
-With an argument, a family and the portable kernels alone run: "direct", or "ampere", as on sm_80.
-Two of the tools do not understand all that kernels do: initcheck does not see what sm_90a's bulk
-copies write, and racecheck takes for races what rings of barriers order, on Hopper and in Ampere's
-correlations (see docs/kernels/ampere.md).
+With an argument, a family and the portable kernels alone run, with sm_80's shared memory: "direct",
+"ampere", or "depthwise", which runs narrow groups alone. Two of the tools do not understand all
+that kernels do: initcheck does not see what sm_90a's bulk copies write, and racecheck takes for
+races what rings of barriers order, on Hopper and in Ampere's correlations (see
+docs/kernels/ampere.md).
 
 All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
 (making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.
@@ -72,6 +73,30 @@ TENSOR_CORE_PROBLEMS = {
     "few inputs": ((2, 5, 24, 70), (72, 5, 3, 3), (1, 1), (0, 0, 0, 0), (2, 1), 1),
     "rows that go on": ((1, 16, 5, 301), (128, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "short lines": ((1, 40, 12, 56), (48, 40, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+}
+
+# The same, for narrow groups: small images, of which a block has several; kernels beyond the image,
+# of which a block copies the inside; tiles; strides, dilations and both; groups of several
+# channels, and parts of them; long sums; kernel rows that threads, and blocks, share; pixels that
+# many blocks share.
+NARROW_PROBLEMS = {
+    "small images": ((9, 35, 7, 8), (35, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 35),
+    "inside": ((5, 6, 7, 7), (6, 1, 13, 13), (1, 1), (6, 6, 6, 6), (1, 1), 6),
+    "inside, aligned": ((3, 8, 8, 8), (8, 1, 5, 9), (1, 1), (4, 4, 8, 8), (1, 1), 8),
+    "tiles": ((1, 64, 40, 96), (64, 1, 7, 7), (1, 1), (3, 3, 3, 3), (1, 1), 64),
+    "strided": ((2, 32, 29, 32), (32, 1, 5, 5), (2, 2), (2, 2, 2, 2), (1, 1), 32),
+    "strides differ": ((2, 10, 13, 18), (10, 1, 3, 4), (4, 3), (1, 0, 2, 1), (1, 1), 10),
+    "dilated": ((2, 16, 20, 24), (16, 1, 3, 5), (1, 1), (2, 3, 6, 5), (2, 3), 16),
+    "stride and dilation": ((1, 4, 15, 16), (4, 1, 3, 3), (2, 3), (1, 2, 3, 0), (4, 2), 4),
+    "row of taps": ((2, 16, 6, 64), (16, 1, 1, 21), (1, 1), (0, 0, 10, 10), (1, 1), 16),
+    "multiplier": ((2, 5, 9, 16), (15, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 5),
+    "large multiplier": ((1, 2, 5, 8), (80, 1, 2, 3), (1, 1), (0, 0, 1, 1), (1, 1), 2),
+    "narrow": ((3, 24, 12, 16), (24, 4, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 6),
+    "widths differ": ((1, 14, 9, 9), (6, 7, 3, 2), (1, 2), (0, 0, 0, 0), (1, 1), 2),
+    "long sums": ((1, 6, 9, 20), (6, 3, 14, 13), (1, 1), (7, 7, 6, 6), (1, 1), 2),
+    "tall": ((2, 2, 30, 8), (2, 1, 25, 33), (1, 1), (12, 12, 16, 16), (1, 1), 2),
+    "one pixel": ((2, 3, 1, 1), (3, 1, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 3),
+    "many images": ((64, 4, 14, 16), (4, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 4),
 }
 MODES = (
     (torch.float32, "tf32"),
@@ -144,22 +169,33 @@ def check(
 
 def main() -> int:
     torch.manual_seed(0)
-    families = sys.argv[1:]
-    with planner.only(*families, limits="sm_80") if families else nullcontext():
-        correct = checks(tensor_cores=families != ["direct"])
+    family = sys.argv[1] if len(sys.argv) > 1 else ""
+    with planner.only(family, limits="sm_80") if family else nullcontext():
+        correct = narrow_checks() if family == "depthwise" else checks(PROBLEMS)
+        if family in ("", "ampere"):
+            correct += tensor_core_checks()
     print(f"{sum(correct)} of {len(correct)} correct")
     return 0 if all(correct) else 1
 
 
-def checks(tensor_cores: bool) -> list[bool]:
+def checks(problems: dict[str, tuple[Any, ...]]) -> list[bool]:
     correct = []
-    for index, arguments in enumerate(PROBLEMS.values()):
+    for index, arguments in enumerate(problems.values()):
         # Each problem in both layouts; dtypes and alignment take turns.
         for turn, memory_format in enumerate(FORMATS):
             dtype = DTYPES[(index + turn) % len(DTYPES)]
             aligned = (index + 2 * turn) % 3 != 0
             correct.append(check(Problem.of(*arguments), dtype, memory_format, aligned))
-    return correct + (tensor_core_checks() if tensor_cores else [])
+    return correct
+
+
+def narrow_checks() -> list[bool]:
+    """On all processors, which share pixels; and as if there were one: blocks have many planes."""
+    correct = checks(NARROW_PROBLEMS)
+    few = replace(cuda.gpu(torch.cuda.current_device()), processors=1)
+    cuda._ready.cache_clear()  # plans for all processors
+    with mock.patch.object(cuda, "gpu", return_value=few):
+        return correct + checks(NARROW_PROBLEMS)
 
 
 def tensor_core_checks() -> list[bool]:

@@ -7,7 +7,8 @@ before sizes are: small problems take other kernels than real layers do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -35,7 +36,8 @@ def workload(
     """
     flops = least_flops * (most_flops / least_flops) ** draw.random()
     while True:
-        drawn = _known(draw) if draw.random() < _KNOWN_SHARE else _drawn(draw)
+        is_known = draw.random() < _KNOWN_SHARE
+        drawn = _known(draw) if is_known else _drawn(draw, _kernel, _channels)
         try:
             if least_flops > LEAST_FLOPS and drawn.problem.flops < flops:
                 continue
@@ -43,6 +45,17 @@ def workload(
         except RuntimeError:
             continue  # an image too small for its kernel
         return workload_of(problem)
+
+
+def narrow(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """The same of groups of few channels, or one; kernels may be wide and tall."""
+    flops = LEAST_FLOPS * (most_flops / LEAST_FLOPS) ** draw.random()
+    while True:
+        drawn = _drawn(draw, _narrow_kernel, _narrow_channels)
+        with suppress(RuntimeError):  # an image too small for its kernel
+            problem = _shrunk(draw, drawn.problem, flops, most_elements)
+            if problem.groups > 1:
+                return workload_of(problem)
 
 
 def workload_of(problem: Problem) -> Workload:
@@ -60,12 +73,16 @@ def _known(draw: Random) -> Workload:
     return replace(draw.choice(KNOWN), name="")
 
 
-def _drawn(draw: Random) -> Workload:
-    kernel = _kernel(draw)
+def _drawn(
+    draw: Random,
+    kernels: Callable[[Random], Pair],
+    channels: Callable[[Random], tuple[int, int, int]],
+) -> Workload:
+    kernel = kernels(draw)
     stride = _stride(draw, kernel)
     dilation = (1, 1) if draw.random() < 0.65 else _pair(draw, _small(draw, 12), _small(draw, 12))
     extent = tuple(step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True))
-    in_channels, out_channels, groups = _channels(draw)
+    in_channels, out_channels, groups = channels(draw)
     size = _pair(draw, _side(draw), _side(draw))
     batch = draw.choice((1, 2, _small(draw, 9), _small(draw, 64), 2 ** draw.randrange(8)))
     return Workload(
@@ -100,6 +117,10 @@ def _kernel(draw: Random) -> Pair:
         taps = _small(draw, 31)
         return draw.choice(((1, taps), (taps, 1), (taps, taps)))
     return draw.randint(1, 15), draw.randint(1, 40)
+
+
+def _narrow_kernel(draw: Random) -> Pair:
+    return _kernel(draw) if draw.random() < 0.6 else (_small(draw, 40), draw.randint(1, 63))
 
 
 def _stride(draw: Random, kernel: Pair) -> Pair:
@@ -147,6 +168,13 @@ def _channels(draw: Random) -> tuple[int, int, int]:
         return channels, channels * draw.choice((1, 1, 1, 2, 3)), channels
     groups = draw.choice((2, 3, 4, 8, 32))
     return groups * _small(draw, 80), groups * _small(draw, 80), groups
+
+
+def _narrow_channels(draw: Random) -> tuple[int, int, int]:
+    groups = draw.choice((draw.choice(_CHANNELS), 1 + _small(draw, 40), 1 + _small(draw, 600)))
+    if draw.random() < 0.6:
+        return groups, groups * draw.choice((1, 1, 1, 2, _small(draw, 80))), groups
+    return groups * draw.randint(1, 7), groups * draw.randint(1, 7), groups
 
 
 def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 from fastconv import native
 from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
 from fastconv.kernels.ampere.classes import ANATOMIES as AMPERE
+from fastconv.kernels.depthwise.classes import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.classes import ANATOMIES as HOPPER
@@ -49,7 +50,7 @@ WEIGHT_GRAD: tuple[Planner, ...] = (
     direct.weight_grad,
 )
 
-ANATOMIES = {**HOPPER, **AMPERE, **DIRECT}
+ANATOMIES = {**HOPPER, **AMPERE, **DEPTHWISE, **DIRECT}
 """What chooses the code of every kernel that a plan can have, by its source."""
 
 VARIABLE = "FASTCONV_FAMILY"
