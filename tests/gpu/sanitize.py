@@ -77,8 +77,8 @@ TENSOR_CORE_PROBLEMS = {
 
 # The same, for narrow groups: small images, of which a block has several; kernels beyond the image,
 # of which a block copies the inside; tiles; strides, dilations and both; groups of several
-# channels, and parts of them; long sums; kernel rows that threads, and blocks, share; pixels that
-# many blocks share.
+# channels, and parts of them; long sums; kernel rows that threads, and blocks, share; rows of taps
+# that are bands; pixels that many blocks share.
 NARROW_PROBLEMS = {
     "small images": ((9, 35, 7, 8), (35, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 35),
     "inside": ((5, 6, 7, 7), (6, 1, 13, 13), (1, 1), (6, 6, 6, 6), (1, 1), 6),
@@ -95,6 +95,9 @@ NARROW_PROBLEMS = {
     "widths differ": ((1, 14, 9, 9), (6, 7, 3, 2), (1, 2), (0, 0, 0, 0), (1, 1), 2),
     "long sums": ((1, 6, 9, 20), (6, 3, 14, 13), (1, 1), (7, 7, 6, 6), (1, 1), 2),
     "tall": ((2, 2, 30, 8), (2, 1, 25, 33), (1, 1), (12, 12, 16, 16), (1, 1), 2),
+    "long rows": ((3, 8, 20, 24), (8, 1, 31, 31), (1, 1), (15, 15, 15, 15), (1, 1), 8),
+    "long rows, odd image": ((2, 8, 17, 19), (8, 1, 21, 27), (1, 1), (10, 9, 13, 12), (1, 1), 8),
+    "long rows, tiles": ((1, 8, 75, 70), (8, 1, 31, 33), (1, 1), (3, 0, 5, 2), (1, 1), 8),
     "one pixel": ((2, 3, 1, 1), (3, 1, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 3),
     "many images": ((64, 4, 14, 16), (4, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 4),
 }

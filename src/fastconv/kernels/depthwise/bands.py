@@ -19,6 +19,7 @@ STRIP, PRODUCT_COLUMNS = 8, 8  # rows, and outputs of a product in a row
 MOST_WARPS = 8
 MOST_PRODUCTS = 8  # of a strip: what a warp has registers for
 FIRST_ARCHITECTURE = 80
+FEWEST_COLUMNS, FEWEST_PIXEL_COLUMNS = 5, 11  # of a kernel: shorter rows are no matter of products
 
 # Estimated, as measured on an H200: how much longer products take than at their rate; instructions
 # of a thread to copy a vector, for a diagonal of the table, for a block of columns that is checked,
@@ -343,5 +344,8 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined("groups of several channels")
     if max(*problem.stride, *problem.dilation) > 1:
         raise Declined("strides or dilation")
+    fewest = FEWEST_PIXEL_COLUMNS if operands.input_channels_last else FEWEST_COLUMNS
+    if layer.columns.kernel < fewest:
+        raise Declined(f"kernels of less than {fewest} columns")
     if operands.input_channels_last and (layer.group_out > 1 or not operands.aligned):
         raise Declined("channels that are not whole vectors")

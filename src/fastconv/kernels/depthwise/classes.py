@@ -175,9 +175,66 @@ WEIGHT_GRAD_PIXELS = Anatomy(
     },
 )
 
+
+def _bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+    strips = c["slots"] * c["lanes_y"]
+    columns = _axis(c, "width", "left")
+    read = columns.origin % c["vector"] + c["columns"] + columns.kernel - 1
+    return _common(c) | {
+        "several images": c["slots"] > 1,
+        "odd strips": strips % 2 == 1,
+        "several turns": c["channels"] * ceil_div(strips, 2) > c["warps"],
+        "several products": c["lanes_x"] > 1,
+        "several steps": read * (4 if c["Scalar"] == "float" else 2) > 32,
+        "multiplied": c["group_out"] > 1,
+    }
+
+
+_BANDS = GEOMETRY | _TILE | _ROWS | {"flush_rows", "two_level", "slots", "warps", "channels"}
+
+
+def _plane_bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return _bands(c) | {
+        "begins within a copy": _axis(c, "width", "left").origin % c["vector"] > 0,
+        "stored in pairs": c["store_vector"] > 1,
+    }
+
+
+PLANE_BANDS = Anatomy(
+    sizes=_BANDS | {"store_vector"},
+    chosen=_plane_bands,
+    parts={
+        "load": ("copied in vectors", "image", "several images", "begins within a copy"),
+        "weights": ("Scalar", "transposed", "multiplied"),
+        "multiply": ("Scalar", "several products", "several steps"),
+        "strips": ("odd strips", "several turns", "several images"),
+        "store": ("Scalar", "stored in pairs"),
+    },
+)
+
+
+def _pixel_bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+    size = 4 if c["Scalar"] == "float" else 2
+    return _bands(c) | {"bytes of a pixel": c["channels"] * size}
+
+
+PIXEL_BANDS = Anatomy(
+    sizes=_BANDS,
+    chosen=_pixel_bands,
+    parts={
+        "load": ("bytes of a pixel", "image", "several images"),
+        "weights": ("Scalar", "transposed"),
+        "multiply": ("Scalar", "several products", "several steps"),
+        "strips": ("odd strips", "several turns", "several images"),
+        "store": ("Scalar", "bytes of a pixel"),
+    },
+)
+
 ANATOMIES = {
     "depthwise/planes.cuh": PLANES,
     "depthwise/pixels.cuh": PIXELS,
+    "depthwise/bands_planes.cuh": PLANE_BANDS,
+    "depthwise/bands_pixels.cuh": PIXEL_BANDS,
     "depthwise/weight_grad_planes.cuh": WEIGHT_GRAD_PLANES,
     "depthwise/weight_grad_pixels.cuh": WEIGHT_GRAD_PIXELS,
 }
