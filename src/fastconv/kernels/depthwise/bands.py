@@ -22,11 +22,12 @@ FIRST_ARCHITECTURE = 80
 FEWEST_COLUMNS, FEWEST_PIXEL_COLUMNS = 5, 11  # of a kernel: shorter rows are no matter of products
 
 # Estimated, as measured on an H200: how much longer products take than at their rate; instructions
-# of a thread to copy a vector, for a diagonal of the table, for a block of columns that is checked,
-# or split, and for a stored vector; how many are issued in a cycle, with so many warps half of it;
-# cycles of a round; and what of other work a block's own, and that of others, does not hide.
+# of a thread to copy a vector (or less than 4 bytes), for a diagonal of the table, for a block of
+# columns that is checked, or split, and for a stored vector; how many are issued in a cycle, with
+# so many warps half of it; cycles of a round; and what of other work a block's own, and that of
+# others, does not hide.
 PRODUCT_LOSS = 1.2
-COPY, DIAGONAL, CHECKED, SPLIT, STORE = 11, 52, 31, 38, 9.4
+COPY, AWAITED_COPY, DIAGONAL, CHECKED, SPLIT, STORE = 11, 60, 52, 31, 38, 9.4
 ISSUED, HALF_ISSUED, START = 2.35, 3.9, 1500
 LOSS, LOSS_ALONE = 0.23, 0.15
 
@@ -213,7 +214,9 @@ class PlaneBands(Bands):
     @property
     def loading(self) -> float:
         prepared = SPLIT if self.parts == 2 else CHECKED
-        return COPY * self.slots * self.copied + prepared * self._checked
+        awaited = self.vector * self.layer.operands.scalar_bytes < 4
+        copy = AWAITED_COPY if awaited else COPY
+        return copy * self.slots * self.copied + prepared * self._checked
 
     @property
     def storing(self) -> float:

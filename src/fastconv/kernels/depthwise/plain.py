@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import lcm
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -122,7 +121,6 @@ class Planes(PlanesTile, Correlation):
     source = "depthwise/planes.cuh"
 
     thread_channels: int
-    plane_padding: int = 0
 
     @property
     def channels(self) -> int:
@@ -143,10 +141,6 @@ class Planes(PlanesTile, Correlation):
     def blocks(self, images: int) -> int:
         planes = images * self.layer.problem.groups * self.parts
         return ceil_div(planes, self.slots) * self.image_tiles
-
-    @property
-    def plane(self) -> int:
-        return self.halo_rows * self.pitch + self.plane_padding
 
     @property
     def _weight_plane(self) -> int:
@@ -219,48 +213,6 @@ class Planes(PlanesTile, Correlation):
             "weight_padding": self.weight_padding,
             "store_vector": self.store_vector,
         }
-
-    def spread_over_banks(self, gpu: Gpu) -> Planes:
-        """With rows, and planes, so far apart that a warp's lanes hit few banks twice."""
-        tile: Planes = self
-        step = lcm(self.vector, self.piece)
-        paddings = range(step, BANK_BYTES // self.layer.operands.scalar_bytes, step)
-        if self.lanes_y > 1:
-            tile = tile._best((replace(tile, row_padding=n) for n in paddings), gpu)
-        if self.slots > 1:
-            tile = tile._best((replace(tile, plane_padding=n) for n in paddings), gpu)
-        return tile
-
-    def _best(self, others: Iterable[Planes], gpu: Gpu) -> Planes:
-        """Of this one, and those of which as many fit."""
-        blocks = self.blocks_per_processor(gpu)
-        fitting = [tile for tile in others if tile.blocks_per_processor(gpu) == blocks]
-        return min([self, *fitting], key=Planes._conflicts)
-
-    def _conflicts(self) -> int:
-        """Cycles that a warp takes to read what each thread reads first."""
-        size = self.layer.operands.scalar_bytes
-        at_once = min(32, BANK_BYTES // (self.piece * size))
-        words = [{at // 4 for at in self._bytes_of(thread)} for thread in range(32)]
-        cycles = 0
-        for first in range(0, 32, at_once):
-            banks: dict[int, set[int]] = {}
-            for word in set().union(*words[first : first + at_once]):
-                banks.setdefault(word % 32, set()).add(word)
-            cycles += max(map(len, banks.values()))
-        return cycles
-
-    def _bytes_of(self, thread: int) -> range:
-        rows, columns = self.layer.rows, self.layer.columns
-        slot, place = divmod(thread % (self.slots * self.slot_threads), self.slot_threads)
-        y, x = divmod(place, self.lanes_x)
-        row = (y // rows.out_step * self.rows * rows.out_step + y % rows.out_step) * rows.times
-        column = (
-            x // columns.out_step * self.columns * columns.out_step + x % columns.out_step
-        ) * columns.times
-        size = self.layer.operands.scalar_bytes
-        at = slot * self.plane + row // rows.over * self.pitch + column // columns.over
-        return range(at * size, (at + self.piece) * size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,19 +291,19 @@ class Pixels(PixelsTile, Correlation):
 
 def planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
-    least = 4 if layer.operands.scalar_bytes > 2 else 8
-    columns = least * layer.columns.over
-    most = max(1, layer.most_sums // columns)
-    channels = min(layer.group_out, most // layer.rows.over or 1)
-    for rows in _rows(layer, most // channels):
-        for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS):
-            for slots in _slots(layer, rows, columns, lanes_y, lanes_x, MOST_THREADS):
-                tile = Planes(
-                    layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
-                    slots=slots, thread_channels=channels,
-                )  # fmt: skip
-                if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
-                    yield tile
+    for least in (4,) if layer.operands.scalar_bytes > 2 else (8, 4):
+        columns = least * layer.columns.over
+        most = max(1, layer.most_sums // columns)
+        channels = min(layer.group_out, most // layer.rows.over or 1)
+        for rows in _rows(layer, most // channels):
+            for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS):
+                for slots in _slots(layer, rows, columns, lanes_y, lanes_x, MOST_THREADS):
+                    tile = Planes(
+                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
+                        slots=slots, thread_channels=channels,
+                    )  # fmt: skip
+                    if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
+                        yield tile
 
 
 def pixels(layer: Layer) -> Iterator[Pixels]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
+from typing import TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
@@ -119,11 +120,20 @@ class Tile(ABC):
         return fit if self.shared_bytes <= gpu.shared_bytes_per_block else 0
 
 
+_Planes = TypeVar("_Planes", bound="PlanesTile")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanesTile(Tile):
     """Of contiguous tensors: how rows lie in shared memory, see ``plane_rows.cuh``."""
 
     row_padding: int = 0
+    plane_padding: int = 0
+
+    @property
+    def plane(self) -> int:
+        """Elements of one, in shared memory."""
+        return self.halo_rows * self.pitch + self.plane_padding
 
     @property
     def slot_threads(self) -> int:
@@ -187,6 +197,48 @@ class PlanesTile(Tile):
         """Of shared memory's, in which a warp reads a piece for each thread."""
         size = self.layer.operands.scalar_bytes
         return read_cycles(self.piece * size, self.thread_step * size)
+
+    def spread_over_banks(self: _Planes, gpu: Gpu) -> _Planes:
+        """With rows, and planes, so far apart that a warp's lanes hit few banks twice."""
+        tile = self
+        step = lcm(self.vector, self.piece)
+        paddings = range(step, BANK_BYTES // self.layer.operands.scalar_bytes, step)
+        if self.lanes_y > 1:
+            tile = tile._best((replace(tile, row_padding=n) for n in paddings), gpu)
+        if self.slots > 1:
+            tile = tile._best((replace(tile, plane_padding=n) for n in paddings), gpu)
+        return tile
+
+    def _best(self: _Planes, others: Iterable[_Planes], gpu: Gpu) -> _Planes:
+        """Of this one, and those of which as many fit."""
+        blocks = self.blocks_per_processor(gpu)
+        fitting = [tile for tile in others if tile.blocks_per_processor(gpu) == blocks]
+        return min([self, *fitting], key=PlanesTile._conflicts)
+
+    def _conflicts(self) -> int:
+        """Cycles that a warp takes to read what each thread reads first."""
+        size = self.layer.operands.scalar_bytes
+        at_once = min(32, BANK_BYTES // (self.piece * size))
+        words = [{at // 4 for at in self._bytes_of(thread)} for thread in range(32)]
+        cycles = 0
+        for first in range(0, 32, at_once):
+            banks: dict[int, set[int]] = {}
+            for word in set().union(*words[first : first + at_once]):
+                banks.setdefault(word % 32, set()).add(word)
+            cycles += max(map(len, banks.values()))
+        return cycles
+
+    def _bytes_of(self, thread: int) -> range:
+        rows, columns = self.layer.rows, self.layer.columns
+        slot, place = divmod(thread % (self.slots * self.slot_threads), self.slot_threads)
+        y, x = divmod(place, self.lanes_x)
+        row = (y // rows.out_step * self.rows * rows.out_step + y % rows.out_step) * rows.times
+        column = (
+            x // columns.out_step * self.columns * columns.out_step + x % columns.out_step
+        ) * columns.times
+        size = self.layer.operands.scalar_bytes
+        at = slot * self.plane + row // rows.over * self.pitch + column // columns.over
+        return range(at * size, (at + self.piece) * size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,8 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     tiles = [tile for tile in found if tile.blocks_per_processor(gpu) > 0]
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
-    return _plan(min(tiles, key=lambda tile: tile.cycles(gpu)), gpu)
+    best = min(tiles, key=lambda tile: tile.cycles(gpu))
+    return _plan(best.spread_over_banks(gpu) if isinstance(best, Planes) else best, gpu)
 
 
 def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
@@ -296,7 +297,7 @@ class Planes(PlanesTile, Walk):
     @lazy
     def stage_bytes(self) -> int:
         size = self.layer.operands.scalar_bytes
-        pixels = self.slots * self.halo_rows * self.pitch * size
+        pixels = self.slots * self.plane * size
         grads = self.slots * self.tile_size[0] * self.grad_pitch * size
         return round_up(pixels, 16) + round_up(grads, 16)
 
@@ -334,7 +335,7 @@ class Planes(PlanesTile, Walk):
             "grad_vector": self.grad_vector,
             "piece": self.piece,
             "pitch": self.pitch,
-            "plane_padding": 0,
+            "plane_padding": self.plane_padding,
             "inside": self.inside,
             "grad_piece": self.grad_piece,
             "grad_pitch": self.grad_pitch,
