@@ -9329,9 +9329,13 @@ SCALARS = {
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
 
-# What kernels for tensor cores are compiled for. Some versions of PyTorch compile for architectures
-# that lack their instructions as well.
-CONDITIONS = {"hopper": "defined(__CUDA_ARCH_FEAT_SM90_ALL)", "ampere": "__CUDA_ARCH__ >= 800"}
+# What kernels that plans were made for are compiled for. Some versions of PyTorch compile for
+# architectures that lack their instructions as well.
+CONDITIONS = {
+    "hopper": "defined(__CUDA_ARCH_FEAT_SM90_ALL)",
+    "ampere": "__CUDA_ARCH__ >= 800",
+    "depthwise": "__CUDA_ARCH__ >= 800",
+}
 
 Kernel = tuple[str, Constants, str]  # source, constants, entry
 

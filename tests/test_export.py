@@ -441,6 +441,16 @@ def test_device_code_compiles_for_narrow_groups(
         assert f"kernels_{number}" in log
 
 
+def test_older_architectures_do_without_tensor_cores(tmp_path: Path) -> None:
+    """Wide kernels on narrow groups have some: PyTorch may compile for GPUs that do not."""
+    path = tmp_path / "wide.py"
+    fastconv.export(shape="4x16x32x32 16x1x31x31 padding=15,15 groups=16", output=path)
+    module = exported_file.load(path)
+    kernels = _kernels(module, "sm_80", "float", "tf32")
+    assert "depthwise/bands_planes.cuh" in {source for source, _, _ in kernels}
+    _compiled(module.device_code(kernels), "sm_75")
+
+
 def _compiled(code: str, architecture: str) -> str:
     """The log of the package's own compiler, which has to accept the code."""
     try:
