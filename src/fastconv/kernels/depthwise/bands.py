@@ -10,7 +10,7 @@ from math import prod
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
-from fastconv.kernels.depthwise.tiles import PlanesTile
+from fastconv.kernels.depthwise.tiles import PlanesTile, shares
 from fastconv.kernels.family import Constant, Declined, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
@@ -304,14 +304,11 @@ def tiles(layer: Layer, gpu: Gpu) -> Iterator[Bands]:
     products = ceil_div(layer.out_size[1], PRODUCT_COLUMNS)
     tiles_x = ceil_div(products, MOST_PRODUCTS)
     lanes_x = ceil_div(products, tiles_x)
-    for parts_y in (1, 2, 4, 8, 16, 32):
-        lanes_y = ceil_div(strips, parts_y)
-        whole = parts_y == 1 and tiles_x == 1
+    for lanes_y in shares(strips, 1):
+        whole = lanes_y == strips and tiles_x == 1
         for slots in (1, 2, 4, 8, 16) if whole else (1, 2):
             if slots == 1 or slots < 2 * layer.problem.batch:
                 yield from _of_size(layer, lanes_y, lanes_x, slots)
-        if lanes_y == 1:
-            break
 
 
 def _of_size(layer: Layer, lanes_y: int, lanes_x: int, slots: int) -> Iterator[Bands]:

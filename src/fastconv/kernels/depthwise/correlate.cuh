@@ -54,7 +54,8 @@ struct Sums {
   // Ends kernel row k of output row r.
   __device__ __forceinline__ void end_row(int r, int k) {
     if constexpr (C::two_level) {
-      if ((k + 1) % C::flush_rows != 0) return;
+      // Of outputs between inputs, only every stride-th row is one of theirs.
+      if ((k / Rows::kOver + 1) % C::flush_rows != 0) return;
 #pragma unroll
       for (int m = 0; m < kChannels; ++m) {
 #pragma unroll

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -291,7 +291,8 @@ class Pixels(PixelsTile, Correlation):
 
 def planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
-    for least in (4,) if layer.operands.scalar_bytes > 2 else (8, 4):
+    strided = max(layer.columns.times, layer.columns.over) > 1
+    for least in (4,) if layer.operands.scalar_bytes > 2 else (8, 4) if strided else (8,):
         columns = least * layer.columns.over
         most = max(1, layer.most_sums // columns)
         channels = min(layer.group_out, most // layer.rows.over or 1)
@@ -324,12 +325,12 @@ def pixels(layer: Layer) -> Iterator[Pixels]:
                     )  # fmt: skip
 
 
-def _rows(layer: Layer, most: int) -> Iterator[int]:
-    """Of a thread: no more than there are."""
+def _rows(layer: Layer, most: int) -> Iterable[int]:
+    """Of a thread: no more than there are; between inputs, one of each residue."""
     over = layer.rows.over
-    found = range(over, max(most, over) + 1, over)
-    enough = round_up(ceil_div(layer.out_size[0], layer.rows.out_step), over)
-    return (rows for rows in found if rows <= enough or rows == over)
+    if over > 1:
+        return (over,)
+    return range(1, min(max(most, 1), ceil_div(layer.out_size[0], layer.rows.out_step)) + 1)
 
 
 def _slots(

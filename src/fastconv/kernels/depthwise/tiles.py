@@ -332,16 +332,17 @@ def lanes_of_channels(layer: Layer, lane_channels: int) -> set[int]:
 def lanes(layer: Layer, rows: int, columns: int, most: int) -> Iterator[tuple[int, int]]:
     """Threads of a tile, down and across: all that an image takes, or an equal share."""
     whole_y, whole_x = layer.rows.threads(rows), layer.columns.threads(columns)
-    steps_y, steps_x = layer.rows.out_step, layer.columns.out_step
-    for parts_x in (1, 2, 4, 8, 16, 32):
-        lanes_x = round_up(ceil_div(whole_x, parts_x), steps_x)
-        if steps_y * lanes_x > most and lanes_x > steps_x:
-            continue
-        for parts_y in (1, 2, 4, 8, 16, 32):
-            lanes_y = round_up(ceil_div(whole_y, parts_y), steps_y)
+    for lanes_x in shares(whole_x, layer.columns.out_step):
+        for lanes_y in shares(whole_y, layer.rows.out_step):
             if lanes_y * lanes_x <= most:
                 yield lanes_y, lanes_x
-            if lanes_y == steps_y:
-                break
-        if lanes_x == steps_x:
-            break
+
+
+def shares(whole: int, step: int) -> Iterator[int]:
+    """A half, a quarter, and so on, in whole steps."""
+    parts, share = 1, whole
+    while share > step:
+        yield share
+        parts *= 2
+        share = round_up(ceil_div(whole, parts), step)
+    yield step

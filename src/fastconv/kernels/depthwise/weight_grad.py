@@ -39,7 +39,7 @@ MOST_TAPS, MOST_PAIRED_TAPS = 56, 98  # sums of a thread, unless a kernel row ha
 MOST_PATCH = 28  # pixels
 MOST_WRITTEN = 1600  # products of a patch: they are written out
 MOST_WARPS = 8
-MOST_LANES = 512  # patches of a tile
+MOST_LANES, FEWEST_ACROSS = 512, 8  # patches of a tile, and in a row of one
 WORKSPACE_BYTES = 64 << 20
 REDUCE_THREADS = 256
 MOST_REDUCE_ROWS = 8
@@ -429,7 +429,7 @@ def _planes(layer: Layer) -> Iterator[Planes]:
     for rows, columns in _patches(layer, tap_rows, 1):
         for lanes_y, lanes_x, slots in _units(layer, rows, columns):
             most = min(most_warps, ceil_div(slots * lanes_y * lanes_x, 32))
-            for warps in {most, ceil_div(most, 2), 1}:
+            for warps in {most, ceil_div(most, 2)}:
                 tile = Planes(
                     layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
                     slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks, group_warps=warps,
@@ -496,6 +496,8 @@ def _units(layer: Layer, rows: int, columns: int) -> Iterator[tuple[int, int, in
     """Lanes of a unit's tile, and images."""
     whole = (layer.rows.threads(rows), layer.columns.threads(columns))
     for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_LANES):
+        if not layer.operands.input_channels_last and lanes_x < min(FEWEST_ACROSS, whole[1]):
+            continue  # rows would hit the same banks
         yield lanes_y, lanes_x, 1
         if (lanes_y, lanes_x) == whole:
             for slots in (2, 4, 8, 32):
