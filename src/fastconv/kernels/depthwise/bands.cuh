@@ -52,9 +52,9 @@ constexpr int kPlanes = C::slots * C::channels;  // of `slots` images' channels,
 constexpr int kStrips = C::slots * C::lanes_y;   // of a channel
 constexpr int kStripPairs = ceil_div(kStrips, 2);
 constexpr int kRows = kPlanes * kHaloRows;
-constexpr int kMarks =
-    kRows + kPlanes;  // for rows with infinity or NaN, then for planes, see below
 constexpr int kPart = kPlanes * kPlane;  // elements
+// Of rows with infinity or NaN, then of planes, see Enlargement.
+constexpr int kMarks = kRows + kPlanes;
 
 // Diagonals: from 7 columns to the right of an output's first tap to those of the last block.
 constexpr int kDiagonals = 8 + kBandBlocks * kBlock;
