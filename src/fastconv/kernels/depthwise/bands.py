@@ -10,7 +10,7 @@ from math import prod
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
-from fastconv.kernels.depthwise.tiles import PlanesTile, shares
+from fastconv.kernels.depthwise.tiles import PlanesTile, occupancy, shares
 from fastconv.kernels.family import Constant, Declined, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
@@ -75,6 +75,10 @@ class Bands(PlanesTile):
         return ceil_div(between + self.band_blocks, 2)
 
     @lazy
+    def piece(self) -> int:
+        return 1  # no window is read: blocks are
+
+    @lazy
     def pitch(self) -> int:
         """Rows of 16 bytes, 8 of which hit all banks."""
         blocks = max(2 * self.row_pairs, ceil_div(self.shift + self.halo_columns, self.block))
@@ -131,12 +135,9 @@ class Bands(PlanesTile):
     def blocks(self, images: int) -> int: ...
 
     def cycles(self, gpu: Gpu) -> float:
-        """What the whole layer takes, estimated."""
         layer, rates = self.layer, gpus.rates(gpu)
-        fit = self.blocks_per_processor(gpu)
         blocks = self.blocks(layer.problem.batch)
-        rounds = ceil_div(blocks, fit * gpu.processors)
-        resident = min(fit, ceil_div(blocks, gpu.processors))
+        rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
         size, kernel_rows = layer.operands.scalar_bytes, layer.rows.kernel
         pairs = self.channels * ceil_div(self.slots * self.lanes_y, 2)
         pairs = round_up(pairs, self.warps)  # idle ones, too
@@ -157,20 +158,7 @@ class Bands(PlanesTile):
         return rounds * (START + one_round)
 
     def constants(self) -> dict[str, Constant]:
-        return {
-            "rows": self.rows,
-            "columns": self.columns,
-            "channels": self.channels,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
-            "slots": self.slots,
-            "warps": self.warps,
-            "vector": self.vector,
-            "inside": self.inside,
-            "piece": 1,
-            "pitch": self.pitch,
-            "plane_padding": 0,
-        }
+        return super().constants() | {"channels": self.channels, "warps": self.warps}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +220,7 @@ class PlaneBands(Bands):
         return self.slots * self.copied * self.vector * self.layer.operands.scalar_bytes
 
     def constants(self) -> dict[str, Constant]:
-        return {**super().constants(), "store_vector": self.store_vector}
+        return super().constants() | {"store_vector": self.store_vector}
 
 
 # Instructions, as measured: for a pixel that is loaded, and for each of its numbers, also if it is

@@ -58,7 +58,7 @@ def _planes(c: Mapping[str, Any]) -> dict[str, Constant]:
     outputs, of_thread = c["group_out"], c["channels"]
     return _common(c) | {
         "window": _window(c),
-        "several planes": c["planes"] > 1,
+        "several planes": c["slots"] > 1,
         "outputs": "one" if outputs == 1 else "all" if outputs == of_thread else "in parts",
         "stored in vectors": c["store_vector"] > 1,
     }
@@ -68,7 +68,7 @@ PLANES = Anatomy(
     sizes=GEOMETRY
     | _TILE
     | _ROWS
-    | {"flush_rows", "channels", "planes", "weight_padding", "store_vector"},
+    | {"flush_rows", "channels", "slots", "weight_padding", "store_vector"},
     chosen=_planes,
     parts={
         "load": ("copied in vectors", "image", "several planes", "several inputs"),

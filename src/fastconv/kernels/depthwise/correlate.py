@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
-from typing import TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.depthwise import bands, plain
 from fastconv.kernels.depthwise.layer import Layer, require
-from fastconv.kernels.depthwise.tiles import FAMILY, WHY
+from fastconv.kernels.depthwise.tiles import FAMILY, WHY, Tile, best, fitting
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.problem import Problem
@@ -19,8 +18,6 @@ PACK_THREADS = 256
 MOST_PACK_BLOCKS = 4096
 MANY_IMAGES = 32
 MOST_NARROW_CHANNELS = 4  # of a group with 16-bit types, contiguous
-
-_Any = TypeVar("_Any", plain.Planes, plain.Pixels, bands.Bands)
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -90,17 +87,17 @@ def _check_width(layer: Layer) -> None:
 
 def _tile(layer: Layer, gpu: Gpu) -> plain.Planes | plain.Pixels | bands.Bands:
     if _in_bands(layer, gpu):
-        return _best(bands.tiles(layer, gpu), gpu)
+        return best(bands.tiles(layer, gpu), gpu)
     if layer.operands.input_channels_last:
-        return _best(plain.pixels(layer), gpu)
-    return _best(plain.planes(layer), gpu).spread_over_banks(gpu)
+        return best(plain.pixels(layer), gpu)
+    return best(plain.planes(layer), gpu).spread_over_banks(gpu)
 
 
 def _in_bands(layer: Layer, gpu: Gpu) -> bool:
     """Whether tensor cores are faster: not by the batch, with which no image's bits may change."""
     many = replace(layer, problem=replace(layer.problem, batch=MANY_IMAGES))
     try:
-        banded = _best(bands.tiles(many, gpu), gpu).cycles(gpu)
+        banded = best(bands.tiles(many, gpu), gpu).cycles(gpu)
     except Declined:
         return False
     if layer.operands.input_channels_last:
@@ -108,16 +105,5 @@ def _in_bands(layer: Layer, gpu: Gpu) -> bool:
     return banded < _least_cycles(plain.planes(many), gpu)
 
 
-def _least_cycles(candidates: Iterable[_Any], gpu: Gpu) -> float:
-    return min((tile.cycles(gpu) for tile in _fitting(candidates, gpu)), default=inf)
-
-
-def _fitting(candidates: Iterable[_Any], gpu: Gpu) -> list[_Any]:
-    return [tile for tile in candidates if tile.blocks_per_processor(gpu) > 0]
-
-
-def _best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
-    fitting = _fitting(candidates, gpu)
-    if not fitting:
-        raise Declined("a halo tile that does not fit shared memory")
-    return min(fitting, key=lambda tile: tile.cycles(gpu))
+def _least_cycles(candidates: Iterable[Tile], gpu: Gpu) -> float:
+    return min((tile.cycles(gpu) for tile in fitting(candidates, gpu)), default=inf)

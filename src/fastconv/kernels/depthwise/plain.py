@@ -18,6 +18,7 @@ from fastconv.kernels.depthwise.tiles import (
     lane_channels,
     lanes,
     lanes_of_channels,
+    occupancy,
 )
 from fastconv.kernels.family import Constant, Gpu
 from fastconv.kernels.lazy import lazy
@@ -28,8 +29,9 @@ OTHER_REGISTERS = 32  # than sums and a window's row
 
 # Estimated, as measured on an H200: instructions that a processor issues in a cycle, with so many
 # warps half of them; instructions of a thread to copy a vector, to load a weight, for each output
-# row that a row of the window may belong to, and to store a vector. The last two are shares of what
-# goes on at the same time.
+# row that a row of the window may belong to, and to store a vector; how much longer copies take
+# than at the L2 cache's rate, cycles for a byte that is stored, and what of other work is not
+# hidden.
 ISSUED, HALF_ISSUED = 4.4, 4.2
 COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
 L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
@@ -52,11 +54,6 @@ class Correlation(Tile):
     @abstractmethod
     def copies(self) -> int:
         """Vectors that a block copies."""
-
-    @property
-    @abstractmethod
-    def vector(self) -> int:
-        """Elements that are copied at once."""
 
     @property
     @abstractmethod
@@ -86,12 +83,9 @@ class Correlation(Tile):
         return min(255, words * (sums + self.window_columns * self.channels) + OTHER_REGISTERS)
 
     def cycles(self, gpu: Gpu) -> float:
-        """What the whole layer takes, estimated."""
         layer, rates = self.layer, gpus.rates(gpu)
-        at_once = self.blocks_per_processor(gpu) * gpu.processors
         blocks = self.blocks(layer.problem.batch)
-        rounds = ceil_div(blocks, at_once)
-        resident = min(self.blocks_per_processor(gpu), ceil_div(blocks, gpu.processors))
+        rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
         sums = self.channels * self.rows * self.columns
         instructions, bank_cycles = self.loads
         issued = (
@@ -198,18 +192,8 @@ class Planes(PlanesTile, Correlation):
         return max(self.store_vector * size, min(SECTOR_BYTES, self.columns * size))
 
     def constants(self) -> dict[str, Constant]:
-        return {
-            "rows": self.rows,
-            "columns": self.columns,
+        return super().constants() | {
             "channels": self.channels,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
-            "planes": self.slots,
-            "vector": self.vector,
-            "inside": self.inside,
-            "piece": self.piece,
-            "pitch": self.pitch,
-            "plane_padding": self.plane_padding,
             "weight_padding": self.weight_padding,
             "store_vector": self.store_vector,
         }
@@ -275,18 +259,7 @@ class Pixels(PixelsTile, Correlation):
         return self.channels * self.layer.operands.scalar_bytes
 
     def constants(self) -> dict[str, Constant]:
-        return {
-            "rows": self.rows,
-            "columns": self.columns,
-            "lane_channels": self.lane_channels,
-            "lanes_c": self.lanes_c,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
-            "slots": self.slots,
-            "vector": self.vector,
-            "inside": self.inside,
-            "weight_vector": self.weight_vector,
-        }
+        return super().constants() | {"weight_vector": self.weight_vector}
 
 
 def planes(layer: Layer) -> Iterator[Planes]:

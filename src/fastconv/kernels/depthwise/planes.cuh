@@ -1,7 +1,7 @@
 // Convolutions of narrow groups, and their input gradients, of contiguous tensors: an image's
 // channel is a plane of its own.
 //
-// A block has `planes` output planes of a tile each (times `channels` of the same group), and loads
+// A block has `slots` output planes of a tile each (times `channels` of the same group), and loads
 // what they read of an input plane, with its halo, to shared memory; planes of small images are as
 // many as threads. Where groups have several input channels, the next one's planes are loaded while
 // one is multiplied.
@@ -20,15 +20,15 @@ namespace fastconv {
 namespace depthwise {
 
 constexpr int kSlotThreads = C::lanes_y * C::lanes_x;
-constexpr int kThreads = round_up(C::planes * kSlotThreads, 32);
+constexpr int kThreads = round_up(C::slots * kSlotThreads, 32);
 constexpr int kParts = ceil_div(C::group_out, C::channels);  // of a group's output planes
 constexpr int kStages = C::group_in > 1 ? 2 : 1;
 
 constexpr int kWeightRow = round_up(Columns::kTaps, 4);
 constexpr int kWeightPlane = C::channels * C::kernel_height * kWeightRow + C::weight_padding;
-constexpr int kInputBytes = round_up(C::planes * kPlane * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
 constexpr int kStageBytes =
-    kInputBytes + round_up(C::planes * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
+    kInputBytes + round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
 static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
 
 struct Tile {
@@ -39,14 +39,14 @@ struct Tile {
     x = static_cast<int>(block % kTilesX) * kTileColumns;
     block /= kTilesX;
     y = static_cast<int>(block % kTilesY) * kTileRows;
-    first = static_cast<int>(block / kTilesY) * C::planes;
+    first = static_cast<int>(block / kTilesY) * C::slots;
   }
   // Of a slot's plane, the group, counted over all images.
   __device__ int group(int slot) const { return (first + slot) / kParts; }
 };
 
 // From the first slot's input plane to those of the others.
-using Offset = IndexTo<(C::planes + 1) * C::group_in * kInPlane + C::in_width>;
+using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + C::in_width>;
 
 // A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
@@ -64,12 +64,12 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   input += (1ll * group * C::group_in + channel) * kInPlane;
   target += kFirstRow * C::pitch + at;
 #pragma unroll 4
-  for (int i = thread / kVectors; i < C::planes * kCopiedRows; i += kRows) {
-    const int slot = C::planes == 1 ? 0 : i / kCopiedRows;
-    const int row = C::planes == 1 ? i : i % kCopiedRows;
+  for (int i = thread / kVectors; i < C::slots * kCopiedRows; i += kRows) {
+    const int slot = C::slots == 1 ? 0 : i / kCopiedRows;
+    const int row = C::slots == 1 ? i : i % kCopiedRows;
     const int y = first_row + row;
     const bool exists = inside && (C::inside || static_cast<unsigned>(y) < C::in_height) &&
-                        (C::planes == 1 || tile.first + slot < planes);
+                        (C::slots == 1 || tile.first + slot < planes);
     const Offset source = static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInPlane) +
                           static_cast<Offset>(y) * C::in_width + x;
     copy_elements<C::vector>(target + slot * kPlane + row * C::pitch, input + (exists ? source : 0),
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
 __device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, const Tile& tile,
                                              int channel, int planes) {
   constexpr int kRows = C::channels * C::kernel_height;  // of a slot
-  for (int i = static_cast<int>(threadIdx.x); i < C::planes * kRows; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < C::slots * kRows; i += kThreads) {
     const int slot = i / kRows;
     const int tap_row = i % C::kernel_height;
     const int plane = tile.first + slot;
@@ -116,7 +116,7 @@ struct Position {
     y = Rows::first_output<C::rows>(thread % kSlotThreads / C::lanes_x);
     x = Columns::first_output<C::columns>(thread % C::lanes_x);
   }
-  __device__ bool idle() const { return C::planes * kSlotThreads < kThreads && slot >= C::planes; }
+  __device__ bool idle() const { return C::slots * kSlotThreads < kThreads && slot >= C::slots; }
 };
 
 // A row of weights, of which four are read at once.

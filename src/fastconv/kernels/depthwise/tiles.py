@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
-from fastconv.kernels.family import Constant, Gpu
+from fastconv.kernels.family import Constant, Declined, Gpu
 from fastconv.kernels.lazy import lazy
 
 FAMILY = "depthwise"
@@ -106,7 +106,31 @@ class Tile(ABC):
         """Of a thread, about."""
 
     @abstractmethod
-    def constants(self) -> dict[str, Constant]: ...
+    def cycles(self, gpu: Gpu) -> float:
+        """What the whole layer takes, estimated."""
+
+    @property
+    @abstractmethod
+    def vector(self) -> int:
+        """Elements that are copied at once."""
+
+    @lazy
+    def thread_step(self) -> int:
+        """Input columns from one thread to the next, if these are neighbours."""
+        columns = self.layer.columns
+        return self.columns * columns.times // columns.over
+
+    def constants(self) -> dict[str, Constant]:
+        """What the kernels are told of it."""
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "lanes_y": self.lanes_y,
+            "lanes_x": self.lanes_x,
+            "slots": self.slots,
+            "vector": self.vector,
+            "inside": self.inside,
+        }
 
     def blocks_per_processor(self, gpu: Gpu) -> int:
         """That fit at once; 0 if none does."""
@@ -140,14 +164,7 @@ class PlanesTile(Tile):
         return self.lanes_y * self.lanes_x
 
     @lazy
-    def thread_step(self) -> int:
-        """Input columns from one thread to the next, if these are neighbours."""
-        columns = self.layer.columns
-        return self.columns * columns.times // columns.over
-
-    @lazy
     def vector(self) -> int:
-        """Elements that are copied at once."""
         return self.widest_copy
 
     @property
@@ -240,6 +257,13 @@ class PlanesTile(Tile):
         at = slot * self.plane + row // rows.over * self.pitch + column // columns.over
         return range(at * size, (at + self.piece) * size)
 
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "piece": self.piece,
+            "pitch": self.pitch,
+            "plane_padding": self.plane_padding,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class PixelsTile(Tile):
@@ -286,7 +310,7 @@ class PixelsTile(Tile):
     def clashes(self) -> int:
         """How often banks are hit at once by threads of a warp that have other pixels."""
         layer = self.layer
-        between = self.columns * layer.columns.times // layer.columns.over
+        between = self.thread_step
         if self.lanes_x == 1:
             between = self.rows * layer.rows.times // layer.rows.over * self.halo_columns
         distance = between * self.pixel * layer.operands.scalar_bytes
@@ -302,6 +326,37 @@ class PixelsTile(Tile):
         """Vectors of a tile."""
         pixels = prod(map(len, self.in_image)) if self.inside else prod(self._halo)
         return self.slots * pixels * self.pixel // self.vector
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "lanes_c": self.lanes_c,
+            "lane_channels": self.lane_channels,
+        }
+
+
+_Any = TypeVar("_Any", bound=Tile)
+
+
+def fitting(candidates: Iterable[_Any], gpu: Gpu) -> list[_Any]:
+    """Those of which a processor has room for a block."""
+    return [tile for tile in candidates if tile.blocks_per_processor(gpu) > 0]
+
+
+def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
+    """The one that takes least.
+
+    Raises:
+        Declined: none fits.
+    """
+    found = fitting(candidates, gpu)
+    if not found:
+        raise Declined("a halo tile that does not fit shared memory")
+    return min(found, key=lambda tile: tile.cycles(gpu))
+
+
+def occupancy(blocks: int, fit: int, gpu: Gpu) -> tuple[int, int]:
+    """Rounds of so many blocks, and those of a processor at once, if so many fit."""
+    return ceil_div(blocks, fit * gpu.processors), min(fit, ceil_div(blocks, gpu.processors))
 
 
 def read_cycles(width: int, distance: int) -> int:

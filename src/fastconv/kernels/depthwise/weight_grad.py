@@ -16,14 +16,15 @@ from fastconv.kernels.depthwise.tiles import (
     PixelsTile,
     PlanesTile,
     Tile,
+    best,
     lane_channels,
     lanes,
     lanes_of_channels,
+    occupancy,
     read_cycles,
 )
 from fastconv.kernels.family import (
     Constant,
-    Declined,
     Gpu,
     Kernel,
     Launch,
@@ -61,12 +62,9 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: the portable kernels have to do it.
     """
     layer = Layer.of(problem, operands, transposed=False)
-    found = _pixels(layer) if operands.input_channels_last else _planes(layer)
-    tiles = [tile for tile in found if tile.blocks_per_processor(gpu) > 0]
-    if not tiles:
-        raise Declined("a halo tile that does not fit shared memory")
-    best = min(tiles, key=lambda tile: tile.cycles(gpu))
-    return _plan(best.spread_over_banks(gpu) if isinstance(best, Planes) else best, gpu)
+    if operands.input_channels_last:
+        return _plan(best(_pixels(layer), gpu), gpu)
+    return _plan(best(_planes(layer), gpu).spread_over_banks(gpu), gpu)
 
 
 def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
@@ -190,6 +188,11 @@ class Walk(Tile):
 
     @property
     @abstractmethod
+    def grad_vector(self) -> int:
+        """Elements of the output's gradient that are copied at once."""
+
+    @property
+    @abstractmethod
     def loads(self) -> tuple[float, float]:
         """From shared memory, for a patch: instructions, and cycles that a warp's take."""
 
@@ -205,7 +208,6 @@ class Walk(Tile):
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
 
     def cycles(self, gpu: Gpu) -> float:
-        """What the whole layer takes, estimated."""
         return self.best_splits(gpu)[0]
 
     def best_splits(self, gpu: Gpu) -> tuple[float, int]:
@@ -217,9 +219,7 @@ class Walk(Tile):
         """With so many shares, and blocks of a processor."""
         rates, size = gpus.rates(gpu), self.layer.operands.sum_bytes
         issued, bank_cycles = self._unit
-        blocks = self.blocks * splits
-        rounds = ceil_div(blocks, fit * gpu.processors)
-        resident = min(fit, ceil_div(blocks, gpu.processors))
+        rounds, resident = occupancy(self.blocks * splits, fit, gpu)
         units = ceil_div(self.units, splits)
         warps = self.threads / 32 * resident
         one_round = together(
@@ -245,6 +245,13 @@ class Walk(Tile):
     def _end(self) -> float:
         """Instructions of a thread to add up what a block's have."""
         return END * self.channels * self.tap_rows * self.layer.columns.kernel
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "tap_rows": self.tap_rows,
+            "tap_blocks": self.tap_blocks,
+            "grad_vector": self.grad_vector,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,21 +329,8 @@ class Planes(PlanesTile, Walk):
         return windows + grads + widened, cycles
 
     def constants(self) -> dict[str, Constant]:
-        return {
-            "rows": self.rows,
-            "columns": self.columns,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
-            "slots": self.slots,
-            "tap_rows": self.tap_rows,
-            "tap_blocks": self.tap_blocks,
+        return super().constants() | {
             "group_warps": self.group_warps,
-            "vector": self.vector,
-            "grad_vector": self.grad_vector,
-            "piece": self.piece,
-            "pitch": self.pitch,
-            "plane_padding": self.plane_padding,
-            "inside": self.inside,
             "grad_piece": self.grad_piece,
             "grad_pitch": self.grad_pitch,
             "channels_last": False,
@@ -404,20 +398,8 @@ class Pixels(PixelsTile, Walk):
         return loads * (1 + self.channels * (size == 2)), loads * cycles
 
     def constants(self) -> dict[str, Constant]:
-        return {
-            "rows": self.rows,
-            "columns": self.columns,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
-            "slots": self.slots,
-            "tap_rows": self.tap_rows,
-            "tap_blocks": self.tap_blocks,
+        return super().constants() | {
             "group_patches": self.group_patches,
-            "lanes_c": self.lanes_c,
-            "lane_channels": self.lane_channels,
-            "vector": self.vector,
-            "inside": self.inside,
-            "grad_vector": self.grad_vector,
             "channels_last": True,
         }
 
