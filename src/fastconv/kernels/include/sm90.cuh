@@ -256,6 +256,14 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
                : "memory");
 }
 
+// The same, not transposed: lane 8 k + i has the address of 16 bytes for row i.
+__device__ __forceinline__ void store_rows(void* row, const unsigned (&rows)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+      : "memory");
+}
+
 // Orders registers and shared memory before the warpgroup's next products.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -287,6 +295,30 @@ using Matrix = unsigned long long;
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
   return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
+}
+
+// The same of boxes that tensor copies have swizzled in spans of 128 bytes, from a multiple of 1024
+// bytes on. Rows along the sum: 8 rows of 128 bytes lie in one piece, `stride` bytes between such
+// pieces; `leading` is not used. To move along the sum, within the 128 bytes, add bytes / 16.
+// Across the sum (see wgmma): 8 places of the sum by 128 bytes lie in one piece, `stride` bytes
+// between pieces that neighbour along the sum, `leading` bytes between those across it.
+__device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
+  return matrix(start, leading, stride) | 1ull << 62;
+}
+
+// --- Launches that follow each other -------------------------------------------------------------
+// Of a launch that is `early`, blocks may begin while the launch before it is still under way.
+
+// Waits until earlier launches are complete and what they wrote can be seen: before the first
+// access of any tensor. All threads that access one call it.
+__device__ __forceinline__ void wait_for_earlier_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the blocks of the next launch begin, where there is room for them, once all blocks have
+// called this or ended.
+__device__ __forceinline__ void allow_later_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 }  // namespace fastconv

@@ -139,20 +139,38 @@ namespace fastconv {
 // kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
 //   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
 // Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
+// Neighbours in shared memory are neighbours along the sum. 16-bit elements may also lie across it,
+// as neighbouring rows of `left` (kLeftAcross) or of `right` (kRightAcross).
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
   FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
 }
-template <int kColumns>
+template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
 __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
+  if constexpr (kLeftAcross && kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 1")
+  } else if constexpr (kLeftAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 0")
+  } else if constexpr (kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 1")
+  } else {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
+  }
 }
-template <int kColumns>
+template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
 __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+  if constexpr (kLeftAcross && kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 1")
+  } else if constexpr (kLeftAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 0")
+  } else if constexpr (kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 1")
+  } else {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+  }
 }
 
 // The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
