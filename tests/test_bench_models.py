@@ -188,6 +188,26 @@ def test_models_are_built_untrained_at_their_size(
 BENCH = ["bench", *FAST, "--model"]
 
 
+def test_a_broken_library_is_told(
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(TORCHVISION)
+    monkeypatch.delitem(sys.modules, "timm")
+    monkeypatch.syspath_prepend(tmp_path)
+    for line, named in (
+        ("import missing_package", "No module named 'missing_package'"),
+        ("raise RuntimeError('no operator nms')", "no operator nms"),
+    ):
+        (tmp_path / "timm.py").write_text(f"{line}\n")
+        assert cli.main([*BENCH, "own_size"]) == 2
+        said = capsys.readouterr().err
+        assert said == f"fastconv: timm is installed, but cannot be imported: {named}\n"
+    assert models.workloads("resnet50", 1, 8)  # which needs no timm
+
+
 @pytest.mark.parametrize(
     ("libraries", "arguments", "named"),
     [

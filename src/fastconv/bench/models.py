@@ -125,23 +125,29 @@ def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
     Built on the CPU, for constructors may compute with tensors what has to be a number.
     """
-    torchvision, timm = _library("torchvision.models"), _library("timm")
-    if torchvision is None and timm is None:
-        raise MissingExtra("--model needs torchvision or timm: pip install torchvision")
+    torchvision = _library("torchvision.models")
     if torchvision is not None and name in torchvision.list_models():
         return _of_torchvision(torchvision, name)
+    timm = _library("timm")
     if timm is not None and timm.is_model(name):
         network = timm.create_model(name, pretrained=False)
         return network, tuple(network.default_cfg.get("input_size", IMAGE))
+    if torchvision is None and timm is None:
+        raise MissingExtra("--model needs torchvision or timm: pip install torchvision")
     known = [one for library in (torchvision, timm) if library for one in library.list_models()]
     raise WorkloadError(_unknown(name, known, torchvision is not None, timm is not None))
 
 
 def _library(module: str) -> Any:
+    """The module, or None where its package is not installed."""
+    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError:
-        return None
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another PyTorch
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing in (package, module):
+            return None
+        raise MissingExtra(f"{package} is installed, but cannot be imported: {error}") from error
 
 
 def _of_torchvision(models: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
