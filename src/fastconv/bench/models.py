@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +32,9 @@ def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Wo
     Images have the model's own size, or height and width ``side``. A WorkloadError says why where
     there is no such model, or it cannot be run on a batch of images.
     """
-    network, (channels, *size) = _build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about initial weights, which do not matter
+        network, (channels, *size) = _build(name)
     if side is not None:
         size = [side, side]
     return layers(network, name, (batch, channels, *size))
@@ -134,8 +137,8 @@ def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         return network, tuple(network.default_cfg.get("input_size", IMAGE))
     if torchvision is None and timm is None:
         raise MissingExtra("--model needs torchvision or timm: pip install torchvision")
-    known = [one for library in (torchvision, timm) if library for one in library.list_models()]
-    raise WorkloadError(_unknown(name, known, torchvision is not None, timm is not None))
+    known = {one for library in (torchvision, timm) if library for one in library.list_models()}
+    raise WorkloadError(_unknown(name, sorted(known), torchvision is not None, timm is not None))
 
 
 def _library(module: str) -> Any:
