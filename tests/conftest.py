@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from fastconv import native
+from fastconv.bench import limits, timing
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -47,6 +48,16 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
     for_processes = {"FASTCONV_NATIVE": str(int(by_native))}
     with mock.patch.object(native, "conv2d", chosen), mock.patch.dict(os.environ, for_processes):
         yield request.param
+
+
+@pytest.fixture
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings of tiny products and copies: what they are does not matter here."""
+    monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
+    monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
+    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -54,15 +54,7 @@ SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
 CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"
 FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0"]
 
-
-@pytest.fixture(autouse=True)
-def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings of tiny products and copies: what they are does not matter here."""
-    monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
-    monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
-    monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
-    monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
+pytestmark = pytest.mark.usefixtures("_small_ceilings")
 
 
 def case(direction: str = "forward", shape: str = SHAPE, format: str = "nchw") -> Case:
@@ -507,6 +499,9 @@ def test_cases_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["verify", "--device", "cpu", "--json", "--shape", SHAPE, "--shape", SHAPE]
     assert cli.main([*arguments, "--dtype", "float32", "float32", "--pass", "forward"]) == 0
     assert len(json.loads(capsys.readouterr().out)["checks"]) == 1
+    assert cli.main([*arguments, "--pass", "weight_grad", "all"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert sorted(check["direction"] for check in checks) == sorted(PASSES)
 
 
 def test_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -802,6 +797,9 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             for option, value in (
                 ("--shape", SHAPE),
                 ("--suite", "real"),
+                ("--model", "resnet50"),
+                ("--batch", "2"),
+                ("--image", "32"),
                 ("--pass", "forward"),
                 ("--dtype", "float32"),
                 ("--precision", "ieee"),
@@ -811,6 +809,10 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
                 ("--repeats", "7"),
                 ("--time-limit", "0"),
             )
+        ),
+        *(
+            (["bench", option, "32"], f"{option} is that of a --model, and none is given")
+            for option in ("--batch", "--image")
         ),
         (["bench", "--host", "--dry-run"], "not allowed with"),
         (["bench", "--host", "--compare", "a.json", "b.json"], "not allowed with"),

@@ -28,7 +28,6 @@ from fastconv.bench import (
     measure,
     page,
     plots,
-    timing,
     tune,
 )
 from fastconv.bench.cases import Case
@@ -42,14 +41,7 @@ SHAPE = "1x2x6x6 3x2x3x3"
 BENCH = ["bench", "--device", "cpu", "--repeats", "1", "--row-seconds", "0", "--shape", SHAPE]
 SHOWN = ["--pass", "forward"]
 
-
-@pytest.fixture(autouse=True)
-def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
-    monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
-    monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
-    monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
+pytestmark = pytest.mark.usefixtures("_small_ceilings")
 
 
 @pytest.fixture

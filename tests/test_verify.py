@@ -395,6 +395,7 @@ def test_progress_is_told_now_and_then() -> None:
     [
         (["--random", "0"], "at least 1, but got '0'"),
         (["--random", "4", "--shape", SHAPE], "--random draws what --shape would say"),
+        (["--random", "4", "--model", "resnet50"], "--random draws what --model would say"),
         (["--random", "4", "--bias"], "--random draws what --bias would say"),
         (["--seed", "-1"], "at least 0, but got '-1'"),
         (["--jobs", "none"], "at least 1, but got 'none'"),

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fastconv import jit, native
-from fastconv.bench import commands
+from fastconv.bench import commands, models
 from fastconv.bench.campaign import MOST_JOBS
 from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, FORMATS, PASSES, PRECISIONS, STEP
 from fastconv.bench.console import MissingExtra
@@ -33,6 +33,7 @@ _EXPECTED = (
     jit.GpuUnavailable, jit.CompilationError, native.Unavailable, SwitchError, OSError,
     UnicodeEncodeError,
 )  # fmt: skip
+_ALL = "all"  # short for the three passes
 _BAD_INPUT = 2
 _BROKEN_PIPE = 141  # as shells report a program that wrote to nobody
 
@@ -95,6 +96,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_BAD_INPUT, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
 
 
+class _Passes(argparse.Action):
+    """Stores passes one by one, whichever way they are given."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        single = (one for name in values for one in (PASSES if name == _ALL else (name,)))
+        setattr(namespace, self.dest, list(dict.fromkeys(single)))
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="fastconv", description=__doc__)
     subcommands = parser.add_subparsers(required=True, metavar="command")
@@ -137,8 +148,9 @@ def _add_selection(
     each = "; or of input/weight/output's gradient: nhwc/nchw/nchw" if len(formats) > 2 else ""
     parser.add_argument("--shape", action="append", metavar="SHAPE", help=SHAPE_SYNTAX)
     parser.add_argument(
-        "--pass", dest="passes", nargs="+", choices=passes, default=list(PASSES), metavar="PASS",
-        help=f"of {', '.join(passes)} (default: {', '.join(PASSES)})",
+        "--pass", dest="passes", nargs="+", choices=(*passes, _ALL), default=list(PASSES),
+        metavar="PASS", action=_Passes,
+        help=f"of {', '.join(passes)}, or {_ALL}, the default: {', '.join(PASSES)}",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", nargs="+", choices=DTYPES, default=["float32"], metavar="DTYPE",
@@ -160,7 +172,19 @@ def _add_selection(
 def _add_suites(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", nargs="+", metavar="SUITE",
-        help=f"of {', '.join(SUITES)}, or JSON files (default: founding, unless --shape is given)",
+        help=f"of {', '.join(SUITES)}, or JSON files (default: founding, unless --shape or --model "
+        "is given)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", nargs="+", action="extend", metavar="MODEL",
+        help="every convolution of these models of torchvision or timm: resnet50, say",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=_positive, metavar="N", help=f"images of a model (default: {models.BATCH})"
+    )
+    parser.add_argument(
+        "--image", type=_positive, metavar="SIZE",
+        help="height and width of a model's images (default: the model's own)",
     )  # fmt: skip
     parser.add_argument(
         "--divisor", type=_positive, metavar="N",
@@ -266,7 +290,9 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--gpu", type=_gpu, metavar="GPU",
         help=f"plan for another GPU, which need not be there: {', '.join(gpus.GPUS)}",
     )  # fmt: skip
-    parser.set_defaults(run=commands.info, suite=None, divisor=None)
+    parser.set_defaults(
+        run=commands.info, suite=None, model=None, batch=None, image=None, divisor=None
+    )
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:

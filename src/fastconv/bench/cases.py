@@ -64,6 +64,12 @@ class Case:
         return f"{self.workload.name} {self.direction} {self.mode} {self.format}"
 
     @property
+    def count(self) -> int:
+        """How often a training step of the workload's model has it."""
+        first = self.workload.first if self.direction == "input_grad" else 0
+        return self.workload.count - first
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 

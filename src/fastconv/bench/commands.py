@@ -25,6 +25,7 @@ from fastconv.bench import (
     environment,
     host,
     limits,
+    models,
     report,
     results,
     trials,
@@ -50,7 +51,7 @@ from fastconv.bench.results import AnyResults, HostResults, Results
 from fastconv.bench.timing import Effort
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
-from fastconv.bench.workloads import SUITES, parse_shape, suite, unique
+from fastconv.bench.workloads import SUITES, Workload, parse_shape, suite, unique
 from fastconv.exporter import export
 from fastconv.jit import trust
 from fastconv.kernels.family import Gpu, Kernel
@@ -63,8 +64,8 @@ INTERRUPTED = 130
 
 # Options of `bench` that select or shape its rows; `--host` has rows of its own.
 _NOT_WITH_HOST = (
-    "shape", "suite", "divisor", "passes", "dtype", "precision", "format", "peer", "repeats",
-    "time_limit", "commands",
+    "shape", "suite", "model", "batch", "image", "divisor", "passes", "dtype", "precision",
+    "format", "peer", "repeats", "time_limit", "commands",
 )  # fmt: skip
 
 
@@ -332,7 +333,9 @@ def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
             Trial(case, arguments.misaligned, arguments.bias, arguments.data or NORMAL, seed)
             for case in _select(arguments, device)
         ]
-    for name in ("shape", "suite", "divisor", "misaligned", "bias", "data"):
+    for name in (
+        "shape", "suite", "model", "batch", "image", "divisor", "misaligned", "bias", "data"
+    ):  # fmt: skip
         if getattr(arguments, name):
             raise UsageError(f"--random draws what --{name} would say: they exclude each other")
     kinds = Kinds(
@@ -455,12 +458,12 @@ def _compare(arguments: Namespace) -> int:
 
 def _select(arguments: Namespace, device: torch.device) -> list[Case]:
     """The cases that the arguments ask for."""
-    shapes = [parse_shape(shape) for shape in arguments.shape or ()]
-    suites = arguments.suite or ([] if shapes else ["founding"])
-    selected = unique([*shapes, *(workload for name in suites for workload in suite(name))])
-    # A suite is scaled down where it would take too long; a shape is taken as it is given.
+    given = [*map(parse_shape, arguments.shape or ()), *_layers(arguments)]
+    suites = arguments.suite or ([] if given else ["founding"])
+    selected = unique([*given, *(workload for name in suites for workload in suite(name))])
+    # A suite is scaled down where it would take too long; the rest is taken as it is given.
     divisor = arguments.divisor or (1 if device.type == "cuda" else CPU_DIVISOR)
-    as_given = () if arguments.divisor else shapes
+    as_given = () if arguments.divisor else given
     workloads = [one if one in as_given else one.scaled(divisor) for one in selected]
     return cases(
         workloads,
@@ -469,6 +472,15 @@ def _select(arguments: Namespace, device: torch.device) -> list[Case]:
         arguments.precision or ("ieee",),
         arguments.format or ("nchw",),
     )
+
+
+def _layers(arguments: Namespace) -> list[Workload]:
+    """The layers of the models that the arguments name."""
+    for option in ("batch", "image"):
+        if getattr(arguments, option) and not arguments.model:
+            raise UsageError(f"--{option} is that of a --model, and none is given")
+    batch, side = arguments.batch or models.BATCH, arguments.image
+    return [one for name in arguments.model or () for one in models.workloads(name, batch, side)]
 
 
 def _device(name: str | None) -> torch.device:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from fastconv.bench import plots, report
-from fastconv.bench.results import Results, Row
+from fastconv.bench.results import Results, Row, Sum
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1440px;
@@ -76,9 +76,9 @@ def html(results: Results) -> str:
 {remarks}
 {figures}
 <h2>Every row</h2>
-<p>Click a heading to sort. {escape(report.NOTE.capitalize())}. The command that reproduces a row is
-the tooltip of its workload.</p>
-<div class="scroll">{_table(results.rows)}</div>
+<p>Click a heading to sort. {escape(report.note(results).capitalize())}. The command that
+reproduces a row is the tooltip of its workload.</p>
+<div class="scroll">{_table(results)}</div>
 <h2>Environment</h2>
 {_environment(results.environment)}
 <script>{_SCRIPT}</script>
@@ -87,14 +87,21 @@ the tooltip of its workload.</p>
 """
 
 
-def _table(rows: Sequence[Row]) -> str:
-    headings = report.LEFT + report.RIGHT
+def _table(results: Results) -> str:
+    headings, rows = report.LEFT + report.RIGHT, results.rows
     shown = report.filled([report.row_cells(row) for row in rows], len(headings))
     head = "".join(f'<th{_class(at)} scope="col">{escape(headings[at])}</th>' for at in shown)
     body = "\n".join(_row(row, shown) for row in rows)
+    foot = "\n".join(_sum(found, shown) for found in results.sums)  # sorting leaves it there
     return (
-        f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+        f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>'
+        f"<tfoot>\n{foot}\n</tfoot></table>"
     )
+
+
+def _sum(found: Sum, shown: Sequence[int]) -> str:
+    cells, kind = report.sum_cells(found), "faster" if found.speedup >= 1 else "slower"
+    return f'<tr class="{kind}">{"".join(_cell(at, cells[at], "") for at in shown)}</tr>'
 
 
 def _row(row: Row, shown: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from fastconv.bench.results import (
     HostTiming,
     Results,
     Row,
+    Sum,
 )
 from fastconv.bench.timing import Timing
 from fastconv.bench.verify import Check
@@ -36,14 +37,18 @@ HOST_NOTE = (
     "time of the host to queue a call (on a CPU, to compute it): median of interleaved samples "
     "(quartiles); ratio: fastconv's over PyTorch's, below 1 is less"
 )
+SUM_NOTE = (
+    "count: how often the model has the layer, and its layers in all; sum: of each row's time so "
+    "often, but a first layer has no input gradient"
+)
 UNSTEADY = (
     f"?: samples spread by more than {timing.UNSTEADY:.0%}, as they do on a busy machine: "
     "the figure says little"
 )
 LEFT = ("workload", "pass", "mode", "format")
 RIGHT = (
-    "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's", "host µs", "extra MiB",
-    "compile s", "first call ms",
+    "count", "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's", "host µs",
+    "extra MiB", "compile s", "first call ms",
 )  # fmt: skip
 _HOST_LEFT = ("row", "call")
 _HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
@@ -78,11 +83,12 @@ def ceilings(results: Results) -> str:
 
 
 def row_cells(row: Row) -> Cells:
-    """The cells of a row; those of a failed one are empty but for the first of its figures."""
+    """The cells of a row; those of a failed one are empty but for the first of its times."""
     case = row.case
-    head = (case.workload.name, case.direction, case.mode, case.format)
+    count = f"{case.count}" if case.workload.model else ""
+    head = (case.workload.name, case.direction, case.mode, case.format, count)
     if row.error is not None or not (row.ours and row.peer and row.binding):
-        return (*head, "failed", *[""] * (len(RIGHT) - 1))
+        return (*head, "failed", *[""] * (len(RIGHT) - 2))
     ours, peer = row.ours, row.peer
     compiled = "" if row.compile_s is None else f"{row.compile_s:.1f}"
     return (
@@ -98,6 +104,20 @@ def row_cells(row: Row) -> Cells:
         compiled,
         _pair(ours.first_call_ms, peer.first_call_ms),
     )
+
+
+def sum_cells(found: Sum) -> Cells:
+    """The cells of a sum; what has no sum is empty."""
+    of = f" of {found.wanted}" if found.layers < found.wanted else ""
+    return (
+        f"{found.model}: sum", found.direction, found.mode, found.format, f"{found.layers}{of}",
+        _time(found.ours), _time(found.peer), speedup(found), *[""] * (len(RIGHT) - 4),
+    )  # fmt: skip
+
+
+def note(results: Results) -> str:
+    """What the columns are."""
+    return f"{NOTE}; {SUM_NOTE}" if results.sums else NOTE
 
 
 def filled(rows: Sequence[Cells], columns: int) -> list[int]:
@@ -147,8 +167,12 @@ def markdown(results: AnyResults) -> str:
 
 
 def _results_table(results: Results) -> Table:
-    caption = "\n".join((ceilings(results), NOTE, *remarks(results), *failures(results)))
-    return _table(title(results), caption, LEFT, RIGHT, list(map(row_cells, results.rows)))
+    caption = "\n".join((ceilings(results), note(results), *remarks(results), *failures(results)))
+    return _table(title(results), caption, LEFT, RIGHT, _results_cells(results))
+
+
+def _results_cells(results: Results) -> list[Cells]:
+    return [*map(row_cells, results.rows), *map(sum_cells, results.sums)]
 
 
 def remarks(results: Results) -> list[str]:
@@ -162,8 +186,8 @@ def failures(results: Results) -> list[str]:
 
 
 def _results_markdown(results: Results) -> str:
-    legend = f"{title(results)}; {ceilings(results)}; {NOTE}."
-    rows = _markdown(LEFT, RIGHT, list(map(row_cells, results.rows)))
+    legend = f"{title(results)}; {ceilings(results)}; {note(results)}."
+    rows = _markdown(LEFT, RIGHT, _results_cells(results))
     return _section(legend, remarks(results), rows, failures(results))
 
 
@@ -325,8 +349,8 @@ def _time(timing: Timing) -> str:
     return f"{timing.ms:.4g} ±{timing.spread:.0%}"
 
 
-def speedup(row: Row) -> str:
-    """A measured row's speed-up, with a question mark where it says little."""
+def speedup(row: Row | Sum) -> str:
+    """A measured row's or a sum's speed-up, with a question mark where it says little."""
     return f"{row.speedup:.2f}x" + ("?" if row.unsteady else "")
 
 

@@ -89,6 +89,55 @@ class Row:
         return cls(case, entry["command"], ours, peer, *rest)
 
 
+@dataclass(frozen=True)
+class Sum:
+    """What one pass of a model's layers takes: every row as often as the model has its layer."""
+
+    model: str
+    direction: str
+    mode: str
+    format: str
+    wanted: int  # layers
+    layers: int  # those of them that were measured, which the times are of
+    ours: Timing
+    peer: Timing
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Sum:
+        """The sum of rows that have model, pass, mode and format in common."""
+        case = rows[0].case
+        counted = [
+            (row.case.count, row.ours, row.peer)
+            for row in rows
+            if row.error is None and row.ours and row.peer
+        ]
+        return cls(
+            case.workload.model, case.direction, case.mode, case.format,
+            sum(row.case.count for row in rows), sum(count for count, _, _ in counted),
+            _total([(count, ours) for count, ours, _ in counted]),
+            _total([(count, peer) for count, _, peer in counted]),
+        )  # fmt: skip
+
+    @property
+    def speedup(self) -> float:
+        return self.peer.ms / self.ours.ms
+
+    @property
+    def unsteady(self) -> bool:
+        return self.ours.unsteady or self.peer.unsteady
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"speedup": self.speedup}
+
+
+def _total(counted: Sequence[tuple[int, Timing]]) -> Timing:
+    """So many of each, one after the other: it spreads by at most what they do together."""
+    ms = sum(count * one.ms for count, one in counted)
+    spread = sum(count * one.ms * one.spread for count, one in counted)
+    samples = min((one.samples for _, one in counted), default=0)
+    return Timing(ms, spread / (ms or 1.0), samples, sum(one.first_call_ms for _, one in counted))
+
+
 @dataclass
 class Results:
     """The rows of a run, and where they come from."""
@@ -104,6 +153,17 @@ class Results:
         return [row for row in self.rows if row.error is None]
 
     @property
+    def sums(self) -> list[Sum]:
+        """Of every model, pass, mode and format of which at least one layer was measured."""
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            case = row.case
+            if case.workload.model:
+                key = (case.workload.model, case.mode, case.format, case.direction)
+                groups.setdefault(key, []).append(row)
+        return [found for found in map(Sum.of, groups.values()) if found.layers]
+
+    @property
     def doubts(self) -> list[str]:
         """Sentences that say why the figures mean little, if they do: the machine was busy."""
         return limits.doubts(self.ceilings, self.ceilings_after)
@@ -116,6 +176,7 @@ class Results:
             "ceilings_after": asdict(self.ceilings_after) if self.ceilings_after else None,
             "build_s": self.build_s,
             "doubts": self.doubts,
+            "sums": [found.to_dict() for found in self.sums],
             "rows": [row.to_dict() for row in self.rows],
         }
         return json.dumps(contents, indent=1) + "\n"

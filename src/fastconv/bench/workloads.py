@@ -1,4 +1,7 @@
-"""The convolutions we measure: named suites, files of them, or a shape from the command line."""
+"""The convolutions we measure: named suites, files of them, or a shape from the command line.
+
+Those of a network by name are in :mod:`fastconv.bench.models`.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,16 @@ MOST_ELEMENTS = 2**59  # of a tensor: their bytes are counted in 64 bits
 
 
 class WorkloadError(ValueError):
-    """A suite, file or shape that cannot be read; says which and why."""
+    """A suite, file, shape or model that cannot be read; says which and why."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One named convolution; ``padding`` is (top, bottom, left, right), or (rows, columns)."""
+    """One named convolution; ``padding`` is (top, bottom, left, right), or (rows, columns).
+
+    Where it is a layer of a ``model``, that has ``count`` of them, ``first`` of which read what
+    needs no gradient: the image.
+    """
 
     name: str
     about: str
@@ -35,6 +42,9 @@ class Workload:
     padding: tuple[int, ...] = (0, 0)
     dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
+    model: str = ""
+    count: int = 1
+    first: int = 0
 
     @property
     def sides(self) -> Padding:
@@ -237,21 +247,23 @@ def from_dict(entry: Any) -> Workload:
         raise ValueError(f"unknown keys {sorted(unknown)}; a workload has {', '.join(known)}")
     if missing := {"input", "weight"} - entry.keys():
         raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
-    for name in ("name", "about"):
-        if not isinstance(entry.get(name, ""), str):
-            raise ValueError(f"{name} should be text, but got {entry[name]!r}")
-    sizes = {name: value for name, value in entry.items() if name not in ("name", "about")}
-    return _checked(entry.get("name", ""), entry.get("about", ""), sizes)
+    texts = {name: entry.get(name, "") for name in ("name", "about", "model")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} should be text, but got {text!r}")
+    return _checked(texts, {name: entry[name] for name in entry if name not in texts})
 
 
 def to_dict(workload: Workload) -> dict[str, Any]:
-    return asdict(workload)
+    """Its JSON; without what only layers of models have where it is none."""
+    ours = () if workload.model else ("model", "count", "first")
+    return {name: value for name, value in asdict(workload).items() if name not in ours}
 
 
 def parse_shape(text: str) -> Workload:
     """The workload that :data:`SHAPE_SYNTAX` describes."""
     try:
-        return _checked("", "", _read_shape(text))
+        return _checked({"name": "", "about": ""}, _read_shape(text))
     except ValueError as error:
         raise WorkloadError(
             f"malformed shape {text!r} ({error}): expected {SHAPE_SYNTAX}"
@@ -288,13 +300,15 @@ def _numbers(text: str, separator: str) -> list[int]:
 _LENGTHS = {"input": (4,), "weight": (4,), "stride": (2,), "padding": (2, 4), "dilation": (2,)}
 
 
-def _checked(name: str, about: str, sizes: dict[str, Any]) -> Workload:
+def _checked(texts: dict[str, Any], sizes: dict[str, Any]) -> Workload:
     """The workload, named if it has no name; a ValueError if it is no convolution."""
     values: dict[str, Any] = {
-        key: _size(key, value) if key == "groups" else _sizes(key, value)
+        key: _sizes(key, value) if key in _LENGTHS else _size(key, value)
         for key, value in sizes.items()
     }
-    workload = Workload(name, about, **values)
+    workload = Workload(**texts, **values)
+    if workload.first > workload.count:
+        raise ValueError(f"first should be at most count, {workload.count}: it is {workload.first}")
     try:
         problem = workload.problem
     except RuntimeError as error:
@@ -302,7 +316,7 @@ def _checked(name: str, about: str, sizes: dict[str, Any]) -> Workload:
     for shape in (problem.input_shape, problem.weight_shape, problem.output_shape):
         if math.prod(shape) > MOST_ELEMENTS:
             raise ValueError(f"no machine holds a tensor of {'x'.join(map(str, shape))}")
-    return workload if name else replace(workload, name=workload.shape)
+    return workload if workload.name else replace(workload, name=workload.shape)
 
 
 def _sizes(key: str, value: Any) -> tuple[int, ...]:
@@ -316,7 +330,7 @@ def _sizes(key: str, value: Any) -> tuple[int, ...]:
 
 
 def _size(key: str, value: Any) -> int:
-    least = 0 if key == "padding" else 1
+    least = 0 if key in ("padding", "first") else 1
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{key} takes whole numbers from {least} to 2**63 - 1, but got {value!r}")
     return value

@@ -1,0 +1,170 @@
+"""The convolutions of a network by name: torchvision's and timm's, as workloads.
+
+A network is built without trained weights and run once on tensors without data, and every
+``conv2d`` that it calls is noted, whichever module or function calls it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastconv.bench.console import MissingExtra
+from fastconv.bench.workloads import Workload, WorkloadError
+
+BATCH = 64
+IMAGE = (3, 224, 224)  # of networks that do not say
+
+
+def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Workload]:
+    """The layers of torchvision's or else timm's model of that name, each distinct one once.
+
+    Images have the model's own size, or height and width ``side``. A WorkloadError says why where
+    there is no such model, or it cannot be run on a batch of images.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about initial weights, which do not matter
+        network, (channels, *size) = _build(name)
+    if side is not None:
+        size = [side, side]
+    return layers(network, name, (batch, channels, *size))
+
+
+def layers(network: nn.Module, name: str, images: Sequence[int]) -> list[Workload]:
+    """The distinct convolutions of a training step of the network, in the order of their calls."""
+    noted = _Noted(network)
+    network = network.to("meta").train()  # heads that training alone has are layers too
+    try:
+        with torch.enable_grad(), noted:
+            network(torch.empty(*images, device="meta"))
+    except Exception as error:  # whatever a network may raise for an input that it does not take
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        shape = "x".join(map(str, images))
+        raise WorkloadError(f"{name} cannot be run on images of {shape}: {words}") from error
+    if not noted.calls:
+        raise WorkloadError(f"{name} has no 2-D convolution")
+    return [
+        replace(
+            layer, name=f"{name}_{number:02}", about=noted.paths[layer], model=name,
+            count=count, first=noted.first[layer],
+        )
+        for number, (layer, count) in enumerate(noted.calls.items(), start=1)
+    ]  # fmt: skip
+
+
+class _Noted(TorchFunctionMode):
+    """Notes the convolutions that are called, as workloads that have no name yet."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.calls: Counter[Workload] = Counter()
+        self.first: Counter[Workload] = Counter()  # calls whose input needs no gradient
+        self.paths: dict[Workload, str] = {}  # where the network has the first of each
+        self._network = network
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.conv2d:  # nn.functional's is the same
+            self._note(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _note(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> None:
+        dilation = _pair(dilation)
+        shape = (1,) * (4 - input.dim()) + tuple(input.shape)  # of a single image, a batch
+        sides = _padding(padding, tuple(weight.shape[2:]), dilation)
+        layer = Workload(
+            "", "", shape, tuple(weight.shape), _pair(stride), sides, dilation, groups
+        )  # fmt: skip
+        self.calls[layer] += 1
+        self.first[layer] += not input.requires_grad
+        self.paths.setdefault(layer, self._path(weight))
+
+    def _path(self, weight: Tensor) -> str:
+        """Where the network has the weight; nothing if it is computed, as normalised ones are."""
+        named = self._network.named_parameters()
+        return next((path.rpartition(".")[0] for path, one in named if one is weight), "")
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, *rest = (value,) if isinstance(value, int) else value
+    return first, rest[0] if rest else first
+
+
+def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, int]) -> tuple[int, ...]:
+    """As a workload has it, from any form that PyTorch takes."""
+    if padding == "valid":
+        return (0, 0)
+    if padding != "same":
+        return _pair(padding)
+    rows, columns = (step * (size - 1) for step, size in zip(dilation, kernel, strict=True))
+    if rows % 2 == columns % 2 == 0:
+        return (rows // 2, columns // 2)
+    return (rows // 2, rows - rows // 2, columns // 2, columns - columns // 2)
+
+
+def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model and its channels, height and width.
+
+    Built on the CPU, for constructors may compute with tensors what has to be a number.
+    """
+    torchvision = _library("torchvision.models")
+    if torchvision is not None and name in torchvision.list_models():
+        return _of_torchvision(torchvision, name)
+    timm = _library("timm")
+    if timm is not None and timm.is_model(name):
+        network = timm.create_model(name, pretrained=False)
+        return network, tuple(network.default_cfg.get("input_size", IMAGE))
+    if torchvision is None and timm is None:
+        raise MissingExtra("--model needs torchvision or timm: pip install torchvision")
+    known = {one for library in (torchvision, timm) if library for one in library.list_models()}
+    raise WorkloadError(_unknown(name, sorted(known), torchvision is not None, timm is not None))
+
+
+def _library(module: str) -> Any:
+    """The module, or None where its package is not installed."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another PyTorch
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing in (package, module):
+            return None
+        raise MissingExtra(f"{package} is installed, but cannot be imported: {error}") from error
+
+
+def _of_torchvision(models: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    untrained = {"weights": None}
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        untrained["weights_backbone"] = None  # it would be downloaded
+    side = 299 if name.endswith("inception_v3") else IMAGE[1]
+    return models.get_model(name, **untrained), (IMAGE[0], side, side)
+
+
+def _unknown(name: str, known: Sequence[str], torchvision: bool, timm: bool) -> str:
+    have = {"torchvision": torchvision, "timm": timm}
+    where = " or ".join(library for library, there in have.items() if there)
+    absent = "".join(f" ({library} is not installed)" for library in have if not have[library])
+    close = difflib.get_close_matches(name, known, n=5)
+    hint = f"the closest are {', '.join(close)}" if close else "no name there is like it"
+    return f"no model {name!r} in {where}{absent}: {hint}"
