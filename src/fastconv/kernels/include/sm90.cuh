@@ -192,6 +192,90 @@ __device__ __forceinline__ void im2col_load(void* shared, const TensorMap& map, 
       : "memory");
 }
 
+// --- Clusters: blocks that run at the same time and reach each other's shared memory -------------
+// A kernel has __cluster_dims__(n, 1, 1), its launch says so, too (`cluster`): n neighbouring
+// blocks.
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of the cluster; what they wrote to shared memory before can be seen after.
+// Before the first access of another block's shared memory, and after the last: it has to be there.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// As barrier_arrive, at the barrier that lies at the same place in the shared memory of the block
+// with this rank.
+__device__ __forceinline__ void barrier_arrive_at(Barrier* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// As barrier_wait, where blocks of a cluster arrive.
+__device__ __forceinline__ void cluster_barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned complete;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!complete);
+}
+
+// Tensor copies to the same place in the shared memory of each block whose bit, 1 << rank, is in
+// `blocks`; in each of them, the barrier at the same place counts the bytes.
+template <int kRank>
+__device__ __forceinline__ void tensor_load_to(void* shared, const TensorMap& map,
+                                               const int (&at)[kRank], Barrier* barrier,
+                                               unsigned blocks) {
+  static_assert(kRank == 2 || kRank == 4, "what kernels use");
+  if constexpr (kRank == 2) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]),
+        "h"(static_cast<short>(blocks))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+        "h"(static_cast<short>(blocks))
+        : "memory");
+  }
+}
+__device__ __forceinline__ void im2col_load_to(void* shared, const TensorMap& map,
+                                               const int (&at)[4], const int (&offset)[2],
+                                               Barrier* barrier, unsigned blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(
+          shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+      "h"(static_cast<short>(offset[0])), "h"(static_cast<short>(offset[1])),
+      "h"(static_cast<short>(blocks))
+      : "memory");
+}
+
 // From shared to global memory, as bulk_store: the same fence, commit and wait.
 template <int kRank>
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const int (&at)[kRank],
