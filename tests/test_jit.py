@@ -471,6 +471,9 @@ Promotion = IntEnum(
     start=0,
 )
 Fill = IntEnum("Fill", {"CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE": 0})
+LaunchAttribute = IntEnum(
+    "LaunchAttribute", {"CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": 6}
+)
 
 
 class Driver:
@@ -480,6 +483,8 @@ class Driver:
     CUtensorMapDataType, CUtensorMapInterleave, CUtensorMapSwizzle = MapType, Interleave, Swizzle
     CUtensorMapL2promotion, CUtensorMapFloatOOBfill = Promotion, Fill
     CUstream = int
+    CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
+    CUlaunchAttributeID = LaunchAttribute
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -487,6 +492,7 @@ class Driver:
         self.version = 13000
         self.signature = "ppi"
         self.launched: list[tuple[Any, ...]] = []
+        self.early: list[bool] = []  # of each launch
         self.entries: dict[bytes, Any] = {}  # functions that are called by their address
         self.encoded: list[tuple[Any, ...]] = []
 
@@ -510,6 +516,22 @@ class Driver:
         return function
 
     def cuLaunchKernel(self, *args: Any) -> tuple[Any]:
+        return self._launch(False, *args)
+
+    def cuLaunchKernelEx(self, config: Any, function: int, *args: Any) -> tuple[Any]:
+        (attribute,) = config.attrs
+        assert config.numAttrs == 1
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+        early = (
+            attribute.id == LaunchAttribute.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        sizes = (
+            *(config.gridDimX, config.gridDimY, config.gridDimZ),
+            *(config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes),
+        )
+        return self._launch(early, function, *sizes, config.hStream, *args)
+
+    def _launch(self, early: bool, *args: Any) -> tuple[Any]:
         *configuration, arguments, extra = args
         pointers = (ctypes.c_void_p * len(self.signature)).from_address(arguments)
         values = [
@@ -517,6 +539,7 @@ class Driver:
             for kind, pointer in zip(self.signature, pointers, strict=True)
         ]
         self.launched.append((*configuration, *values, extra))
+        self.early.append(early)
         statuses = self.statuses.get("cuLaunchKernel")
         return (Status(statuses.pop(0) if statuses else 0),)
 
@@ -633,6 +656,44 @@ class TestLaunch:
     def test_configuration_stream_and_arguments(self, driver: Driver) -> None:
         jit.prepare([LAUNCH], CUDA).run(0x7FFF_FFFF_FFF0, 0)
         assert driver.launched == [(0xF, 5, 6, 7, 128, 1, 1, 0, 0x57, 0x7FFF_FFFF_FFF0, 0, -1, 0)]
+
+    def test_early(self, driver: Driver) -> None:
+        """The driver is told, and all else is as in other launches."""
+        early = dataclasses.replace(LAUNCH, early=True)
+        prepared = jit.prepare([LAUNCH, early, LAUNCH], CUDA)
+        for _ in range(2):
+            prepared.run(1, 2)
+        assert driver.early == [False, True, False] * 2
+        assert driver.launched == [(0xF, 5, 6, 7, 128, 1, 1, 0, 0x57, 1, 2, -1, 0)] * 6
+
+    def test_early_in_threads_with_streams_of_their_own(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prepared = jit.prepare([dataclasses.replace(LAUNCH, early=True)], CUDA)
+        here = threading.local()
+        monkeypatch.setattr(prepared, "_raw_stream", lambda index: here.stream)
+
+        def work(number: int) -> None:
+            here.stream = number
+            for _ in range(300):
+                prepared.run(number, number)
+
+        in_threads(work, 8)
+        assert len(driver.launched) == 8 * 300
+        assert all(call[8] == call[9] for call in driver.launched)
+
+    @needs_nvrtc
+    def test_early_as_the_driver_reads_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the bindings' own types."""
+        bindings = compile.binding("driver")
+        monkeypatch.setattr(launch, "_driver", lambda: bindings)
+        config = launch._early_config(LAUNCH)
+        config.hStream = bindings.CUstream(0x57)
+        numbers = (ctypes.c_uint32 * 14).from_address(config.getPtr())
+        (_, attributes, _) = (ctypes.c_uint64 * 3).from_address(config.getPtr() + 32)
+        assert numbers[:7] == [5, 6, 7, 128, 1, 1, 0]
+        assert (numbers[8], numbers[12]) == (0x57, 1)
+        assert (ctypes.c_uint32 * 3).from_address(attributes)[:] == [6, 0, 1]
 
     def test_sequence_shares_addresses(self, driver: Driver) -> None:
         second = Launch(scale(), (1, 1, 1), 32, 0, ("z", "x", 2**31 - 1))
@@ -865,11 +926,11 @@ class TestLaunch:
 
     def test_description(self, driver: Driver) -> None:
         second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
-        prepared = jit.prepare([LAUNCH, second], CUDA)
+        prepared = jit.prepare([LAUNCH, dataclasses.replace(second, early=True)], CUDA)
         first = (("tensor", 0), ("tensor", 1), ("int", -1))
         assert prepared.description == [
-            (0xF, (5, 6, 7), 128, 0, first),
-            (0xF, (1, 1, 1), 32, 64, (("tensor", 2), ("tensor", 0), ("int", 2))),
+            (0xF, (5, 6, 7), 128, 0, False, first),
+            (0xF, (1, 1, 1), 32, 64, True, (("tensor", 2), ("tensor", 0), ("int", 2))),
         ]
 
     @needs_nvrtc
@@ -887,9 +948,9 @@ class TestLaunch:
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch, record_property: Any
     ) -> None:
         """Host time of a launch, the driver's part aside: on record, not judged."""
-        prepared = jit.prepare([LAUNCH], CUDA)
         status = (Status.CUDA_SUCCESS,)
-        monkeypatch.setattr(prepared, "_starts", [lambda *_: status])
+        monkeypatch.setattr(driver, "cuLaunchKernel", lambda *_: status)
+        prepared = jit.prepare([LAUNCH], CUDA)
         seconds = min(timeit.repeat(lambda: prepared.run(1, 2), number=1000, repeat=5)) / 1000
         record_property("microseconds", seconds * 1e6)
 

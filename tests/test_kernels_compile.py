@@ -22,6 +22,7 @@ import torch
 
 import nvrtc as other_nvrtc
 import small_products
+import swizzled_products
 import tensor_maps
 from fastconv import jit
 from fastconv.bench.workloads import FOUNDING, SUITES
@@ -381,6 +382,14 @@ def test_tensor_copies(arch: str) -> None:
     assert len(units) == 5
     for kernel in units.values():
         assert jit.compile_kernel(kernel, arch).cubin.startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_swizzled_products() -> None:
+    """The same of swizzled matrices, which sm_90a has."""
+    for case in swizzled_products.CASES:
+        compiled = jit.compile_kernel(case.launch.kernel, "sm_90a")
+        assert compiled.spill_bytes == 0
 
 
 @needs_nvrtc

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -350,6 +350,22 @@ int cuLaunchKernel(void* f, unsigned x, unsigned y, unsigned z, unsigned a, unsi
                    unsigned bytes, void* stream, void** arguments, void** extra) {
   return on_launch(f, x, y, z, a, b, c, bytes, stream, arguments, extra);
 }
+struct attribute { int id, pad; union { char all[64]; int allowed; void* aligned; } value; };
+struct config {
+  unsigned x, y, z, a, b, c, bytes;
+  void* stream;
+  struct attribute* attributes;
+  unsigned count;
+};
+int early;
+int cuLaunchKernelEx(const struct config* o, void* f, void** arguments, void** extra) {
+  if (o->count != 1 || o->attributes->id != 6 || o->attributes->value.allowed != 1) return 1;
+  early = 1;
+  int status =
+      on_launch(f, o->x, o->y, o->z, o->a, o->b, o->c, o->bytes, o->stream, arguments, extra);
+  early = 0;
+  return status;
+}
 int cuTensorMapReplaceAddress(void* map, void* address) { return on_replace(map, address); }
 int captured;
 int cuStreamIsCapturing(void* stream, int* status) {
@@ -382,6 +398,8 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.signatures: dict[int, str] = {}  # of functions, by handle
         self.launched: list[tuple[Any, ...]] = []
+        self.early: list[bool] = []  # of each launch
+        self._early = ctypes.c_int.in_dll(library, "early")
         self.replaced: list[int] = []
         self.launch_statuses: list[int] = []
         self.replace_statuses: list[int] = []
@@ -399,6 +417,7 @@ class Driver:
             self._read(kind, arguments[i]) for i, kind in enumerate(self.signatures[function])
         ]
         self.launched.append((function, *configuration, values))
+        self.early.append(bool(self._early.value))
         return self.launch_statuses.pop(0) if self.launch_statuses else 0
 
     def _read(self, kind: str, address: int) -> Any:
@@ -444,12 +463,18 @@ class Launching:
 
     TENSORS = tuple(("tensor", i) for i in range(5))
 
-    def _answer(self, host: Host, driver: Driver, *arguments: Any, **fields: Any) -> list[Any]:
-        """Has calls launch functions 0xF0, 0xF1, ... with these arguments; notes the trouble."""
+    def _answer(
+        self, host: Host, driver: Driver, *arguments: Any, early: Sequence[int] = (), **fields: Any
+    ) -> list[Any]:
+        """Has calls launch functions 0xF0, 0xF1, ... with these arguments; notes the trouble.
+
+        ``early`` are the numbers of those that are.
+        """
         troubles: list[Any] = []
         launches = []
         for number, some in enumerate(arguments):
-            launches.append((0xF0 + number, (5, 6, 7 + number), 128, 1024 * number, some))
+            size = ((5, 6, 7 + number), 128, 1024 * number)
+            launches.append((0xF0 + number, *size, number in early, some))
             kinds = {"tensor": "p", "int": "i", "map": "m"}
             driver.signatures[0xF0 + number] = "".join(kinds[kind] for kind, *_ in some)
 
@@ -469,11 +494,12 @@ class Launching:
 
 
 class TestLaunching(Launching):
-    def test_every_field(self, host: Host, driver: Driver) -> None:
+    @pytest.mark.parametrize("early", [(), (0,), (1,), (0, 1)], ids=str)
+    def test_every_field(self, host: Host, driver: Driver, early: tuple[int, ...]) -> None:
         integers = tuple(("int", value) for value in (-1, 0, 2**31 - 1, -(2**31)))
         self._answer(
             host, driver, self.TENSORS + integers, (*integers, *self.TENSORS[::-1]),
-            scratch_bytes=100,
+            scratch_bytes=100, early=early,
         )  # fmt: skip
         some = tensors(INPUT, WEIGHT, BIAS)
         output = fastconv.conv2d(*some)
@@ -486,6 +512,7 @@ class TestLaunching(Launching):
         values = [-1, 0, 2**31 - 1, -(2**31)]
         assert first[-1][5:] == values
         assert second[-1] == [*values, scratch, *addresses[::-1]]
+        assert driver.early == [number in early for number in range(2)]
 
     def test_absent_tensors(self, host: Host, driver: Driver) -> None:
         self._answer(host, driver, self.TENSORS)

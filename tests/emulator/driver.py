@@ -89,7 +89,7 @@ def _execute(
         names = [name for name in launch.tensors if name in memory]
         order = "reverse" if reverse else "forward"
         command = [_runtime(), _library(launch.kernel), order]
-        command += map(str, (*launch.grid, launch.block, launch.shared_bytes))
+        command += map(str, (*launch.grid, launch.block, launch.shared_bytes, int(launch.early)))
         places = {name: f"{name}:{len(memory[name])}:{_offset(tensors[name])}" for name in names}
         command += (_argument(argument, places) for argument in launch.arguments)
         output = _call(_title(launch.kernel), command, b"".join(memory[name] for name in names))

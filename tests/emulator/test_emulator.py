@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -241,6 +241,61 @@ COPIES_AND_WRITES = """
   out[i] = tile[i % 64];
 """
 
+# Each warp's four matrices of 8 rows of 16 bytes, through shared memory.
+STORED_ROWS = """
+  const int lane = i % 32;
+  const auto* const words = reinterpret_cast<const unsigned*>(in) + i / 32 * 128;
+  const unsigned rows[4] = {words[lane], words[32 + lane], words[64 + lane], words[96 + lane]};
+  store_rows(tile + 4 * i, rows);
+  __syncthreads();
+  for (int j = 0; j < 4; ++j) out[4 * i + j] = tile[4 * i + j];
+"""
+
+# What is done to it, and what the message has to say.
+FAULTY_ROWS = {
+    "row_misaligned": (("tile + 4 * i, rows", "tile + 4 * i + 2, rows"), "not a multiple of 16"),
+    "row_outside": (("tile + 4 * i, rows", "tile + 2052, rows"), "a row of 16 bytes at byte 8208"),
+    "row_by_some_lanes": (
+        ("store_rows(tile", "if (lane) store_rows(tile"),
+        r"threads 0 to 0: waits in __syncthreads, .*\n +threads 1 to 31: waits in store_rows",
+    ),
+}
+
+# In a launch that may begin early: what is done before a thread waits, and what the message has to
+# say. The others follow.
+EARLY = "wait_for_earlier_launch(); allow_later_launch(); out[i] = in[i] + 1;"
+FAULTY_EARLY = {
+    "early_read": (
+        "tile[i] = in[i]; wait_for_earlier_launch(); out[i] = tile[i];",
+        r"thread 0\nin an early launch, before wait_for_earlier_launch\nat byte 0 of in, ",
+    ),
+    "early_write": (
+        "out[i] = 1; wait_for_earlier_launch();",
+        r"before wait_for_earlier_launch\nat byte 0 of out, ",
+    ),
+    "early_copy": (
+        "copy_async<4>(tile + i, in + i, true); copy_async_wait<0>(); wait_for_earlier_launch();",
+        r"before wait_for_earlier_launch\nat byte 0 of in, ",
+    ),
+    "early_bulk_load": (
+        """
+  Barrier* const loaded = reinterpret_cast<Barrier*>(tile + 32);
+  if (i == 0) barrier_init(loaded, 1);
+  __syncthreads();
+  if (i == 0) barrier_arrive_expect(loaded, 128);
+  if (i == 0) bulk_load(tile, in, 128, loaded);
+  wait_for_earlier_launch();
+  barrier_wait(loaded, 0);
+""",
+        r"thread 0\nin an early launch, before wait_for_earlier_launch\nat byte 0 of in, ",
+    ),
+    "early_for_another_thread": (
+        "if (i == 7) wait_for_earlier_launch(); __syncthreads(); if (i > 6) out[i] = 1;",
+        r"thread 8\nin an early launch, before wait_for_earlier_launch\nat byte 32 of out, ",
+    ),
+    "early_without_a_wait": ("tile[i] = 1;", "no thread of the block calls wait_for_earlier_la"),
+}
+
 # What is done to PRODUCT, and what the message has to say.
 FAULTY_PRODUCTS = {
     "barrier_uninitialised": (("barrier_init(loaded, 1)", "0"), "byte 8192.* is not initialised"),
@@ -421,6 +476,11 @@ SM90 = {
             sm90_launch(name, change(PRODUCT, *fault))
             for name, (fault, _) in FAULTY_PRODUCTS.items()
         ),
+        sm90_launch("stored_rows", STORED_ROWS),
+        *(
+            sm90_launch(name, change(STORED_ROWS, *fault))
+            for name, (fault, _) in FAULTY_ROWS.items()
+        ),
         sm90_launch("ring", RING),
         sm90_launch("both_copies", BOTH_COPIES),
         sm90_launch("copies_not_awaited", COPIES_NOT_AWAITED),
@@ -430,6 +490,10 @@ SM90 = {
         sm90_launch("unawaited_sums", UNAWAITED_SUMS),
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
     )
+}
+EARLY_LAUNCHES = {
+    name: replace(launch(name, body), early=True)
+    for name, (body, _) in {"early": (EARLY, ""), **FAULTY_EARLY}.items()
 }
 ROUND_TO_TF32 = launch("round", "out[i] = round_to_even_tf32(in[i]);", blocks=2)
 LIMITED = launch("limited", "out[i] = limited(in[i], 2.5f);", blocks=2)
@@ -451,7 +515,8 @@ def _compiled() -> None:
     bodies = {name: body for name, (body, _) in (SOUND | FAULTY).items()} | ORDERED
     del bodies["static_shared_memory"]
     launches = [launch(name, body) for name, body in bodies.items()]
-    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, ROUND_TO_TF32, LIMITED, *SM90.values()]
+    launches += [HALF_TO_FLOAT, FLOAT_TO_HALF, ROUND_TO_TF32, LIMITED]
+    launches += [*SM90.values(), *EARLY_LAUNCHES.values()]
     precompile(launch.kernel for launch in launches)
 
 
@@ -495,6 +560,33 @@ def test_registers_that_change_under_a_product() -> None:
 def test_faulty_product(name: str) -> None:
     with pytest.raises(EmulatorError, match=FAULTY_PRODUCTS[name][1]):
         run([SM90[name]], product_tensors()[0])
+
+
+def test_rows_of_matrices() -> None:
+    memory, _ = product_tensors()
+    run_both_orders([SM90["stored_rows"]], memory)
+    assert_close(memory["out"].flatten()[:512], memory["in"][:512], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAULTY_ROWS)
+def test_faulty_rows_of_matrices(name: str) -> None:
+    with pytest.raises(EmulatorError, match=FAULTY_ROWS[name][1]):
+        run([SM90[name]], product_tensors()[0])
+
+
+def test_early_launch() -> None:
+    """It waits, which costs nothing where the launch is not early."""
+    early = EARLY_LAUNCHES["early"]
+    for one in (early, replace(early, early=False)):
+        memory = tensors()
+        run_both_orders([one], memory)
+        assert_close(memory["out"], VALUES + 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAULTY_EARLY)
+def test_faulty_early_launch(name: str) -> None:
+    with pytest.raises(EmulatorError, match=FAULTY_EARLY[name][1]):
+        run([EARLY_LAUNCHES[name]], tensors())
 
 
 def test_loads_through_a_ring() -> None:

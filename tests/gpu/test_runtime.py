@@ -23,7 +23,7 @@ from fastconv import jit, ops
 from fastconv.backends import cuda as backend
 from fastconv.bench.workloads import FOUNDING
 from fastconv.kernels import direct
-from fastconv.kernels.family import Launch, Operands
+from fastconv.kernels.family import Kernel, Launch, Operands
 from fastconv.problem import Problem
 from gpu.helpers import CUDA, arguments_of
 
@@ -98,6 +98,70 @@ class TestGraphs:
             results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+# Each launch adds to what the one before it wrote: a block to what the next one did.
+STEPS = 8
+SUM = """
+#include "include/sm90.cuh"
+extern "C" __global__ void __launch_bounds__(128) sum(const float* in, float* out) {
+  fastconv::allow_later_launch();
+  fastconv::wait_for_earlier_launch();
+  const unsigned all = gridDim.x * blockDim.x;
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = in[(i + blockDim.x) % all] + 1;
+}
+"""
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="needs a GPU on which launches can begin early: compute capability 9.0",
+)
+class TestEarlyLaunches:
+    BLOCKS, THREADS = 2048, 128
+
+    @pytest.fixture
+    def prepared(self, tmp_path: Path) -> jit.Prepared:
+        """Each launch needs what the one before it wrote, and overwrites what that read."""
+        (tmp_path / "sum.cuh").write_text(SUM)
+        kernel = Kernel(str(tmp_path / "sum.cuh"), "sum", ())
+        names = ("a", "b")
+        launches = [
+            Launch(kernel, (self.BLOCKS, 1, 1), self.THREADS, 0, order, early=True)
+            for order in (names, names[::-1]) * (STEPS // 2)
+        ]
+        return jit.prepare(launches, CUDA, names)
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        first = torch.randint(1000, (self.BLOCKS, self.THREADS), device=CUDA).float()
+        return first, torch.zeros_like(first)
+
+    def _expected(self, first: Tensor, rounds: int) -> list[Tensor]:
+        """Of both tensors."""
+        steps = rounds * STEPS
+        return [first.roll(-steps, 0) + steps, first.roll(1 - steps, 0) + steps - 1]
+
+    def test_each_waits_for_the_one_before(self, prepared: jit.Prepared) -> None:
+        first, second = self._tensors()
+        expected = self._expected(first, rounds=50)
+        torch.cuda._sleep(SLEEP // 10)  # so that all are queued
+        for _ in range(50):
+            prepared.run(first.data_ptr(), second.data_ptr())
+        assert torch.equal(first, expected[0])
+        assert torch.equal(second, expected[1])
+
+    def test_in_a_graph(self, prepared: jit.Prepared) -> None:
+        first, second = self._tensors()
+        expected = self._expected(first, rounds=30)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                prepared.run(first.data_ptr(), second.data_ptr())
+        for _ in range(10):
+            graph.replay()
+        assert torch.equal(first, expected[0])
+        assert torch.equal(second, expected[1])
 
 
 SLEEP = 10**9  # cycles: about half a second

@@ -104,7 +104,7 @@ def prepare(
     return Prepared(launches, functions, index, order, _descriptors(launches, index))
 
 
-Description = tuple[int, tuple[int, int, int], int, int, tuple[tuple[Any, ...], ...]]
+Description = tuple[int, tuple[int, int, int], int, int, bool, tuple[tuple[Any, ...], ...]]
 """Of a launch: see :attr:`Prepared.description`."""
 
 
@@ -121,7 +121,6 @@ class Prepared:
         "_pack_into",
         "_raw_stream",
         "_replace_address",
-        "_starts",
         "_stream",
         "launches",
         "names",
@@ -141,10 +140,6 @@ class Prepared:
         self._index = index
         self._functions = functions
         self._descriptors = descriptors
-        self._starts = [
-            functools.partial(driver.cuLaunchKernel, function, *_configuration(launch))
-            for launch, function in zip(launches, functions, strict=True)
-        ]
         self._integers = [_integers(launch) for launch in launches]
         self._idle: list[_Block] = []
         # Looked up here rather than in every call.
@@ -160,7 +155,8 @@ class Prepared:
     def description(self) -> list[Description]:
         """What another launcher needs, for each launch in plain values.
 
-        The function's handle, grid, block and bytes of shared memory; then the arguments, each of
+        The function's handle, grid, block and bytes of shared memory, whether the launch is early
+        (the driver is told by an attribute of ``cuLaunchKernelEx``); then the arguments, each of
         them ``("tensor", i)`` for the address of the tensor ``names[i]``, ``("int", value)`` for a
         32-bit int, or ``("map", bytes, i)`` for a descriptor of the tensor ``names[i]``: 128 bytes,
         in a copy of which the driver's ``cuTensorMapReplaceAddress`` has to set the address. The
@@ -172,6 +168,7 @@ class Prepared:
                 launch.grid,
                 launch.block,
                 launch.shared_bytes,
+                launch.early,
                 tuple(map(self._describe, launch.arguments)),
             )
             for launch, function in zip(self.launches, self._functions, strict=True)
@@ -284,14 +281,18 @@ class Prepared:
                 next(integers_at) if isinstance(a, int) else at[a] for a in launch.arguments
             )
             pointers.append(array("Q", arguments))
-        calls = tuple(zip(self._starts, map(_address, pointers), self.launches, strict=True))
+        starts = map(_start, self.launches, self._functions)
+        calls = tuple(zip(starts, map(_address, pointers), self.launches, strict=True))
         mapped = tuple((at[of], self.names.index(of.tensor), of) for of in self._descriptors)
         return _Block(addresses, memory, pointers, mapped, calls)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Memory from which the driver reads the arguments of a sequence of launches."""
+    """What one thread at a time needs for a sequence of launches.
+
+    That is memory from which the driver reads their arguments, and functions that launch.
+    """
 
     addresses: array[int]
     descriptors: maps.Memory
@@ -477,9 +478,36 @@ def _entry(name: str) -> int:
     return int(address)
 
 
-def _configuration(launch: Launch) -> tuple[int, ...]:
-    """Grid, block and shared memory in the order of cuLaunchKernel's parameters."""
-    return (*launch.grid, launch.block, 1, 1, launch.shared_bytes)
+def _start(launch: Launch, function: Any) -> Callable[..., tuple[Any]]:
+    """Has the driver launch on a stream, with arguments; for one thread at a time."""
+    driver = _driver()
+    if not launch.early:
+        return functools.partial(
+            driver.cuLaunchKernel, function, *launch.grid, launch.block, 1, 1, launch.shared_bytes
+        )
+    config, launch_by = _early_config(launch), driver.cuLaunchKernelEx
+
+    def start(stream: Any, arguments: int, extra: int) -> Any:
+        config.hStream = stream
+        return launch_by(config, function, arguments, extra)
+
+    return start
+
+
+def _early_config(launch: Launch) -> Any:
+    """All but the stream of what cuLaunchKernelEx is told."""
+    driver = _driver()
+    attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+    name = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    attribute.id = getattr(driver.CUlaunchAttributeID, name)
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+    config.sharedMemBytes = launch.shared_bytes
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def _integers(launch: Launch) -> array[int]:

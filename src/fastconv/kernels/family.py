@@ -198,6 +198,9 @@ class Launch:
     an absent one), an int is passed as a 32-bit int, a map as a descriptor of the tensor it names
     (``const __grid_constant__ fastconv::TensorMap``). ``scratch`` is one of the names where the
     launch needs a workspace.
+
+    The blocks of an ``early`` launch may begin while the launch before it, of ours or not, is still
+    under way: the kernel calls ``wait_for_earlier_launch`` before it touches any tensor.
     """
 
     kernel: Kernel
@@ -205,6 +208,7 @@ class Launch:
     block: int
     shared_bytes: int
     arguments: tuple[Argument, ...]
+    early: bool = False
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ struct Launch {
   void* function;
   std::array<unsigned, 3> grid;
   unsigned block, shared_bytes;
+  bool early;  // it may begin before the one before it has ended
   std::vector<Argument> arguments{};
   size_t maps = 0;  // among them
 };
@@ -128,8 +129,8 @@ inline Argument argument_of(const py::tuple& description) {
 inline Launch launch_of(const py::tuple& description) {
   Launch launch{reinterpret_cast<void*>(description[0].cast<uintptr_t>()),
                 description[1].cast<std::array<unsigned, 3>>(), description[2].cast<unsigned>(),
-                description[3].cast<unsigned>()};
-  for (const auto& argument : description[4]) {
+                description[3].cast<unsigned>(), description[4].cast<bool>()};
+  for (const auto& argument : description[5]) {
     launch.arguments.push_back(argument_of(py::reinterpret_borrow<py::tuple>(argument)));
     launch.maps += launch.arguments.back().kind == Argument::kMap;
   }

@@ -45,11 +45,44 @@ struct Status {
   uintptr_t address = 0;
 };
 
-inline Status start(const Launch& launch, const Addresses& addresses, void* stream) {
+// The driver's CUlaunchAttribute, of which a value may have 64 bytes, and CUlaunchConfig.
+struct LaunchAttribute {
+  int id;
+  alignas(8) int value;
+  char rest[60];
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+inline int start_early(const Launch& launch, void** arguments, void* stream) {
+  using LaunchKernelEx = int(const LaunchConfig*, void*, void**, void**);
+  static const auto launch_kernel = driver<LaunchKernelEx>("cuLaunchKernelEx");
+  const LaunchAttribute attribute{6, 1, {}};  // that programmatic stream serialization is allowed
+  const auto [x, y, z] = launch.grid;
+  const LaunchConfig config{{x, y, z}, {launch.block, 1, 1}, launch.shared_bytes,
+                            stream,    &attribute,           1};
+  return launch_kernel(&config, launch.function, arguments, nullptr);
+}
+
+inline int start(const Launch& launch, void** arguments, void* stream) {
   using LaunchKernel = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                            unsigned, void*, void**, void**);
-  using ReplaceAddress = int(void*, void*);
   static const auto launch_kernel = driver<LaunchKernel>("cuLaunchKernel");
+  if (launch.early) return start_early(launch, arguments, stream);
+  const auto [x, y, z] = launch.grid;
+  return launch_kernel(launch.function, x, y, z, launch.block, 1, 1, launch.shared_bytes, stream,
+                       arguments, nullptr);
+}
+
+inline Status start(const Launch& launch, const Addresses& addresses, void* stream) {
+  using ReplaceAddress = int(void*, void*);
   std::vector<Map> maps;
   maps.reserve(launch.maps);  // so that none moves
   c10::SmallVector<void*, 16> arguments;
@@ -66,9 +99,7 @@ inline Status start(const Launch& launch, const Addresses& addresses, void* stre
     }
     arguments.push_back(const_cast<void*>(at));
   }
-  const auto [x, y, z] = launch.grid;
-  return {launch_kernel(launch.function, x, y, z, launch.block, 1, 1, launch.shared_bytes, stream,
-                        arguments.data(), nullptr)};
+  return {start(launch, arguments.data(), stream)};
 }
 
 inline void start_all(const Entry& entry, size_t first, const Addresses& addresses, void* stream) {

@@ -61,13 +61,15 @@ void load_matrices(Site site, unsigned (&fragments)[4], const void* row, bool tr
   together(site, [&](Lane& mine) { mine.row = address; }, read);
 }
 
-void store_transposed(Site site, void* column, const unsigned (&fragments)[4]) {
-  auto* const target = static_cast<unsigned char*>(column);
+void store_matrices(Site site, void* row, const unsigned (&fragments)[4], bool transposed) {
+  auto* const target = static_cast<unsigned char*>(row);
   const auto read = [&](const Lane* lanes, int lane) {
-    for (int row = 0; row < kMatrixRows; ++row) {
-      const Lane& from = lanes[4 * row + lane % 8 / 2];
-      const auto* const pair = reinterpret_cast<const unsigned char*>(&from.left[lane / 8]);
-      memcpy(target + 2 * row, pair + 2 * (lane % 2), 2);
+    const int matrix = lane / kMatrixRows, mine = lane % kMatrixRows;
+    for (int other = 0; other < kMatrixRows; ++other) {
+      const int from = transposed ? other : mine, place = transposed ? mine : other;
+      const unsigned& pair = lanes[4 * from + place / 2].left[matrix];
+      memcpy(target + 2 * other, reinterpret_cast<const unsigned char*>(&pair) + 2 * (place % 2),
+             2);
     }
   };
   check_row(site, target);

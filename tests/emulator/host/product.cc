@@ -7,10 +7,43 @@ namespace emulator {
 
 namespace {
 
+constexpr int kPieceRows = 8, kCoreBytes = 16, kSpan = 128;
+
+// Where the hardware looks for what lies here in a box: it goes by the address, of which shared
+// memory begins at a multiple of 1024.
+const unsigned char* swizzled(const unsigned char* place) {
+  const auto address = reinterpret_cast<uintptr_t>(place);
+  return place - address % kSpan + (address % kSpan ^ address / kSpan % 8 * kCoreBytes);
+}
+
+void read_row_of_cores(unsigned char* target, const Operand& operand, int row) {
+  const unsigned char* const source =
+      operand.start + row / kPieceRows * operand.stride + row % kPieceRows * kCoreBytes;
+  memcpy(target, source, kCoreBytes);
+  memcpy(target + kCoreBytes, source + operand.leading, kCoreBytes);
+}
+
+void read_swizzled_row(unsigned char* target, const Operand& operand, int row) {
+  const unsigned char* const source =
+      operand.start + row / kPieceRows * operand.stride + row % kPieceRows * kSpan;
+  memcpy(target, swizzled(source), kCoreBytes);
+  memcpy(target + kCoreBytes, swizzled(source + kCoreBytes), kCoreBytes);
+}
+
+void read_row_across(unsigned char* target, const Operand& operand, int row) {
+  constexpr int kElement = 2, kRows = kSpan / kElement;
+  const unsigned char* const start =
+      operand.start + row / kRows * operand.leading + row % kRows * kElement;
+  for (int place = 0; place < kRowBytes / kElement; ++place) {
+    const int offset = place / kPieceRows * operand.stride + place % kPieceRows * kSpan;
+    memcpy(target + place * kElement, swizzled(start + offset), kElement);
+  }
+}
+
 void read_row(unsigned char* target, const Operand& operand, int row) {
-  const unsigned char* const source = operand.start + row / 8 * operand.stride + row % 8 * 16;
-  memcpy(target, source, 16);
-  memcpy(target + 16, source + operand.leading, 16);
+  if (operand.order == Order::kCores) return read_row_of_cores(target, operand, row);
+  if (operand.order == Order::kSwizzled) return read_swizzled_row(target, operand, row);
+  read_row_across(target, operand, row);
 }
 
 float as_float(uint32_t bits) {

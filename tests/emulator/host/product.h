@@ -5,11 +5,18 @@ namespace emulator {
 
 enum class Scalar { kTf32, kFloat16, kBfloat16 };
 
-// A matrix in shared memory: cores of 8 rows by 16 bytes, in one piece each.
+// How a matrix lies in shared memory. A row is what the sum goes along: 32 bytes.
+enum class Order {
+  kCores,     // 8 rows by 16 bytes in one piece
+  kSwizzled,  // 8 rows by 128 bytes in one piece, of which the matrix is a part
+  kAcross,    // 8 places of the sum, each with 128 bytes of neighbouring rows; swizzled, too
+};
+
 struct Operand {
+  Order order;
   const unsigned char* start;
-  int leading;  // bytes between the two cores of a row
-  int stride;   // bytes between cores of neighbouring rows
+  int leading;  // bytes between neighbouring pieces: along the sum, but of kAcross across it
+  int stride;   // the same the other way
 };
 
 constexpr int kRowBytes = 32;

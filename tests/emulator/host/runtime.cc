@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -128,6 +129,8 @@ struct Thread {
 
   std::vector<Copy> copies;
   int groups = 0;
+
+  bool waited = false;  // for the launch before this one
 };
 
 // A tensor, or the shared memory.
@@ -144,6 +147,8 @@ std::vector<Thread> threads;
 std::vector<unsigned> exchanging;  // of each warp, the lanes that wait in an operation of the warp
 Thread* running = nullptr;
 bool reverse;
+bool early;  // the launch before this one may be under way
+bool tensors_are_shown = true;
 
 // Of __syncthreads.
 Site barrier_site;
@@ -196,6 +201,20 @@ unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset)
   return begin;
 }
 
+// Lets tensors be accessed, or has ASan report it.
+void show_tensors(bool shown) {
+  if (shown == tensors_are_shown) return;
+  tensors_are_shown = shown;
+  for (const Buffer& buffer : buffers) {
+    if (buffer.begin == shared.begin) continue;
+    if (shown) {
+      __asan_unpoison_memory_region(buffer.begin, buffer.bytes);
+    } else {
+      __asan_poison_memory_region(buffer.begin, buffer.bytes);
+    }
+  }
+}
+
 void switch_to_scheduler(void** fake_stack) {
   __sanitizer_start_switch_fiber(fake_stack, scheduler_stack, scheduler_stack_bytes);
   emulator_switch(&running->stack_pointer, scheduler_stack_pointer);
@@ -214,6 +233,7 @@ __attribute__((no_sanitize("address"))) void start() {
 
 void resume(Thread& thread) {
   void* fake_stack;
+  show_tensors(!early || thread.waited);
   running = &thread;
   threadIdx = {static_cast<unsigned>(&thread - threads.data()), 0, 0};
   __sanitizer_start_switch_fiber(&fake_stack, thread.stack, kStackBytes);
@@ -260,6 +280,7 @@ std::string state(const Thread& thread) {
 // For when no thread can go on: finishes what takes long on hardware; returns whether there was
 // any. First copies, then the rest: a thread that only waits for copies goes on meanwhile.
 bool finish_something() {
+  show_tensors(true);
   if (sm90_advance()) return true;
   if (long_waits == 0) return false;
   long_waits = 0;
@@ -327,6 +348,11 @@ void run_block() {
     if (!barrier.come.empty()) fail("some threads came to barrier %d for nobody", number);
   }
   named_barriers.clear();
+  show_tensors(true);
+  if (early && std::none_of(threads.begin(), threads.end(),
+                            [](const Thread& thread) { return thread.waited; })) {
+    fail("an early launch, and no thread of the block calls wait_for_earlier_launch");
+  }
   sm90_end_block();
 }
 
@@ -437,6 +463,12 @@ Exchange exchange(Site site, unsigned mask, unsigned long long value, int source
   return self.result;
 }
 
+void wait_for_earlier_launch(Site site) {
+  if (!early) return;
+  running->waited = true;
+  wait_long(site);
+}
+
 void copy_async(void* shared, const void* global, int bytes, bool valid) {
   if (reinterpret_cast<uintptr_t>(shared) % bytes) fail("copy_async to a misaligned address");
   if (reinterpret_cast<uintptr_t>(global) % bytes) fail("copy_async from a misaligned address");
@@ -472,6 +504,9 @@ const char* __ubsan_default_options() { return "print_stacktrace=1"; }
 
 void __asan_on_error() {
   emulator::print_place();
+  if (!emulator::tensors_are_shown) {
+    fprintf(stderr, "in an early launch, before wait_for_earlier_launch\n");
+  }
   const auto* const address = static_cast<unsigned char*>(__asan_get_report_address());
   for (const emulator::Buffer& buffer : emulator::buffers) {
     const ptrdiff_t offset = address - buffer.begin;
@@ -529,21 +564,22 @@ Argument read_argument(const std::string& text) {
 }  // namespace emulator
 
 // Arguments: the kernel's library, the order (forward or reverse), the grid, the block, the bytes
-// of shared memory, then the kernel's own. The tensors' contents come from stdin and go back to
-// stdout, each once, in the order of the arguments.
+// of shared memory, whether it is an early launch, then the kernel's own. The tensors' contents
+// come from stdin and go back to stdout, each once, in the order of the arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
-  if (argc < 8) fail("too few arguments");
+  if (argc < 9) fail("too few arguments");
   run_thread = load_kernel(argv[1]);
   reverse = !strcmp(argv[2], "reverse");
   gridDim = {unsigned(atoi(argv[3])), unsigned(atoi(argv[4])), unsigned(atoi(argv[5]))};
   blockDim = {unsigned(atoi(argv[6])), 1, 1};
   shared.bytes = atoi(argv[7]);
+  early = atoi(argv[8]);
   if (!gridDim.x || !gridDim.y || !gridDim.z || gridDim.y > 65535 || gridDim.z > 65535 ||
       !blockDim.x || blockDim.x > 1024 || shared.bytes > 227 * 1024) {
     fail("CUDA refuses such a launch");
   }
-  for (int i = 8; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
+  for (int i = 9; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
   const size_t tensors = buffers.size();
   shared.begin = allocate("shared memory", shared.bytes, 0);
   run_grid();

@@ -70,6 +70,9 @@ extern Shared shared;
 // Whether an address lies in a tensor, or so close to one that ASan knows.
 bool is_near_tensor(const void* address);
 
+// In an early launch no tensor may be accessed by a thread that has not called this.
+void wait_for_earlier_launch(Site site);
+
 // Copies of `bytes` that land in shared memory at copy_async_wait and not before; until then the
 // target is poisoned. Nothing is read from `global` unless `valid`: zeros land.
 void copy_async(void* shared, const void* global, int bytes, bool valid);

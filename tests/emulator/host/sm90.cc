@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kWarpgroup = 128;
 constexpr int kBarrierBytes = 8;
+constexpr int kPattern = 1024;            // bytes after which the swizzle repeats
 constexpr int kMaxCount = (1 << 20) - 1;  // of a barrier's arrivals, and of its bytes
 
 // Memory in one piece that is copied to or from data, `offset` bytes after its start.
@@ -236,18 +237,56 @@ size_t count_done(const std::vector<Operation>& operations, int groups, int pend
   return done;
 }
 
-Operand operand(unsigned long long matrix, int rows) {
-  constexpr unsigned long long kFields = 0x3fff'3fff'3fff;
-  if (matrix & ~kFields) fail("%016llx is no matrix in shared memory", matrix);
-  const int start = static_cast<int>(matrix & 0x3fff) << 4;
-  const int leading = static_cast<int>(matrix >> 16 & 0x3fff) << 4;
-  const int stride = static_cast<int>(matrix >> 32 & 0x3fff) << 4;
-  const int end = start + leading + (rows / 8 - 1) * stride + 128;
+// What shared memory a matrix takes, all of the last piece included.
+int end_of_matrix(const Operand& operand, int start, int rows) {
+  if (operand.order == Order::kCores) {
+    return start + operand.leading + (rows / 8 - 1) * operand.stride + 128;
+  }
+  if (operand.order == Order::kSwizzled) {
+    return start / kPattern * kPattern + (rows / 8 - 1) * operand.stride + kPattern;
+  }
+  return start + operand.stride + (rows - 1) / 64 * operand.leading + kPattern;
+}
+
+// The pattern must begin where tensor copies have it begin. Of rows along the sum, a matrix may
+// begin later, but all in its rows of 128 bytes.
+void check_swizzled(const Operand& operand, int start) {
+  const int latest = operand.order == Order::kAcross ? 0 : 128 - kRowBytes;
+  if (start % kPattern > latest) {
+    fail(
+        "wgmma reads a swizzled matrix from byte %d of shared memory, at most %d after a multiple "
+        "of %d",
+        start, latest, kPattern);
+  }
+  if (operand.stride % kPattern ||
+      (operand.order == Order::kAcross && operand.leading % kPattern)) {
+    fail("wgmma reads a swizzled matrix with offsets %d and %d, not multiples of %d",
+         operand.leading, operand.stride, kPattern);
+  }
+}
+
+Order order_of(Matrix matrix) {
+  const bool swizzled = matrix.descriptor >> 62 == 1;
+  if (matrix.across && !swizzled) fail("wgmma reads a matrix across the sum that is not swizzled");
+  if (matrix.across) return Order::kAcross;
+  return swizzled ? Order::kSwizzled : Order::kCores;
+}
+
+Operand operand(Matrix matrix, int rows) {
+  constexpr unsigned long long kFields = 0x4000'3fff'3fff'3fff;
+  const unsigned long long fields = matrix.descriptor;
+  if (fields & ~kFields) fail("%016llx is no matrix in shared memory", fields);
+  const int start = static_cast<int>(fields & 0x3fff) << 4;
+  const int leading = static_cast<int>(fields >> 16 & 0x3fff) << 4;
+  const int stride = static_cast<int>(fields >> 32 & 0x3fff) << 4;
+  const Operand operand = {order_of(matrix), shared.begin + start, leading, stride};
+  if (operand.order != Order::kCores) check_swizzled(operand, start);
+  const int end = end_of_matrix(operand, start, rows);
   if (end > static_cast<int>(shared.bytes)) {
     fail("wgmma reads a matrix of %d rows from byte %d to byte %d of shared memory, which has %u",
          rows, start, end, shared.bytes);
   }
-  return {shared.begin + start, leading, stride};
+  return operand;
 }
 
 // The sums at an address, taken over by the products if they were not yet.
@@ -300,13 +339,18 @@ void finish(Thread& thread, const Product& product) {
   if (--sums.products == 0) give_back_sums(thread, sums, product.site);
 }
 
-void start(Product product, unsigned long long right) {
+void matrix_in_unison(Matrix matrix) {
+  in_unison(matrix.descriptor);
+  in_unison(int(matrix.across));
+}
+
+void start(Product product, Matrix right) {
   Thread& thread = self();
   if (blockDim.x % kWarpgroup) fail("wgmma in a block of %u threads: no warpgroups", blockDim.x);
   if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
   in_unison(static_cast<unsigned long long>(product.scalar) << 32 | product.columns << 1 |
             int(product.accumulate));
-  in_unison(right);
+  matrix_in_unison(right);
   product.fingerprint = fingerprint(read_fragment(product), product.columns);
   ++take_sums(thread, product.sums, product.columns / 2).products;
   thread.products.push_back(product);
@@ -443,16 +487,16 @@ void bulk_store_wait(Site site) {
   thread.stores.erase(thread.stores.begin(), thread.stores.begin() + done);
 }
 
-void wgmma(Site site, Scalar scalar, float* sums, int columns, unsigned long long left,
-           unsigned long long right, bool accumulate) {
-  in_unison(left);
+void wgmma(Site site, Scalar scalar, float* sums, int columns, Matrix left, Matrix right,
+           bool accumulate) {
+  matrix_in_unison(left);
   const Operand rows = operand(left, 64), others = operand(right, columns);
   const int group = self().product_groups;
   start({site, scalar, sums, columns, rows, others, {}, accumulate, 0, group}, right);
 }
 
-void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left,
-           unsigned long long right, bool accumulate) {
+void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left, Matrix right,
+           bool accumulate) {
   const Operand others = operand(right, columns);
   const int group = self().product_groups;
   start({site, scalar, sums, columns, {}, others, left, accumulate, 0, group}, right);

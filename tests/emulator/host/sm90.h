@@ -36,8 +36,12 @@ void bulk_store_wait(Site site);
 
 // Between wgmma and the wgmma_wait that retires it, the matrices must not change; the sums are
 // poisoned.
-void wgmma(Site site, Scalar scalar, float* sums, int columns, unsigned long long left,
-           unsigned long long right, bool accumulate);
+struct Matrix {
+  unsigned long long descriptor;
+  bool across;  // neighbours in memory are neighbouring rows
+};
+void wgmma(Site site, Scalar scalar, float* sums, int columns, Matrix left, Matrix right,
+           bool accumulate);
 // The same with the left matrix in registers: a thread's two rows of it, the registers that hold
 // the thread's own part, and what was in them. Those must not change either.
 struct Rows {
@@ -45,8 +49,8 @@ struct Rows {
   unsigned held[4];
   unsigned words[2][kRowBytes / 4];
 };
-void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left,
-           unsigned long long right, bool accumulate);
+void wgmma(Site site, Scalar scalar, float* sums, int columns, const Rows& left, Matrix right,
+           bool accumulate);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(Site site, int pending);

@@ -112,7 +112,12 @@ inline void two_warpgroups_sync(int number,
 
 inline void store_transposed(void* column, const unsigned (&rows)[4],
                              emulator::Site site = emulator::here("store_transposed")) {
-  emulator::store_transposed(site, column, rows);
+  emulator::store_matrices(site, column, rows, true);
+}
+
+inline void store_rows(void* row, const unsigned (&rows)[4],
+                       emulator::Site site = emulator::here("store_rows")) {
+  emulator::store_matrices(site, row, rows, false);
 }
 
 inline void wgmma_fence() { emulator::wgmma_fence(); }
@@ -139,5 +144,16 @@ inline Matrix matrix(const void* start, int leading, int stride) {
   return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
 }
+
+inline Matrix swizzled_matrix(const void* start, int leading, int stride) {
+  return matrix(start, leading, stride) | 1ull << 62;
+}
+
+inline void wait_for_earlier_launch(
+    emulator::Site site = emulator::here("wait_for_earlier_launch")) {
+  emulator::wait_for_earlier_launch(site);
+}
+
+inline void allow_later_launch() {}
 
 }  // namespace fastconv

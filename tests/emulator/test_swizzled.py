@@ -1,0 +1,101 @@
+"""A warpgroup's products of swizzled matrices in the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastconv.kernels.family import Launch
+from swizzled_products import CASES, Case
+
+from . import EmulatorError, precompile, run, run_both_orders
+from .faults import Changed
+
+ALONG = Case("Float16", 24)
+ACROSS = Case("Float16", 72, left_across=True, right_across=True)
+
+# Of which case, what is done to the kernel, and what the message has to say.
+FAULTY = {
+    "start": (
+        ALONG,
+        ("swizzled_matrix(tile,", "swizzled_matrix(tile + 128,"),
+        "swizzled matrix from byte 128 of shared memory, .* 96 after a multiple of 1024",
+    ),
+    "last_bytes_of_a_row": (
+        ALONG,
+        ("kStepBytes = 32", "kStepBytes = 48"),
+        "from byte 144 of shared memory, .* 96 after",
+    ),
+    "start_across": (
+        ACROSS,
+        ("swizzled_matrix(tile,", "swizzled_matrix(tile + 32,"),
+        "from byte 32 of shared memory, at most 0 after",
+    ),
+    "stride": (
+        ALONG,
+        ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 0, 512)"),
+        "with offsets 0 and 512, not multiples of 1024",
+    ),
+    "leading": (
+        ACROSS,
+        ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 512, kPiece)"),
+        "with offsets 512 and 1024, not multiples of 1024",
+    ),
+    "not_swizzled": (
+        ACROSS,
+        ("right = swizzled_matrix", "right = matrix"),
+        "a matrix across the sum that is not swizzled",
+    ),
+    "other_swizzle": (
+        ALONG,
+        ("const Matrix right = ", "const Matrix right = 1ull << 63 | "),
+        "is no matrix in shared memory",
+    ),
+    "outside": (
+        ALONG,
+        ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 0, 2 * kPiece)"),
+        "24 rows from byte 8192 to byte 13312 of shared memory, which has 11272",
+    ),
+    "outside_across": (
+        ACROSS,
+        ("kLeftBytes, kPieces * kPiece, kPiece)", "kLeftBytes, 16 * kPiece, kPiece)"),
+        "72 rows from byte 8192 to byte 26624 of shared memory, which has 24584",
+    ),
+    "another_order_in_a_warpgroup": (
+        replace(ACROSS, columns=64),
+        (
+            "    multiply(",
+            "    if (thread == 9) wgmma<kColumns>(Config::Kind{}, sums, left, right, true); else"
+            "    multiply(",
+        ),
+        "threads 0 and 9 of a warpgroup executed different wgmma",
+    ),
+}
+
+
+def faulty(case: Case, change: tuple[str, str]) -> Launch:
+    sound = case.launch.kernel
+    return replace(case.launch, kernel=Changed(sound.source, sound.entry, sound.constants, *change))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    launches = [case.launch for case in CASES]
+    launches += [faulty(case, change) for case, change, _ in FAULTY.values()]
+    precompile(launch.kernel for launch in launches)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product(case: Case) -> None:
+    tensors = case.tensors()
+    run_both_orders([case.launch], tensors)
+    assert torch.equal(tensors["products"], case.expected())
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faulty(name: str) -> None:
+    case, change, message = FAULTY[name]
+    with pytest.raises(EmulatorError, match=message):
+        run([faulty(case, change)], case.tensors())

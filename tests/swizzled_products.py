@@ -1,0 +1,101 @@
+"""A warpgroup's products of swizzled matrices: for the emulator and for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastconv.kernels.arithmetic import round_up
+from fastconv.kernels.family import Kernel, Launch
+from small_products import KINDS
+
+SOURCE = Path(__file__).with_suffix(".cuh")
+ROWS = 64
+SPAN = 128  # bytes of a row that is swizzled
+
+
+@dataclass(frozen=True)
+class Case:
+    """64 by so many rows of 128 bytes, small whole numbers."""
+
+    kind: str
+    columns: int
+    left_across: bool = False
+    right_across: bool = False
+
+    def __str__(self) -> str:
+        across = {"left": self.left_across, "right": self.right_across}
+        return "-".join([self.kind, str(self.columns), *(side for side in across if across[side])])
+
+    @property
+    def places(self) -> int:
+        """Of a sum."""
+        return SPAN // KINDS[self.kind].itemsize
+
+    @property
+    def matrix_bytes(self) -> tuple[int, int]:
+        """Of either matrix in shared memory."""
+        left, right = (
+            round_up(rows, 64 if across else 1) * SPAN
+            for rows, across in ((ROWS, self.left_across), (self.columns, self.right_across))
+        )
+        return left, right
+
+    @property
+    def launch(self) -> Launch:
+        bytes_ = sum(self.matrix_bytes)
+        constants = (
+            ("Kind", f"fastconv::{self.kind}"),
+            ("columns", self.columns),
+            ("places", self.places),
+            ("left_bytes", self.matrix_bytes[0]),
+            ("left_across", self.left_across),
+            ("right_across", self.right_across),
+        )
+        kernel = Kernel(str(SOURCE), "swizzled_product", constants)
+        return Launch(kernel, (1, 1, 1), 128, bytes_ + 8, ("matrices", "products", bytes_))
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Rows along the sum."""
+        generator = torch.Generator().manual_seed(self.columns)
+        shape = (ROWS + self.columns, self.places)
+        numbers = torch.randint(-9, 10, shape, generator=generator).to(KINDS[self.kind])
+        left, right = numbers.split([ROWS, self.columns])
+        return left, right
+
+    def tensors(self) -> dict[str, Tensor]:
+        across = (self.left_across, self.right_across)
+        lying = [
+            swizzled(in_columns(matrix) if turned else matrix)
+            for matrix, turned in zip(self.matrices(), across, strict=True)
+        ]
+        products = torch.full((ROWS, self.columns), torch.nan)
+        return {"matrices": torch.cat(lying), "products": products}
+
+    def expected(self) -> Tensor:
+        left, right = self.matrices()
+        return left.float() @ right.float().T
+
+
+def in_columns(matrix: Tensor) -> Tensor:
+    """Rows of 64 elements of columns: of all columns those of the first 64 rows, then of others."""
+    padded = pad(matrix, (0, 0, 0, -len(matrix) % 64))
+    return padded.unflatten(0, (-1, 64)).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def swizzled(rows: Tensor) -> Tensor:
+    """Rows of 128 bytes as a tensor copy lays them: 16 bytes each change places within a row."""
+    chunks = rows.unflatten(1, (8, -1))
+    order = torch.arange(8) ^ torch.arange(len(rows))[:, None] % 8
+    return chunks[torch.arange(len(rows))[:, None], order].flatten()
+
+
+CASES = [
+    *(Case(kind, columns) for kind in KINDS for columns in (8, 72)),
+    *(Case("Float16", 136, *across) for across in ((True, False), (False, True), (True, True))),
+    *(Case("Bfloat16", 64, *across) for across in ((True, False), (False, True), (True, True))),
+]
