@@ -346,7 +346,10 @@ void matrix_in_unison(Matrix matrix) {
 
 void start(Product product, Matrix right) {
   Thread& thread = self();
-  if (blockDim.x % kWarpgroup) fail("wgmma in a block of %u threads: no warpgroups", blockDim.x);
+  const unsigned group_end = threadIdx.x / kWarpgroup * kWarpgroup + kWarpgroup;
+  if (group_end > blockDim.x) {
+    fail("wgmma by thread %u in a block of %u: no whole warpgroup", threadIdx.x, blockDim.x);
+  }
   if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
   in_unison(static_cast<unsigned long long>(product.scalar) << 32 | product.columns << 1 |
             int(product.accumulate));

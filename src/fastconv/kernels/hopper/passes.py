@@ -1,12 +1,23 @@
-"""Plans forward passes and input gradients: with which of the two kernels, by estimated cycles."""
+"""Plans forward passes and input gradients: with which of the kernels, by estimated cycles.
+
+By those of one image of a large batch: kernels add up in different orders, and an image's bits must
+not depend on its batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper import correlate, spread
+from fastconv.kernels.hopper.gemm_pixels import plan as gemm_pixels
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
+
+_WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -15,8 +26,7 @@ def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    limits.check_reach(problem, operands)
-    return _plan(forward_ways(problem, operands), gpu)
+    return _choice("forward", problem, operands, gpu).plan()
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -25,8 +35,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: another family does it better, or this one cannot.
     """
-    limits.check_reach(problem, operands)
-    return _plan(input_grad_ways(problem, operands), gpu)
+    return _choice("input_grad", problem, operands, gpu).plan()
 
 
 def alternatives(
@@ -37,33 +46,64 @@ def alternatives(
     Raises:
         Declined: there are none.
     """
-    ways_of = {"forward": forward_ways, "input_grad": input_grad_ways}
-    if direction not in ways_of:
+    if direction not in _WAYS:
         raise Declined(direction)
-    limits.check_reach(problem, operands)
-    ways = ways_of[direction](problem.without_idle_dilation, operands)
-    chosen = _spread(ways, gpu)
-    return correlate.alternatives(ways, gpu, most) if chosen is None else [chosen]
+    return _choice(direction, problem, operands, gpu).alternatives(most)
 
 
-def _plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
-    return _spread(ways, gpu) or correlate.plan(ways, gpu)
+class _Choice(NamedTuple):
+    """A kernel that can compute a pass, and what an image takes it, in cycles of one processor."""
+
+    cycles: float
+    plan: Callable[[], Plan]
+    alternatives: Callable[[int], list[Plan]]
 
 
-def _spread(ways: list[list[Layer]], gpu: Gpu) -> Plan | None:
-    """The plan with the kernel for few output channels, if that takes an image less.
+def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _Choice:
+    """The kernel that takes an image least.
 
-    The two add up in different orders, so the batch must not decide.
+    Raises:
+        Declined: none can compute it, or the portable kernels take less.
     """
-    layer = ways[0][0]
-    if len(ways[0]) > 1:
-        return None
+    limits.check_reach(problem, operands)
+    problem = problem.without_idle_dilation
+    ways = _WAYS[direction](problem, operands)
+    choices = list(_special(direction, problem, operands, gpu, ways))
     try:
-        candidate = spread.spread_of(layer, gpu)
+        choices.append(_correlate(ways, gpu))
     except Declined:
-        return None
+        least = spread.portable_cycles(ways[0][0])
+        choices = [one for one in choices if one.cycles < least]
+        if not choices:
+            raise
+    return min(choices, key=lambda one: one.cycles)
+
+
+def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
+    return _Choice(
+        correlate.image_cycles(ways, gpu),
+        partial(correlate.plan, ways, gpu),
+        partial(correlate.alternatives, ways, gpu),
+    )
+
+
+def _special(
+    direction: str, problem: Problem, operands: Operands, gpu: Gpu, ways: list[list[Layer]]
+) -> Iterator[_Choice]:
+    """The kernels that are made for some layers only."""
+    if len(ways[0]) == 1:
+        try:
+            few = spread.spread_of(ways[0][0], gpu)
+            one = partial(spread.plan, few, gpu)
+            yield _Choice(few.image_cycles, one, lambda most: [one()])
+        except Declined:
+            pass
     try:
-        other = correlate.image_cycles(ways, gpu)
+        layer = gemm_pixels.layer_of(problem, operands, gpu, direction == "input_grad")
+        yield _Choice(
+            gemm_pixels.image_cycles(layer, gpu),
+            lambda: gemm_pixels.plans(layer, gpu, most=1)[0],
+            partial(gemm_pixels.plans, layer, gpu),
+        )
     except Declined:
-        other = spread.portable_cycles(layer)
-    return spread.plan(candidate, gpu) if candidate.image_cycles < other else None
+        pass

@@ -1,0 +1,101 @@
+// Outputs: from a warp's registers, 16 positions by kTileColumns channels, to memory.
+#pragma once
+#include "hopper/gemm_pixels/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kSums = kTileColumns / 2;  // of a thread
+
+__device__ __forceinline__ unsigned narrow_two(float16, float first, float second) {
+  return floats_to_halves(first, second);
+}
+__device__ __forceinline__ unsigned narrow_two(bfloat16, float first, float second) {
+  return floats_to_bfloats(first, second);
+}
+
+// Adds the bias to a tile's sums. A thread has channels 8 j + 2 (lane % 4) and the next.
+__device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bias, int column,
+                                         int lane) {
+#pragma unroll
+  for (int j = 0; j < kTileColumns / 8; ++j) {
+    const int channel = column + 8 * j + 2 * (lane % 4);
+    if (channel >= C::out_channels) continue;
+    const auto pair = *reinterpret_cast<const Vector<Scalar, 2>*>(bias + channel);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[4 * j + i] += widen(pair.element[i % 2]);
+  }
+}
+
+// 64 channels of 16 rows to shared memory, swizzled as tensor copies have it.
+__device__ __forceinline__ void stage_sums(const float (&sums)[kSums], unsigned char* staged,
+                                           int box, int lane) {
+  const int row = lane % 16;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (8 * box + 2 * k + i / 2) + 2 * (i % 2);
+      pairs[i] = narrow_two(Scalar{}, sums[at], sums[at + 1]);
+    }
+    const int chunk = 2 * k + lane / 16;
+    store_rows(staged + row * kSpan + (chunk ^ (row % 8)) * 16, pairs);
+  }
+}
+
+// The pixel of a row's position among all that are stored, or -1: of a phase, it is every
+// stride-th of an image.
+__device__ __forceinline__ int place_of(int flat, const Tile& tile, int batch) {
+  const int image = flat / kPositions;
+  const int in_image = flat - image * kPositions;
+  const int row = in_image / C::position_columns * kRowPhases + tile.row_residue;
+  const int column = in_image % C::position_columns * kColumnPhases + tile.column_residue;
+  if (image >= batch || row >= C::image_height || column >= C::image_width) return -1;
+  return (image * C::image_height + row) * C::image_width + column;
+}
+
+// Of 64 staged channels to pixels anywhere: 8 lanes have the 128 bytes of one.
+__device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* output, int column,
+                                        int place, int lane) {
+  const int channel = column + lane % 8 * 8;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = 4 * i + lane / 8;
+    const int pixel = __shfl_sync(~0u, place, row);
+    const uint4 values =
+        *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
+    store_if(reinterpret_cast<uint4*>(output + 1LL * pixel * C::out_channels + channel), values,
+             pixel >= 0 && channel < C::out_channels);
+  }
+}
+
+// A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
+__device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
+                                           const TensorMap& map, Scalar* output, const Tile& tile,
+                                           int batch, int warp, int lane) {
+  const int row = tile.row + 16 * warp;
+  const int place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
+#pragma unroll
+  for (int box = 0; box < kTileColumns / kStoredColumns; ++box) {
+    unsigned char* const staged = shared.staged(warp, box % C::buffers);
+    const int column = tile.column + box * kStoredColumns;
+    if constexpr (C::dense) {
+      bulk_store_wait_read<C::buffers - 1>();  // who did not issue any waits for none
+    }
+    __syncwarp();
+    stage_sums(sums, staged, box, lane);
+    if constexpr (C::dense) {
+      fence_async_shared();
+      __syncwarp();
+      if (lane == 0) tensor_store(map, {column, row}, staged);
+      bulk_store_commit();
+    } else {
+      __syncwarp();
+      scatter(staged, output, column, place, lane);
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

@@ -1,0 +1,140 @@
+"""Channels-last layers as products of matrices, on the CPU: every tile and branch, small and odd."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator.test_hopper_correlate import FEW
+from emulator.works import (
+    BATCH,
+    ODD_NUMBERS,
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    assert_plain,
+    at_corners,
+    check,
+    in_batch,
+)
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.hopper.gemm_pixels import plan as gemm_pixels
+from fastconv.problem import Problem
+
+TYPES = (torch.bfloat16, torch.float16)
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    layer = gemm_pixels.layer_of(problem, operands, gpu, transposed=False)
+    return gemm_pixels.plans(layer, gpu, most=1)[0]
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    layer = gemm_pixels.layer_of(problem, operands, gpu, transposed=True)
+    return gemm_pixels.plans(layer, gpu, most=1)[0]
+
+
+def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1) -> Planner:
+    """The same with a tile that the rules may not like best."""
+
+    def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        layer = gemm_pixels.layer_of(problem, operands, gpu, direction is input_grad)
+        wanted = (consumers, columns, blocks)
+        tile = next(
+            tile
+            for tile in gemm_pixels.tiles_of(layer, gpu)
+            if (tile.consumers, tile.columns, tile.blocks) == wanted
+        )
+        return gemm_pixels.plan(tile, gpu)
+
+    planner.__name__ = direction.__name__
+    return planner
+
+
+def _work(
+    planner: Planner,
+    case: Case,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = True,
+) -> Work:
+    return Work(case, planner, dtype=dtype, channels_last=True, gpu=FEW, bias=bias)
+
+
+# Images of 35 pixels, tiles across them; channels that are no multiple of 64 or 16.
+POINTWISE = Case("pointwise", (5, 72, 5, 7), (88, 72, 1, 1))
+WIDE = Case("wide", (2, 40, 9, 7), (264, 40, 1, 1))
+STRIDED = Case("strided pointwise", (3, 72, 7, 9), (72, 72, 1, 1), stride=(2, 2))
+THREE = Case("3x3", (2, 72, 6, 7), (72, 72, 3, 3), padding=(1, 1, 1, 1))
+DOWN = Case("3x3 down", (3, 24, 9, 8), (72, 24, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
+PATCHES = Case("patches", (2, 16, 8, 6), (24, 16, 2, 2), stride=(2, 2))
+UNEVEN = Case(
+    "uneven", (2, 16, 11, 10), (24, 16, 2, 3), stride=(2, 3), padding=(0, 2, 3, 1), dilation=(3, 2)
+)
+DILATED = Case("dilated", (2, 72, 9, 9), (16, 72, 3, 3), padding=(4, 4, 4, 4), dilation=(4, 4))
+AWAY = Case("beyond the padding", (1, 16, 3, 2), (8, 16, 1, 1), stride=(4, 3), padding=(4, 4, 3, 3))
+CASES = (POINTWISE, WIDE, STRIDED, THREE, DOWN, PATCHES, UNEVEN, DILATED, AWAY)
+TILES = ((1, 64, 3), (2, 64, 1), (2, 128, 2), (2, 256, 1), (3, 192, 1), (4, 64, 1), (4, 128, 1))
+
+WORKS = [
+    *(_work(planner, case, dtype) for (number, case), planner in
+      product(enumerate(CASES), (forward, input_grad)) for dtype in TYPES[number % 2 :][:1]),
+    *(_work(with_tile(planner, *tile), WIDE, bias=False) for tile in TILES
+      for planner in (forward,)),
+    *(_work(with_tile(input_grad, *tile), Case("wide", (2, 264, 9, 7), (40, 264, 1, 1)))
+      for tile in TILES),
+    _work(with_tile(input_grad, 2, 128), Case("down", (2, 136, 8, 9), (24, 136, 3, 3),
+                                              stride=(2, 2), padding=(1, 1, 1, 1))),
+    _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = [*WORKS, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_correct(work: Work) -> None:
+    check(work)
+
+
+ALONE = [_work(forward, THREE), _work(input_grad, DOWN)]
+
+
+@pytest.mark.parametrize("work", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
+    assert_alone_as_in_batch(work)
+
+
+@pytest.mark.parametrize("work", ALONE, ids=str)
+def test_infinity_stays_where_it_is(work: Work) -> None:
+    tensors = Tensors.random(work)
+    at_corners(tensors.input, ODD_NUMBERS[:3])
+    at_corners(tensors.grad_output, ODD_NUMBERS[:3])
+    assert_plain(work, tensors)
+
+
+def test_declines() -> None:
+    def declined(
+        case: Case,
+        dtype: torch.dtype = torch.bfloat16,
+        channels_last: bool = True,
+        aligned: bool = True,
+    ) -> str:
+        with pytest.raises(Declined) as reason:
+            _ = Work(case, forward, dtype, channels_last, aligned).plan
+        return str(reason.value)
+
+    assert "float" in declined(THREE, dtype=torch.float32)
+    assert "contiguous" in declined(THREE, channels_last=False)
+    assert "aligned" in declined(THREE, aligned=False)
+    assert "9 channels" in declined(Case("odd", (1, 9, 4, 4), (8, 9, 1, 1)))
+    assert "2 groups" in declined(Case("groups", (1, 32, 4, 4), (32, 16, 1, 1), groups=2))
+    far = Case("far", (1, 8, 40, 300), (8, 8, 1, 2), dilation=(1, 260))
+    assert "-260 beyond their ends" in declined(far)
