@@ -21,7 +21,7 @@ from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper import correlate, tuned
+from fastconv.kernels.hopper.correlate import correlate, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.kernels.tensor import launches, layers
 from fastconv.problem import Problem

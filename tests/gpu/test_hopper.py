@@ -34,7 +34,7 @@ from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
 from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import hopper, planner
-from fastconv.kernels.hopper import correlate
+from fastconv.kernels.hopper.correlate import correlate
 from fastconv.problem import Problem
 from gpu.helpers import (
     CUDA,

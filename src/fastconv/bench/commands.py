@@ -56,7 +56,7 @@ from fastconv.exporter import export
 from fastconv.jit import trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper import tuned
+from fastconv.kernels.hopper.correlate import tuned
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
 CPU_DIVISOR = 4

@@ -1,10 +1,16 @@
-"""Plans forward passes and input gradients: with which of the two kernels, by estimated cycles."""
+"""Plans each pass with one of this family's kernels: the one that is estimated to take least."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper import correlate, spread
+from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.collect import collect
+from fastconv.kernels.hopper.correlate import correlate
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
+from fastconv.kernels.hopper.spread import spread
+from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
 from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
 
@@ -27,6 +33,42 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """
     limits.check_reach(problem, operands)
     return _plan(input_grad_ways(problem, operands), gpu)
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
+
+    With ``operands.bias_grad``, tensor ``bias_grad`` is filled in the same pass.
+    ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
+    output's gradient, ``weight_strides`` the result's.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
+    sizes = (problem.input_size, problem.output_size)
+    block.check(gpu)
+    limits.check(operands, problem.groups, channels, *sizes)
+    limits.check_reach(problem, operands)
+    ways: list[tuple[float, Callable[[], Plan]]] = []
+    reasons = []
+    most = by_tiles.portable_cycles(problem, gpu) + by_tiles.BLOCK_CYCLES
+    try:
+        tile = by_tiles.choose_tile(problem, operands, gpu, most)
+        ways.append((tile.cycles(gpu), lambda: by_tiles.plan(tile, gpu)))
+    except Declined as reason:
+        reasons.append(reason)
+    try:
+        other = collect.collect_of(problem, operands, gpu)
+        ways.append((other.cycles(gpu), lambda: collect.plan(other, gpu)))
+    except Declined:
+        pass  # few layers are its
+    if not ways:
+        raise reasons[0]
+    cycles, chosen = min(ways, key=lambda way: way[0])
+    if cycles > most:
+        raise Declined(by_tiles.FEW)
+    return chosen()
 
 
 def alternatives(
