@@ -27,7 +27,6 @@ import nvrtc as other_nvrtc
 from emulator import net, run_both_orders
 from emulator.works import SCALARS
 from fastconv import cli, jit
-from fastconv.bench.workloads import FOUNDING, Workload, parse_shape
 from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
@@ -36,6 +35,7 @@ from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.hopper.correlate import tuned
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, Workload, parse_shape
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}

@@ -16,7 +16,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
@@ -25,6 +24,7 @@ from fastconv.kernels.hopper.correlate import correlate, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.kernels.tensor import launches, layers
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 
 T4, A100 = gpus.GPUS["sm_75"], gpus.GPUS["sm_80"]
 

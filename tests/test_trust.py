@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from fastconv import cli, jit
-from fastconv.bench import commands
+from fastconv import cli, commands, jit
 from fastconv.jit import cache, compile, trust
 from fastconv.kernels.hopper.correlate import tuned
 from test_jit import in_threads, scale

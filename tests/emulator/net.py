@@ -29,7 +29,6 @@ import torch
 
 from emulator.works import Case, Planner, Work
 from fastconv.bench import population
-from fastconv.bench.workloads import parse_shape
 from fastconv.kernels import ampere, classes, gpus, planner
 from fastconv.kernels.ampere.tiles import tiles_of
 from fastconv.kernels.arithmetic import round_up
@@ -40,6 +39,7 @@ from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
 from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
 from fastconv.kernels.tensor.layers import views
 from fastconv.problem import Problem
+from fastconv.workloads import parse_shape
 
 ampere_weight_grad = importlib.import_module(ampere.weight_grad.__module__)
 PROBLEMS = Path(__file__).with_name("problems.txt")
