@@ -50,7 +50,7 @@ from torch.utils import cpp_extension
 
 SOURCES = {}
 
-SOURCES["hopper/correlate.cuh"] = r"""
+SOURCES["hopper/correlate/correlate.cuh"] = r"""
 // Convolution on Hopper's tensor cores: forward passes, and input gradients, which are forward
 // convolutions with flipped and transposed weights: one, or one for each phase of a stride, which
 // has every stride-th of the output's rows and columns, and some of the taps.
@@ -103,9 +103,9 @@ SOURCES["hopper/correlate.cuh"] = r"""
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
 // truncates as it accumulates, so sums move to registers of their own after every stage of weights.
-#include "hopper/correlate_multiply.cuh"
-#include "hopper/correlate_stage.cuh"
-#include "hopper/correlate_store.cuh"
+#include "hopper/correlate/multiply.cuh"
+#include "hopper/correlate/stage.cuh"
+#include "hopper/correlate/store.cuh"
 #include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
 }
 """
 
-SOURCES["hopper/spread.cuh"] = r"""
+SOURCES["hopper/spread/spread.cuh"] = r"""
 // Convolution with few output channels on Hopper's tensor cores: forward passes, and input
 // gradients, of stride 1.
 //
@@ -870,7 +870,7 @@ __global__ void __launch_bounds__(128 * Config::warpgroups, 1)
 }
 """
 
-SOURCES["hopper/weight_grad.cuh"] = r"""
+SOURCES["hopper/weight_grad/weight_grad.cuh"] = r"""
 // Weight gradient on Hopper's tensor cores.
 //
 // grad[m, i, tap] = sum over images and output pixels of
@@ -914,10 +914,10 @@ SOURCES["hopper/weight_grad.cuh"] = r"""
 // With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
 // the gradient of the bias. All of them do, since they have no time for conditions; the second
 // kernel takes the sums of one of those that see the same channels.
-#include "hopper/weight_grad_copy.cuh"
-#include "hopper/weight_grad_load.cuh"
-#include "hopper/weight_grad_multiply.cuh"
-#include "hopper/weight_grad_reduce.cuh"
+#include "hopper/weight_grad/copy.cuh"
+#include "hopper/weight_grad/load.cuh"
+#include "hopper/weight_grad/multiply.cuh"
+#include "hopper/weight_grad/reduce.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -2097,7 +2097,7 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
 }
 """
 
-SOURCES["hopper/correlate_stage.cuh"] = r"""
+SOURCES["hopper/correlate/stage.cuh"] = r"""
 // Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
 //
 // Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
@@ -2354,9 +2354,9 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate_store.cuh"] = r"""
+SOURCES["hopper/correlate/store.cuh"] = r"""
 // Outputs: from a consumer's registers through shared memory to global memory.
-#include "hopper/correlate_multiply.cuh"
+#include "hopper/correlate/multiply.cuh"
 #include "tensor/target.cuh"
 
 namespace fastconv {
@@ -3206,9 +3206,9 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate_multiply.cuh"] = r"""
+SOURCES["hopper/correlate/multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply what is in shared memory.
-#include "hopper/correlate_tile.cuh"
+#include "hopper/correlate/tile.cuh"
 #include "include/wgmma.cuh"
 
 namespace fastconv {
@@ -3635,7 +3635,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate_tile.cuh"] = r"""
+SOURCES["hopper/correlate/tile.cuh"] = r"""
 // What a block of correlate.cuh has in shared memory beside the tile itself.
 #include "include/wgmma.cuh"
 #include "tensor/tile.cuh"
@@ -3904,20 +3904,38 @@ namespace fastconv {
 // kColumns; a sum's rows and columns lie over the warpgroup's threads as wgmma has them:
 //   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
 // Asynchronous: between wgmma_fence and wgmma_wait neither d nor the matrices may be touched.
+// Neighbours in shared memory are neighbours along the sum. 16-bit elements may also lie across it,
+// as neighbouring rows of `left` (kLeftAcross) or of `right` (kRightAcross).
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
   FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
 }
-template <int kColumns>
+template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
 __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
+  if constexpr (kLeftAcross && kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 1")
+  } else if constexpr (kLeftAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 0")
+  } else if constexpr (kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 1")
+  } else {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
+  }
 }
-template <int kColumns>
+template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
 __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+  if constexpr (kLeftAcross && kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 1")
+  } else if constexpr (kLeftAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 0")
+  } else if constexpr (kRightAcross) {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 1")
+  } else {
+    FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")
+  }
 }
 
 // The same with `left` in registers: left[h + 2 i] holds 4 bytes of row 16 warp + lane / 4 + 8 h,
@@ -4199,6 +4217,14 @@ __device__ __forceinline__ void store_transposed(void* column, const unsigned (&
                : "memory");
 }
 
+// The same, not transposed: lane 8 k + i has the address of 16 bytes for row i.
+__device__ __forceinline__ void store_rows(void* row, const unsigned (&rows)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
+      : "memory");
+}
+
 // Orders registers and shared memory before the warpgroup's next products.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -4230,6 +4256,30 @@ using Matrix = unsigned long long;
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
   return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
+}
+
+// The same of boxes that tensor copies have swizzled in spans of 128 bytes, from a multiple of 1024
+// bytes on. Rows along the sum: 8 rows of 128 bytes lie in one piece, `stride` bytes between such
+// pieces; `leading` is not used. To move along the sum, within the 128 bytes, add bytes / 16.
+// Across the sum (see wgmma): 8 places of the sum by 128 bytes lie in one piece, `stride` bytes
+// between pieces that neighbour along the sum, `leading` bytes between those across it.
+__device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
+  return matrix(start, leading, stride) | 1ull << 62;
+}
+
+// --- Launches that follow each other -------------------------------------------------------------
+// Of a launch that is `early`, blocks may begin while the launch before it is still under way.
+
+// Waits until earlier launches are complete and what they wrote can be seen: before the first
+// access of any tensor. All threads that access one call it.
+__device__ __forceinline__ void wait_for_earlier_launch() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the blocks of the next launch begin, where there is room for them, once all blocks have
+// called this or ended.
+__device__ __forceinline__ void allow_later_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 }  // namespace fastconv
@@ -6223,9 +6273,9 @@ struct Walk {
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad_load.cuh"] = r"""
+SOURCES["hopper/weight_grad/load.cuh"] = r"""
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
-#include "hopper/weight_grad_tile.cuh"
+#include "hopper/weight_grad/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -6445,9 +6495,9 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Work& work
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad_reduce.cuh"] = r"""
+SOURCES["hopper/weight_grad/reduce.cuh"] = r"""
 // The second kernel: adds up what the blocks have left in the workspace.
-#include "hopper/weight_grad_multiply.cuh"
+#include "hopper/weight_grad/multiply.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -6521,9 +6571,9 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad_multiply.cuh"] = r"""
+SOURCES["hopper/weight_grad/multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
-#include "hopper/weight_grad_copy.cuh"
+#include "hopper/weight_grad/copy.cuh"
 #include "hopper/workspace.cuh"
 
 namespace fastconv {
@@ -6918,9 +6968,9 @@ __device__ __forceinline__ void consume(const Scalar* grad_output, float4* works
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad_copy.cuh"] = r"""
+SOURCES["hopper/weight_grad/copy.cuh"] = r"""
 // The output's gradient: copied to shared memory as it is.
-#include "hopper/weight_grad_tile.cuh"
+#include "hopper/weight_grad/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -7272,7 +7322,7 @@ __device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad_tile.cuh"] = r"""
+SOURCES["hopper/weight_grad/tile.cuh"] = r"""
 // The tile: what a block of weight_grad.cuh computes, how it walks through images, and what lies
 // where in shared memory.
 #include "include/tile.cuh"
@@ -9260,27 +9310,27 @@ SM_90A_FORWARD_FLOAT_TF32_1 = config(
 TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/correlate/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=16, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=144, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=221400,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_1,
+            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=18, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_1,
+            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=232112,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
@@ -9391,7 +9441,7 @@ SM_90A_INPUT_GRAD_FLOAT_TF32_0 = config(
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/spread.cuh", "spread", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
+            "hopper/spread/spread.cuh", "spread", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=112896,
             arguments=("input", "weight", "bias", "output", 16),
         ),
@@ -9491,12 +9541,12 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
+            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=221280,
             arguments=("grad_output", "input", "scratch", 0, 1, 132, 16),
         ),
         Launch(
-            "hopper/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
+            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=18, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 1, 132),
         ),
@@ -9566,27 +9616,27 @@ SM_90A_FORWARD_FLOAT_IEEE_1 = config(
 TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/correlate/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=16, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=144, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=226544,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_1,
+            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=36, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 16),
         ),
         Launch(
-            "hopper/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_1,
+            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=132, block=384, shared_bytes=224480,
             arguments=("input", "scratch", "bias", "output", 16),
         ),
@@ -9678,7 +9728,7 @@ SM_90A_INPUT_GRAD_FLOAT_IEEE_0 = config(
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/spread.cuh", "spread", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
+            "hopper/spread/spread.cuh", "spread", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
             grid=132, block=256, shared_bytes=173568,
             arguments=("input", "weight", "bias", "output", 16),
         ),
@@ -9771,12 +9821,12 @@ SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=229472,
             arguments=("grad_output", "input", "scratch", 0, 1, 132, 16),
         ),
         Launch(
-            "hopper/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=18, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 1, 132),
         ),

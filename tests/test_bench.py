@@ -32,7 +32,11 @@ from fastconv.bench.cases import PASSES, STEP, Case, Tensors
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Results, Row
 from fastconv.bench.timing import Effort, Timing
-from fastconv.bench.workloads import (
+from fastconv.jit import launch as jit_launch
+from fastconv.kernels import planner
+from fastconv.kernels.family import Kernel, Launch, Plan
+from fastconv.kernels.gpus import H200
+from fastconv.workloads import (
     FOUNDING,
     ODD,
     REAL,
@@ -45,10 +49,6 @@ from fastconv.bench.workloads import (
     to_dict,
     unique,
 )
-from fastconv.jit import launch as jit_launch
-from fastconv.kernels import planner
-from fastconv.kernels.family import Kernel, Launch, Plan
-from fastconv.kernels.gpus import H200
 
 SHAPE = "2x4x9x11 6x2x3x5 padding=1,2 dilation=1,2 stride=2 groups=2"
 CAUSAL = "2x3x8x9 4x3x2x3 padding=1,0,2,0"

@@ -20,7 +20,7 @@ from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Limit
 from fastconv.bench.results import Results, Row
 from fastconv.bench.timing import Timing
-from fastconv.bench.workloads import Workload, WorkloadError, from_dict, to_dict
+from fastconv.workloads import Workload, WorkloadError, from_dict, to_dict
 
 FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0"]
 

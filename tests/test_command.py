@@ -19,10 +19,9 @@ import pytest
 import torch
 
 import fastconv
-from fastconv import cli, files
+from fastconv import cli, commands, files
 from fastconv.bench import (
     campaign,
-    commands,
     configurations,
     limits,
     measure,

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from fastconv import workloads
 from fastconv.backends import cuda
-from fastconv.bench import workloads
 from fastconv.kernels import depthwise, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200

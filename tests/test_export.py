@@ -27,15 +27,15 @@ import nvrtc as other_nvrtc
 from emulator import net, run_both_orders
 from emulator.works import SCALARS
 from fastconv import cli, jit
-from fastconv.bench.workloads import FOUNDING, Workload, parse_shape
 from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.jit import compile
 from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
-from fastconv.kernels.hopper import tuned
+from fastconv.kernels.hopper.correlate import tuned
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, Workload, parse_shape
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}
@@ -549,8 +549,8 @@ def _compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) 
 @pytest.mark.parametrize(
     ("architecture", "shared_kib", "tf32", "tolerance", "expected"),
     [
-        ("sm_90a", 227, False, 1e-6, {"hopper/spread.cuh", "direct/weight_grad.cuh"}),
-        ("sm_90a", 227, True, 1e-3, {"hopper/spread.cuh", "direct/weight_grad.cuh"}),
+        ("sm_90a", 227, False, 1e-6, {"hopper/spread/spread.cuh", "direct/weight_grad.cuh"}),
+        ("sm_90a", 227, True, 1e-3, {"hopper/spread/spread.cuh", "direct/weight_grad.cuh"}),
         ("sm_100", 227, False, 1e-6, {"ampere/correlate.cuh", "ampere/weight_grad.cuh"}),
         ("sm_89", 99, True, 1e-3, {"ampere/correlate.cuh", "ampere/weight_grad.cuh"}),
     ],

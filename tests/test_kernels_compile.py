@@ -25,13 +25,13 @@ import small_products
 import swizzled_products
 import tensor_maps
 from fastconv import jit
-from fastconv.bench.workloads import FOUNDING, SUITES
 from fastconv.jit import compile
 from fastconv.kernels import ampere, direct, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.gpus import H200 as HOPPER
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, SUITES
 
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 SCALAR_BYTES = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}

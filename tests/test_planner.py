@@ -16,15 +16,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper import correlate, tuned
+from fastconv.kernels.hopper.correlate import correlate, tuned
 from fastconv.kernels.planner import Planner
 from fastconv.kernels.tensor import launches, layers
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 
 T4, A100 = gpus.GPUS["sm_75"], gpus.GPUS["sm_80"]
 

@@ -17,7 +17,7 @@ from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import HostResults, HostRow, HostTiming, Results, Row
 from fastconv.bench.timing import Timing
-from fastconv.bench.workloads import FOUNDING
+from fastconv.workloads import FOUNDING
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

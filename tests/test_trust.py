@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from fastconv import cli, jit
-from fastconv.bench import commands
+from fastconv import cli, commands, jit
 from fastconv.jit import cache, compile, trust
-from fastconv.kernels.hopper import tuned
+from fastconv.kernels.hopper.correlate import tuned
 from test_jit import in_threads, scale
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners and modes")

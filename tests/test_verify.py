@@ -22,7 +22,7 @@ from fastconv.bench import campaign, judging, relations, report, trials, verify
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.trials import DATA, EVERY_KIND, Data, Limits, Results, Trial
 from fastconv.bench.verify import Check
-from fastconv.bench.workloads import parse_shape
+from fastconv.workloads import parse_shape
 
 CPU = torch.device("cpu")
 SHAPE = "3x6x9x8 4x3x3x2 padding=1,2 stride=2,1 groups=2"

@@ -11,21 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastconv import jit, native
-from fastconv.bench import commands, models
+from fastconv import commands, jit, native
+from fastconv.bench import models
 from fastconv.bench.campaign import MOST_JOBS
 from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, FORMATS, PASSES, PRECISIONS, STEP
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.contestants import PEERS
 from fastconv.bench.results import ResultsError
 from fastconv.bench.trials import DATA, NORMAL
-from fastconv.bench.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
 from fastconv.kernels import gpus
 from fastconv.kernels.family import Gpu
 from fastconv.kernels.planner import SwitchError
+from fastconv.workloads import SHAPE_SYNTAX, SUITES, WorkloadError
 
 # What a user can mend: each says in a line what is wrong. Anything else is a bug, with a traceback.
 _EXPECTED = (

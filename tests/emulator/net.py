@@ -29,17 +29,18 @@ import torch
 
 from emulator.works import Case, Planner, Work
 from fastconv.bench import population
-from fastconv.bench.workloads import parse_shape
-from fastconv.kernels import ampere, classes, gpus, hopper, planner
+from fastconv.kernels import ampere, classes, gpus, planner
 from fastconv.kernels.ampere.tiles import tiles_of
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.classes import Class
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
+from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
+from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
 from fastconv.kernels.tensor.layers import views
 from fastconv.problem import Problem
+from fastconv.workloads import parse_shape
 
-weight_grad = importlib.import_module(hopper.weight_grad.__module__)
 ampere_weight_grad = importlib.import_module(ampere.weight_grad.__module__)
 PROBLEMS = Path(__file__).with_name("problems.txt")
 
@@ -68,16 +69,15 @@ class Forced:
         if gpus.number(gpu) != gpus.number(H200):
             return self._by_ampere(problem, operands, gpu)
         if self.direction == "weight_grad":
-            made = weight_grad.plan(self._tile(problem, operands, gpu), gpu)
-            return made
-        with _free_halves(hopper):
+            return hopper_weight_grad.plan(self._tile(problem, operands, gpu), gpu)
+        with _free_halves(hopper_correlate):
             made = getattr(planner, self.direction)(problem, operands, gpu)
             return made
 
     def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         made: Plan
         ampere.block.check(gpu)
-        with _free_halves(ampere), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
+        with _free_halves(ampere.correlate), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
             if self.direction == "weight_grad":
                 made = ampere_weight_grad.plan(self._ampere_tile(problem, operands, gpu), gpu)
             else:
@@ -115,8 +115,8 @@ class Forced:
 
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
-            return weight_grad.choose_tile(problem, operands, gpu)
-        tile = weight_grad.Tile(problem, operands, *self.tile)
+            return hopper_weight_grad.choose_tile(problem, operands, gpu)
+        tile = hopper_weight_grad.Tile(problem, operands, *self.tile)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
         if fitted is None or tile.stage_columns > tile.row_columns:
             raise Declined("a tile that does not fit")
@@ -124,13 +124,13 @@ class Forced:
 
 
 @contextmanager
-def _free_halves(family: ModuleType) -> Iterator[None]:
+def _free_halves(correlate: ModuleType) -> Iterator[None]:
     """It costs nothing to multiply float32 as float16."""
-    costs = family.correlate.HALVES_COST
+    costs = correlate.HALVES_COST
     free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
     with (
-        mock.patch.object(family.correlate, "HALVES_CYCLES", 0.0),
-        mock.patch.object(family.correlate, "HALVES_COST", free),
+        mock.patch.object(correlate, "HALVES_CYCLES", 0.0),
+        mock.patch.object(correlate, "HALVES_COST", free),
     ):
         yield
 
@@ -153,7 +153,7 @@ def word_of(chosen: Planner) -> str:
 
 # The constants that say which tile it is.
 NAMES = {
-    "hopper/weight_grad.cuh": (
+    "hopper/weight_grad/weight_grad.cuh": (
         "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
         "phase_images", "stage_columns", "strip_stages",
     ),

@@ -11,7 +11,7 @@ from emulator import precompile
 from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients, put_odd_numbers
 from emulator.works import Case, Tensors, Work, assert_plain
 from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper import collect
+from fastconv.kernels.hopper.collect import collect
 from fastconv.problem import Problem
 
 

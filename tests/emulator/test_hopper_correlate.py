@@ -30,7 +30,7 @@ from emulator.works import (
 )
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper import correlate
+from fastconv.kernels.hopper.correlate import correlate
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 

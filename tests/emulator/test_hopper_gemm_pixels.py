@@ -23,7 +23,7 @@ from emulator.works import (
     in_batch,
 )
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper.gemm_pixels import plan as gemm_pixels
+from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
 from fastconv.problem import Problem
 
 TYPES = (torch.bfloat16, torch.float16)

@@ -24,8 +24,8 @@ from emulator.works import (
     some,
 )
 from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper import spread
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
+from fastconv.kernels.hopper.spread import spread
 from fastconv.problem import Problem
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,28 +29,26 @@ from fastconv.kernels import hopper
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
+from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
 from fastconv.problem import Problem
 
 # Few processors, so that blocks have several runs each.
 GPU = Gpu("sm_90a", 3, 232448, 233472)
-MODULE = importlib.import_module(hopper.weight_grad.__module__)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """With this kernel, even where it is not the fastest."""
-    plan: Plan = MODULE.plan(MODULE.choose_tile(problem, operands, gpu), gpu)
-    return plan
+    return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu), gpu)
 
 
 def _in_stages_of(columns: int) -> Planner:
     """The same with stages of so many columns, even where others are faster."""
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with mock.patch.object(MODULE, "ROW_STAGE_COLUMNS", (columns,)):
-            tile = MODULE.choose_tile(problem, operands, gpu)
+        with mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)):
+            tile = by_tiles.choose_tile(problem, operands, gpu)
         assert tile.stage_columns == columns
-        plan: Plan = MODULE.plan(tile, gpu)
-        return plan
+        return by_tiles.plan(tile, gpu)
 
     return weight_grad
 
@@ -234,7 +231,7 @@ def test_padding_far_beyond_the_image() -> None:
 
 
 SHARES = """
-#include "hopper/weight_grad_tile.cuh"
+#include "hopper/weight_grad/tile.cuh"
 extern "C" __global__ void shares(int* places, int workers, int batch) {
   for (int worker = 0; worker < workers; ++worker) {
     const fastconv::hopper::Share share(worker, workers, batch);
@@ -285,7 +282,7 @@ static int arrivals;
 #define barrier_arrive_after_copies(barrier) (arrivals = 10 * arrivals + 1)
 #define barrier_expect_copies(barrier) (arrivals = 10 * arrivals + 2)
 #define barrier_arrive(barrier) (arrivals = 10 * arrivals + 3)
-#include "hopper/weight_grad_copy.cuh"
+#include "hopper/weight_grad/copy.cuh"
 extern "C" __global__ void arrival(int* found) {
   fastconv::hopper::arrive_after_copies(nullptr);
   *found = arrivals;

@@ -28,10 +28,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 import oracle
 from fastconv import ops
 from fastconv.backends import cuda
-from fastconv.kernels import ampere, hopper, planner
+from fastconv.kernels import ampere, planner
+from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
+from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
 from fastconv.problem import Problem
 
-HOPPER_WEIGHT_GRAD = importlib.import_module(hopper.weight_grad.__module__)
 AMPERE_WEIGHT_GRAD = importlib.import_module(ampere.weight_grad.__module__)
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -209,10 +210,10 @@ def tensor_core_checks() -> list[bool]:
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
-        mock.patch.object(HOPPER_WEIGHT_GRAD, "_portable_cycles", return_value=math.inf),
+        mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
         mock.patch.object(AMPERE_WEIGHT_GRAD, "portable_cycles", return_value=math.inf),
         mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0),
-        mock.patch.object(hopper.correlate, "HALVES_CYCLES", 0.0),
+        mock.patch.object(hopper_correlate, "HALVES_CYCLES", 0.0),
         mock.patch.object(ampere.correlate, "HALVES_CYCLES", 0.0),
     ):
         for index, arguments in enumerate(TENSOR_CORE_PROBLEMS.values()):

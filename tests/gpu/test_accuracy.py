@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastconv import ops
-from fastconv.bench.workloads import FOUNDING, Workload
+from fastconv.workloads import FOUNDING, Workload
 from gpu.helpers import CUDA, arguments_of
 
 MARGIN = 1.02

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fastconv
 from emulator.works import rounded_to_tf32
 from exported_file import load
-from fastconv.bench.workloads import FOUNDING, Workload
+from fastconv.workloads import FOUNDING, Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = (

@@ -32,10 +32,10 @@ from emulator.works import (
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
-from fastconv.bench.workloads import FOUNDING, ODD, REAL, Workload
 from fastconv.kernels import hopper, planner
-from fastconv.kernels.hopper import correlate
+from fastconv.kernels.hopper.correlate import correlate
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 from gpu.helpers import (
     CUDA,
     FORMATS,

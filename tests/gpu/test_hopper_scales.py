@@ -18,7 +18,7 @@ import oracle
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.kernels import planner
-from fastconv.kernels.hopper import correlate
+from fastconv.kernels.hopper.correlate import correlate
 from fastconv.kernels.tensor import layers
 from fastconv.problem import Padding, Problem
 from gpu.helpers import CUDA, arguments_of, is_hopper

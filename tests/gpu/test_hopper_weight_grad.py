@@ -17,9 +17,9 @@ from emulator.test_hopper_weight_grad import MODES, TOLERANCES, put_odd_numbers
 from emulator.works import ODD_NUMBERS, Tensors, Work, float64, new_output, placed
 from fastconv import ops
 from fastconv.backends import cuda as backend
-from fastconv.bench.workloads import FOUNDING, Workload
 from fastconv.kernels import planner
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING, Workload
 from gpu.helpers import CUDA, FORMATS, arguments_of, is_hopper, precompile
 
 pytestmark = [

@@ -21,10 +21,10 @@ from torch import Tensor
 import fastconv
 from fastconv import jit, ops
 from fastconv.backends import cuda as backend
-from fastconv.bench.workloads import FOUNDING
 from fastconv.kernels import direct
 from fastconv.kernels.family import Kernel, Launch, Operands
 from fastconv.problem import Problem
+from fastconv.workloads import FOUNDING
 from gpu.helpers import CUDA, arguments_of
 
 _widths = count(40)

@@ -1,1 +1,1 @@
-"""Fair comparisons with PyTorch: workloads, checks, timings, tables."""
+"""Fair comparisons with PyTorch: checks, timings, tables."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastconv.bench import environment
-from fastconv.bench.workloads import Workload
+from fastconv.workloads import Workload
 
 GRADIENTS = ("input_grad", "weight_grad")
 PASSES = ("forward", *GRADIENTS)

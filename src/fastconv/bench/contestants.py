@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fastconv import native, ops
 from fastconv.bench.cases import FORMATS, GRADIENTS, STEP, Case, Tensors
-from fastconv.bench.workloads import Workload
+from fastconv.workloads import Workload
 
 Pass = Callable[[Tensors], Any]
 """Computes a pass; returns its results."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastconv.bench.console import MissingExtra
-from fastconv.bench.workloads import Workload, WorkloadError
+from fastconv.workloads import Workload, WorkloadError
 
 BATCH = 64
 IMAGE = (3, 224, 224)  # of networks that do not say

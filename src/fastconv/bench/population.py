@@ -13,8 +13,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from fastconv.bench.workloads import SUITES, Workload, unique
 from fastconv.problem import Pair, Problem
+from fastconv.workloads import SUITES, Workload, unique
 
 LEAST_FLOPS = 1e4
 KNOWN = unique(workload for suite in SUITES.values() for workload in suite)

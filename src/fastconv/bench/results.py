@@ -16,7 +16,7 @@ from fastconv.bench import limits, timing
 from fastconv.bench.cases import Case, case_from
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.timing import Timing
-from fastconv.bench.workloads import from_dict, to_dict
+from fastconv.workloads import from_dict, to_dict
 
 FORMAT = "fastconv bench 1"
 HOST_FORMAT = "fastconv bench --host 1"

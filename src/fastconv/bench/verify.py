@@ -14,8 +14,8 @@ from fastconv.bench.cases import Tensors, reason
 from fastconv.bench.judging import Error, Part, Reference
 from fastconv.bench.relations import RELATIONS, Subject
 from fastconv.bench.trials import Data, Results, Trial
-from fastconv.bench.workloads import to_dict
 from fastconv.kernels import planner
+from fastconv.workloads import to_dict
 
 ELEMENTS = "elements"
 """The check of every element; the others are the relations'."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fastconv import files
-from fastconv.bench.workloads import SUITES, Workload, WorkloadError, parse_shape
 from fastconv.exporter import ExportError
 from fastconv.problem import Padding, Problem
+from fastconv.workloads import SUITES, Workload, WorkloadError, parse_shape
 
 
 @dataclass(frozen=True)

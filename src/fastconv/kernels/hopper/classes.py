@@ -182,8 +182,8 @@ WEIGHT_GRAD = Anatomy(
 )  # fmt: skip
 
 ANATOMIES = {
-    "hopper/correlate.cuh": CORRELATE,
-    "hopper/spread.cuh": SPREAD,
-    "hopper/collect.cuh": COLLECT,
-    "hopper/weight_grad.cuh": WEIGHT_GRAD,
+    "hopper/correlate/correlate.cuh": CORRELATE,
+    "hopper/spread/spread.cuh": SPREAD,
+    "hopper/collect/collect.cuh": COLLECT,
+    "hopper/weight_grad/weight_grad.cuh": WEIGHT_GRAD,
 }

@@ -1,7 +1,7 @@
-"""Plans forward passes and input gradients: with which of the kernels, by estimated cycles.
+"""Plans each pass with one of this family's kernels: the one that is estimated to take least.
 
-By those of one image of a large batch: kernels add up in different orders, and an image's bits must
-not depend on its batch.
+Forward passes and input gradients by what one image of a large batch takes: kernels add up in
+different orders, and an image's bits must not depend on its batch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from functools import partial
 from typing import NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper import correlate, spread
-from fastconv.kernels.hopper.gemm_pixels import plan as gemm_pixels
+from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.collect import collect
+from fastconv.kernels.hopper.correlate import correlate
+from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
+from fastconv.kernels.hopper.spread import spread
+from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
 from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
 
@@ -36,6 +40,42 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: another family does it better, or this one cannot.
     """
     return _choice("input_grad", problem, operands, gpu).plan()
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
+
+    With ``operands.bias_grad``, tensor ``bias_grad`` is filled in the same pass.
+    ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
+    output's gradient, ``weight_strides`` the result's.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
+    sizes = (problem.input_size, problem.output_size)
+    block.check(gpu)
+    limits.check(operands, problem.groups, channels, *sizes)
+    limits.check_reach(problem, operands)
+    ways: list[tuple[float, Callable[[], Plan]]] = []
+    reasons = []
+    most = by_tiles.portable_cycles(problem, gpu) + by_tiles.BLOCK_CYCLES
+    try:
+        tile = by_tiles.choose_tile(problem, operands, gpu, most)
+        ways.append((tile.cycles(gpu), lambda: by_tiles.plan(tile, gpu)))
+    except Declined as reason:
+        reasons.append(reason)
+    try:
+        other = collect.collect_of(problem, operands, gpu)
+        ways.append((other.cycles(gpu), lambda: collect.plan(other, gpu)))
+    except Declined:
+        pass  # few layers are its
+    if not ways:
+        raise reasons[0]
+    cycles, chosen = min(ways, key=lambda way: way[0])
+    if cycles > most:
+        raise Declined(by_tiles.FEW)
+    return chosen()
 
 
 def alternatives(

@@ -1,6 +1,6 @@
 // The second kernel: adds up what the blocks have left in the workspace.
 #pragma once
-#include "hopper/weight_grad_multiply.cuh"
+#include "hopper/weight_grad/multiply.cuh"
 
 namespace fastconv {
 namespace hopper {

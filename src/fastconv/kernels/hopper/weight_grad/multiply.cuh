@@ -1,6 +1,6 @@
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
 #pragma once
-#include "hopper/weight_grad_copy.cuh"
+#include "hopper/weight_grad/copy.cuh"
 #include "hopper/workspace.cuh"
 
 namespace fastconv {

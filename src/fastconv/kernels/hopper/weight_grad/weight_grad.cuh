@@ -42,10 +42,10 @@
 // the gradient of the bias. All of them do, since they have no time for conditions; the second
 // kernel takes the sums of one of those that see the same channels.
 #pragma once
-#include "hopper/weight_grad_copy.cuh"
-#include "hopper/weight_grad_load.cuh"
-#include "hopper/weight_grad_multiply.cuh"
-#include "hopper/weight_grad_reduce.cuh"
+#include "hopper/weight_grad/copy.cuh"
+#include "hopper/weight_grad/load.cuh"
+#include "hopper/weight_grad/multiply.cuh"
+#include "hopper/weight_grad/reduce.cuh"
 
 namespace fastconv {
 namespace hopper {

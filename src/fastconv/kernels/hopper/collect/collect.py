@@ -184,14 +184,14 @@ def plan(collect: Collect, gpu: Gpu) -> Plan:
     slots = collect.output_blocks * collect.block_bytes // 16
     launches = (
         Launch(
-            Kernel("hopper/collect.cuh", "collect", constants),
+            Kernel("hopper/collect/collect.cuh", "collect", constants),
             (workers * collect.output_blocks, 1, 1),
             128 * collect.warpgroups,
             collect.shared_bytes,
             ("grad_output", "input", "scratch", workers, problem.batch),
         ),
         Launch(
-            Kernel("hopper/collect.cuh", "reduce", constants),
+            Kernel("hopper/collect/collect.cuh", "reduce", constants),
             (min(ceil_div(slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
             REDUCE_THREADS,
             0,

@@ -51,12 +51,12 @@ from fastconv.bench.results import AnyResults, HostResults, Results
 from fastconv.bench.timing import Effort
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
-from fastconv.bench.workloads import SUITES, Workload, parse_shape, suite, unique
 from fastconv.exporter import export
 from fastconv.jit import trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper import tuned
+from fastconv.kernels.hopper.correlate import tuned
+from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
 CPU_DIVISOR = 4

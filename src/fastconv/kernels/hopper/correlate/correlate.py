@@ -20,10 +20,17 @@ from fastconv.kernels.family import (
     Operands,
     Plan,
 )
-from fastconv.kernels.hopper import block, tuned
+from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.block import OUTPUTS, THREADS
+from fastconv.kernels.hopper.correlate import tuned
+from fastconv.kernels.hopper.correlate.tiles import (
+    LOADER_WARPS,
+    Tile,
+    item_count,
+    segment_tiles,
+    tiles_of,
+)
 from fastconv.kernels.hopper.layers import Layer
-from fastconv.kernels.hopper.tiles import LOADER_WARPS, Tile, item_count, segment_tiles, tiles_of
 from fastconv.kernels.tensor import limits
 from fastconv.kernels.tensor.launches import Correlation, best_way, launches, layer_constants
 from fastconv.kernels.tensor.layers import views
@@ -174,7 +181,7 @@ def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
     blocks = layer.groups * tile.output_groups
     return Correlation(
         layer,
-        "hopper/correlate.cuh",
+        "hopper/correlate/correlate.cuh",
         _constants(tile, gpu, repairs),
         min(items, gpu.processors),
         THREADS,

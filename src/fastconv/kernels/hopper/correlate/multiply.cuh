@@ -1,6 +1,6 @@
 // Consumers: warpgroups that multiply what is in shared memory.
 #pragma once
-#include "hopper/correlate_tile.cuh"
+#include "hopper/correlate/tile.cuh"
 #include "include/wgmma.cuh"
 
 namespace fastconv {

@@ -1,6 +1,6 @@
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
 #pragma once
-#include "hopper/weight_grad_tile.cuh"
+#include "hopper/weight_grad/tile.cuh"
 
 namespace fastconv {
 namespace hopper {

@@ -1,6 +1,6 @@
 // Outputs: from a consumer's registers through shared memory to global memory.
 #pragma once
-#include "hopper/correlate_multiply.cuh"
+#include "hopper/correlate/multiply.cuh"
 #include "tensor/target.cuh"
 
 namespace fastconv {

@@ -51,9 +51,9 @@
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
 // truncates as it accumulates, so sums move to registers of their own after every stage of weights.
 #pragma once
-#include "hopper/correlate_multiply.cuh"
-#include "hopper/correlate_stage.cuh"
-#include "hopper/correlate_store.cuh"
+#include "hopper/correlate/multiply.cuh"
+#include "hopper/correlate/stage.cuh"
+#include "hopper/correlate/store.cuh"
 #include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 

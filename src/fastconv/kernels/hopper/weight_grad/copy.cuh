@@ -1,6 +1,6 @@
 // The output's gradient: copied to shared memory as it is.
 #pragma once
-#include "hopper/weight_grad_tile.cuh"
+#include "hopper/weight_grad/tile.cuh"
 
 namespace fastconv {
 namespace hopper {

@@ -1,13 +1,13 @@
-"""Plans weight gradients, with ``weight_grad.cuh`` or, of few input channels, ``collect.cuh``.
+"""Plans weight gradients with ``weight_grad.cuh``.
 
-The rules of the former: of all ways to cut the weights into products that fit registers and shared
-memory, the one whose slowest part (products, or loads of either tensor) is estimated to take least.
+The rules: of all ways to cut the weights into products that fit registers and shared memory, the
+one whose slowest part (products, or loads of either tensor) is estimated to take least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -21,7 +21,7 @@ from fastconv.kernels.family import (
     blocks_at_once,
     weight_grad_constants,
 )
-from fastconv.kernels.hopper import block, collect
+from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, THREADS
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
@@ -68,43 +68,7 @@ FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
 FEW = "so few channels or pixels that most of the products would not count"
 
 
-def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output`` (the gradient).
-
-    With ``operands.bias_grad``, tensor ``bias_grad`` is filled in the same pass.
-    ``operands.input_channels_last`` is the input's format, ``output_channels_last`` that of the
-    output's gradient, ``weight_strides`` the result's.
-
-    Raises:
-        Declined: another family does it better, or this one cannot.
-    """
-    channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
-    sizes = (problem.input_size, problem.output_size)
-    block.check(gpu)
-    limits.check(operands, problem.groups, channels, *sizes)
-    limits.check_reach(problem, operands)
-    ways: list[tuple[float, Callable[[], Plan]]] = []
-    reasons = []
-    most = _portable_cycles(problem, gpu) + BLOCK_CYCLES
-    try:
-        tile = choose_tile(problem, operands, gpu, most)
-        ways.append((tile.cycles(gpu), lambda: plan(tile, gpu)))
-    except Declined as reason:
-        reasons.append(reason)
-    try:
-        other = collect.collect_of(problem, operands, gpu)
-        ways.append((other.cycles(gpu), lambda: collect.plan(other, gpu)))
-    except Declined:
-        pass  # few layers are its
-    if not ways:
-        raise reasons[0]
-    cycles, chosen = min(ways, key=lambda way: way[0])
-    if cycles > most:
-        raise Declined(FEW)
-    return chosen()
-
-
-def _portable_cycles(problem: Problem, gpu: Gpu) -> float:
+def portable_cycles(problem: Problem, gpu: Gpu) -> float:
     """What the portable kernels take, about."""
     return limits.portable_loss(problem) * problem.flops / 2 / (FFMA_PRODUCTS * gpu.processors)
 
@@ -114,7 +78,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
     launches = weight_grad_launches(
-        "hopper/weight_grad.cuh",
+        "hopper/weight_grad/weight_grad.cuh",
         tuple(_constants(tile).items()),
         tile.count,
         tiles_at_once,

@@ -206,7 +206,7 @@ def plan(spread: Spread, gpu: Gpu) -> Plan:
     if items >= 2**30:
         raise Declined("more than 2^30 strips")
     launch = Launch(
-        Kernel("hopper/spread.cuh", "spread", tuple(_constants(spread, band_rows).items())),
+        Kernel("hopper/spread/spread.cuh", "spread", tuple(_constants(spread, band_rows).items())),
         (min(ceil_div(items, spread.warpgroups), gpu.processors), 1, 1),
         128 * spread.warpgroups,
         spread.shared_bytes,

@@ -1,4 +1,4 @@
-"""The convolutions we measure: named suites, files of them, or a shape from the command line.
+"""Convolutions to measure or to export: named suites, files of them, or a shape as text.
 
 Those of a network by name are in :mod:`fastconv.bench.models`.
 """

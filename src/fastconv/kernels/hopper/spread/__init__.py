@@ -1,0 +1,1 @@
+"""Forward passes and input gradients of few output channels: all taps in one product."""
