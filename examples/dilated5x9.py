@@ -8197,7 +8197,8 @@ __device__ __forceinline__ int ring_byte(int byte) {
 # === Host code ====================================================================================
 
 LAUNCHER = r"""
-// Starting a kernel from Python: sizes, and arguments as 64-bit numbers (addresses, or integers).
+// Starting a kernel from Python: sizes, and arguments as 64-bit numbers. An argument is an address,
+// an integer, or a tensor map, which takes many.
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -8209,6 +8210,7 @@ LAUNCHER = r"""
 #include <vector>
 
 using Numbers = std::vector<int64_t>;
+using Arguments = std::vector<Numbers>;
 
 inline void check(cudaError_t status, const std::string& kernel) {
   if (status == cudaSuccess) return;
@@ -8216,39 +8218,108 @@ inline void check(cudaError_t status, const std::string& kernel) {
                            cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
 
+// A function that the driver has since CUDA 12; not linked, which would need its library.
+template <class Function>
+Function* driver_function(const char* name) {
+  void* found = nullptr;
+#if CUDART_VERSION >= 13000
+  const auto status = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault);
+#else
+  const auto status = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault);
+#endif
+  if (status != cudaSuccess || found == nullptr) {
+    throw std::runtime_error(std::string("the NVIDIA driver is too old: it has no ") + name);
+  }
+  return reinterpret_cast<Function*>(found);
+}
+
 template <class T>
-T as_argument(int64_t number) {
-  if constexpr (std::is_pointer_v<T>) {
-    return reinterpret_cast<T>(number);
+void take(const int64_t*& numbers, T* target, int count) {
+  for (int i = 0; i < count; ++i) target[i] = static_cast<T>(*numbers++);
+}
+
+// Makes a tensor map's descriptor, of its tensor's address and of numbers as map_numbers puts them.
+inline cudaError_t encode(void* map, const Numbers& numbers) {
+  using Tiled = int(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
+                    const unsigned*, int, int, int, int);
+  using Im2col = int(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const int*,
+                     const int*, unsigned, unsigned, const unsigned*, int, int, int, int);
+  const int64_t* next = numbers.data();
+  void* const tensor = reinterpret_cast<void*>(*next++);
+  int head[5];
+  take(next, head, 5);
+  const auto [tiled, type, swizzle, promotion, rank] = head;
+  uint64_t sizes[5], strides[5];
+  unsigned steps[5];
+  take(next, sizes, rank);
+  take(next, strides, rank - 1);
+  take(next, steps, rank);
+  int status;
+  if (tiled) {
+    static const auto encode = driver_function<Tiled>("cuTensorMapEncodeTiled");
+    unsigned box[5];
+    take(next, box, rank);
+    status = encode(map, type, rank, tensor, sizes, strides, box, steps, 0, swizzle, promotion, 0);
   } else {
-    return static_cast<T>(number);
+    static const auto encode = driver_function<Im2col>("cuTensorMapEncodeIm2col");
+    int lower[3], upper[3];
+    unsigned box[2];  // channels, pixels
+    take(next, lower, rank - 2);
+    take(next, upper, rank - 2);
+    take(next, box, 2);
+    status = encode(map, type, rank, tensor, sizes, strides, lower, upper, box[0], box[1], steps, 0,
+                    swizzle, promotion, 0);
+  }
+  return static_cast<cudaError_t>(status);  // the driver's numbers are the runtime's
+}
+
+template <class T>
+T as_argument(const std::string& kernel, const Numbers& numbers) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(numbers.at(0));
+  } else if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(numbers.at(0));
+  } else {
+    static_assert(sizeof(T) == 128, "a descriptor's bytes");
+    alignas(128) T map;
+    check(encode(&map, numbers), kernel);
+    return map;
   }
 }
 
 template <class... Parameters, std::size_t... kIndex>
 void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
-           const Numbers& arguments, int64_t stream, std::index_sequence<kIndex...>) {
-  const auto blocks = static_cast<unsigned>(sizes.at(0));
-  const auto threads = static_cast<unsigned>(sizes.at(1));
-  const int shared_bytes = static_cast<int>(sizes.at(2));
+           const Arguments& arguments, int64_t stream, std::index_sequence<kIndex...>) {
   if (arguments.size() != sizeof...(Parameters)) {
     throw std::invalid_argument(name + " has " + std::to_string(sizeof...(Parameters)) +
                                 " arguments, not " + std::to_string(arguments.size()));
   }
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(sizes.at(0)));
+  config.blockDim = dim3(static_cast<unsigned>(sizes.at(1)));
+  config.dynamicSmemBytes = static_cast<std::size_t>(sizes.at(2));
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = sizes.at(3) != 0 ? 1 : 0;
   // More than 48 KiB have to be asked for, on each device; asking takes well under a microsecond.
-  if (shared_bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+  // It also gives the thread a context, which the encoding of maps needs.
+  if (config.dynamicSmemBytes > 48 * 1024 || (std::is_class_v<Parameters> || ...)) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(config.dynamicSmemBytes)),
           name);
   }
-  kernel<<<blocks, threads, shared_bytes, reinterpret_cast<cudaStream_t>(stream)>>>(
-      as_argument<Parameters>(arguments[kIndex])...);
-  check(cudaGetLastError(), name);
+  cudaLaunchKernelEx(&config, kernel, as_argument<Parameters>(name, arguments[kIndex])...);
+  check(cudaGetLastError(), name);  // which forgets it
 }
 
-// `sizes` are blocks, threads of a block, and bytes of its shared memory.
+// `sizes` are blocks, threads of a block, bytes of its shared memory, and whether the launch may
+// begin while the one before it is still under way.
 template <class... Parameters>
 void start(const std::string& name, void (*kernel)(Parameters...), const Numbers& sizes,
-           const Numbers& arguments, int64_t stream) {
+           const Arguments& arguments, int64_t stream) {
   start(name, kernel, sizes, arguments, stream, std::index_sequence_for<Parameters...>());
 }
 """
@@ -8261,8 +8332,8 @@ BINDINGS = r"""
 #include <cstdint>
 #include <vector>
 
-void launch(int kernel, const std::vector<int64_t>& sizes, const std::vector<int64_t>& arguments,
-            int64_t stream);
+void launch(int kernel, const std::vector<int64_t>& sizes,
+            const std::vector<std::vector<int64_t>>& arguments, int64_t stream);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("launch", &launch); }
 """
@@ -8297,10 +8368,47 @@ def config(like: Constants = (), /, **constants: Constant) -> Constants:
     return tuple({**dict(like), **constants}.items())
 
 
+class TensorMap(NamedTuple):
+    """Describes a tensor to copies of boxes of it; dimensions come innermost first.
+
+    ``strides`` are bytes, of all dimensions but the innermost.
+    """
+
+    tensor: str
+    scalar: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    swizzle: int
+    promotion: int
+
+
+class Im2colMap(NamedTuple):
+    """The same of images, to copies of pixels in a row within the corners of a bounding box."""
+
+    tensor: str
+    scalar: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    channels: int
+    pixels: int
+    element_strides: tuple[int, ...]
+    swizzle: int
+    promotion: int
+
+
+Argument = str | int | TensorMap | Im2colMap
+
+
 class Launch(NamedTuple):
     """One kernel launch, complete but for the addresses of its tensors.
 
-    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself.
+    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself, a
+    map for a descriptor of its tensor. An ``early`` one may begin while the launch before it is
+    still under way: the kernel waits for that before it touches any tensor.
     """
 
     source: str
@@ -8309,7 +8417,8 @@ class Launch(NamedTuple):
     grid: int
     block: int
     shared_bytes: int
-    arguments: tuple[str | int, ...]
+    arguments: tuple[Argument, ...]
+    early: bool = False
 
 
 class Plan(NamedTuple):
@@ -9382,6 +9491,11 @@ SCALARS = {
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
 
+# The CUDA driver's numbers for what maps are made of: for modes, places in these lists.
+MAPPED_TYPES = {"fastconv::float16": 6, "float": 7, "double": 8, "fastconv::bfloat16": 9}
+SWIZZLES = (0, 32, 64, 128)
+PROMOTIONS = (0, 64, 128, 256)
+
 # What kernels that plans were made for are compiled for. Some versions of PyTorch compile for
 # architectures that lack their instructions as well.
 CONDITIONS = {
@@ -9447,7 +9561,8 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
     return "\n".join((
         "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
         LAUNCHER,
-        "void launch(int kernel, const Numbers& sizes, const Numbers& arguments, int64_t stream) {",
+        "void launch(int kernel, const Numbers& sizes, const Arguments& arguments, int64_t stream)",
+        "{",
         "  switch (kernel) {",
         *cases,
         "  }",
@@ -9586,10 +9701,28 @@ def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
         for launch in plan.launches:
             ready.module.launch(
                 ready.kernels.index(kernel_of(launch)),
-                [launch.grid, launch.block, launch.shared_bytes],
-                [addresses.get(a, 0) if isinstance(a, str) else a for a in launch.arguments],
+                [launch.grid, launch.block, launch.shared_bytes, int(launch.early)],
+                [as_numbers(argument, addresses) for argument in launch.arguments],
                 stream,
             )
+
+
+def as_numbers(argument: Argument, addresses: dict[str, int]) -> list[int]:
+    """An argument as the launcher takes it; a tensor that is absent has address 0."""
+    if isinstance(argument, int):
+        return [argument]
+    if isinstance(argument, str):
+        return [addresses.get(argument, 0)]
+    return [addresses.get(argument.tensor, 0), *map_numbers(argument)]
+
+
+def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
+    """What a map says, in the order in which the launcher reads it."""
+    tiled = isinstance(of, TensorMap)
+    box = of.box if isinstance(of, TensorMap) else (*of.lower, *of.upper, of.channels, of.pixels)
+    modes = (SWIZZLES.index(of.swizzle), PROMOTIONS.index(of.promotion))
+    layout = (*of.sizes, *of.strides, *of.element_strides)
+    return [int(tiled), MAPPED_TYPES[of.scalar], *modes, len(of.sizes), *layout, *box]
 
 
 def float32_precision() -> str:

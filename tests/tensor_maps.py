@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,6 +138,22 @@ def _launch(entry: str, case: Case) -> Launch:
     shared_bytes = box_bytes + 8  # and a barrier
     return Launch(
         kernel(entry, case.map), (len(case.coordinates), 1, 1), 128, shared_bytes, arguments
+    )
+
+
+def exported_launch(module: ModuleType, case: Case) -> Any:
+    """That of a case in an exported file, which gets the kernel; what it writes is the output."""
+    source, launch = "hopper/boxes.cuh", case.launch
+    module.SOURCES[source] = SOURCE.read_text(encoding="utf-8").replace('extern "C" ', "")
+    of = getattr(module, type(case.map).__name__)(**vars(case.map))
+    return module.Launch(
+        source,
+        launch.kernel.entry,
+        launch.kernel.constants,
+        launch.grid[0],
+        launch.block,
+        launch.shared_bytes,
+        (of, "coordinates", "output", case.map.box_bytes),
     )
 
 

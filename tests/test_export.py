@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 import exported_file
 import fastconv
 import nvrtc as other_nvrtc
+import tensor_maps
 from emulator import net, run_both_orders
+from emulator.driver import COMPILER
 from emulator.works import SCALARS
 from fastconv import cli, jit
 from fastconv.exporter import ExportError, plans
@@ -187,10 +190,11 @@ def test_launches_get_addresses_sizes_and_the_current_stream(
     tensors = {name: torch.empty(4) for name in ("input", "weight", "output")}
     module.run(module.Ready({"forward": plan}, Compiled(), kernels), "forward", tensors)
     (spread,) = calls
-    assert spread[:2] == (0, [plan.launches[0].grid, 384, plan.launches[0].shared_bytes])
+    assert spread[:2] == (0, [plan.launches[0].grid, 384, plan.launches[0].shared_bytes, 0])
     # No bias: a null pointer.
     addresses = [tensors["input"], tensors["weight"], None, tensors["output"]]
-    assert spread[2] == [0 if one is None else one.data_ptr() for one in addresses] + [2]
+    numbers = [0 if one is None else one.data_ptr() for one in addresses] + [2]
+    assert spread[2] == [[number] for number in numbers]
     assert spread[3] == 77
 
 
@@ -483,10 +487,14 @@ def test_nvcc_compiles_both_halves(
     """Also where PyTorch adds an architecture that lacks the tensor cores' instructions."""
     module = exported_file.load(EXAMPLES[name])
     kernels = _kernels(module, made_for, "float", "tf32")
-    source = tmp_path / "exported.cu"
+    _compile_by_nvcc(module, kernels, flags, tmp_path)
+
+
+def _compile_by_nvcc(module: ModuleType, kernels: Any, flags: list[str], folder: Path) -> None:
+    source = folder / "exported.cu"
     source.write_text(f"{module.device_code(kernels)}\n{module.host_code(kernels)}")
     gencode = [f"-gencode=arch={flag}" for flag in flags]
-    command = ["nvcc", "-std=c++17", *gencode, "-c", source, "-o", tmp_path / "exported.o"]
+    command = ["nvcc", "-std=c++17", *gencode, "-c", source, "-o", folder / "exported.o"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
@@ -522,10 +530,20 @@ def _launches(plan: Any) -> list[family.Launch]:
             (launch.grid, 1, 1),
             launch.block,
             launch.shared_bytes,
-            launch.arguments,
+            tuple(map(_argument, launch.arguments)),
+            launch.early,
         )
         for launch in plan.launches
     ]
+
+
+def _argument(argument: Any) -> family.Argument:
+    """A map is one of the file's own, of which the package's has the fields."""
+    return (
+        argument
+        if isinstance(argument, str | int)
+        else getattr(family, type(argument).__name__)(*argument)
+    )
 
 
 def _compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) -> None:
@@ -831,8 +849,83 @@ def test_one_thing_is_exported() -> None:
         fastconv.export("asym5x9", dtypes=["float64"])
 
 
-def test_files_have_no_tensor_maps() -> None:
-    of = family.TensorMap("input", "float", (40, 30), (160,), (32, 7))
-    launch = family.Launch(family.Kernel("any.cuh", "any", ()), (1, 1, 1), 32, 0, (of, 1))
-    with pytest.raises(ExportError, match="no kernels with tensor maps, such as that of input"):
-        plans._launch(launch, "CONSTANTS", gpus.H200)
+# --- Tensor maps and early launches --------------------------------------------------------------
+
+TILED = family.TensorMap(
+    "input", "fastconv::bfloat16", (40, 30), (80,), (32, 7), (1, 2), 64, 256
+)  # fmt: skip
+PIXELS = family.Im2colMap(
+    "output", "float", (8, 7, 6, 5), (32, 224, 1344), (-1, -2), (1, 2), 8, 100, (1, 3, 4, 1), 0, 128
+)
+MAPPED = family.Launch(
+    family.Kernel("any.cuh", "any", ()), (3, 1, 1), 32, 64, (TILED, "bias", 7, PIXELS), early=True
+)
+TILED_NUMBERS = [1, 9, 2, 3, 2, 40, 30, 80, 1, 2, 32, 7]
+PIXELS_NUMBERS = [
+    *(0, 7, 0, 2, 4, 8, 7, 6, 5, 32, 224, 1344, 1, 3, 4, 1),
+    *(-1, -2, 1, 2, 8, 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("arguments", [MAPPED.arguments, ("bias", 7)], ids=["maps", "no maps"])
+def test_launches_as_text(arguments: tuple[family.Argument, ...], early: bool) -> None:
+    expected = replace(MAPPED, arguments=arguments, early=early)
+    text = plans._launch(expected, "CONSTANTS", gpus.H200)
+    assert ("early" in text) == early
+    assert max(map(len, text.splitlines())) <= 100
+    (launch,) = eval(f"({text})", {**vars(portable), "CONSTANTS": ()})
+    assert launch.early is early
+    assert _launches(portable.Plan((launch,), 0)) == [expected]
+
+
+def test_maps_as_numbers(small: Path) -> None:
+    module = exported_file.load(small)
+    tiled, pixels = (
+        getattr(module, type(of).__name__)(**vars(of)) for of in (TILED, PIXELS)
+    )  # fmt: skip
+    addresses = {"input": 0x1000, "output": 0x2000}
+    assert module.as_numbers(tiled, addresses) == [0x1000, *TILED_NUMBERS]
+    assert module.as_numbers(pixels, addresses) == [0x2000, *PIXELS_NUMBERS]
+    assert module.as_numbers("bias", addresses) == [0]
+    assert module.as_numbers(7, addresses) == [7]
+
+
+@pytest.mark.parametrize("version", [11080, 13000])
+def test_launcher_makes_maps_and_launches_early(tmp_path: Path, version: int) -> None:
+    """Without CUDA: what the driver and the runtime are told."""
+    stub, program = ROOT / "tests/cuda_stub", tmp_path / "calls"
+    defined = {
+        "CUDART_VERSION": str(version),
+        "TILED": ",".join(map(str, TILED_NUMBERS)),
+        "PIXELS": ",".join(map(str, PIXELS_NUMBERS)),
+    }
+    options = ["-std=c++17", "-Wall", "-Werror", f"-I{stub}", f"-I{PARTS}"]
+    options += [f"-D{name}={value}" for name, value in defined.items()]
+    command = [COMPILER, *options, stub / "calls.cc", "-o", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    encoded = sorted([[0x1000, *TILED_NUMBERS], [0x2000, *PIXELS_NUMBERS]])
+    lines = printed.splitlines()
+    assert lines[0] == " allow 64"
+    assert sorted([int(number) for number in line.split()] for line in lines[1:3]) == encoded
+    assert lines[3:8] == [
+        f" launch 3 32 64 1 {0x57} 1 0 7 2",
+        " launch 3 32 49152 0 0 5",
+        " allow 49153",
+        " launch 3 32 49153 0 0 5",
+        " allow 64",
+    ]
+    assert lines[-1] == "CUDA error at the launch of any: cudaErrorInvalidValue: invalid argument"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_nvcc_compiles_maps(tmp_path: Path) -> None:
+    module = exported_file.load(EXAMPLES["dilated5x9"])
+    cases = (tensor_maps.cases(0)[name] for name in ("2d swizzle 0", "im2col swizzle 128"))
+    launches = [tensor_maps.exported_launch(module, case) for case in cases]
+    kernels = tuple(map(module.kernel_of, launches))
+    _compile_by_nvcc(
+        module, kernels, ["compute_90,code=sm_90", "compute_90a,code=sm_90a"], tmp_path
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+import tensor_maps
 from emulator.works import rounded_to_tf32
 from exported_file import load
 from fastconv.workloads import FOUNDING, Workload
+from gpu.helpers import is_hopper
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = (
@@ -187,6 +191,83 @@ def test_streams_and_graphs(example: ModuleType) -> None:
     torch.testing.assert_close(y, expected)
 
 
+# Kernels of the tests' own, in a file that has others: of its plans none uses maps yet.
+NAMES = ("2d swizzle 0", "4d swizzle 128", "im2col swizzle 64")
+# Blocks read what others wrote, in the launch before.
+SUM = """
+#include "include/sm90.cuh"
+__global__ void __launch_bounds__(128) sum(const float* in, float* out) {
+  fastconv::allow_later_launch();
+  fastconv::wait_for_earlier_launch();
+  const unsigned all = gridDim.x * blockDim.x;
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = in[(i + blockDim.x) % all] + 1;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def hand_made(example: ModuleType) -> Any:
+    """Plans by name: those of tensor copies, and of launches each of which needs the one before."""
+    if not is_hopper():
+        pytest.skip("needs the GPU that files with maps are for")
+    example.SOURCES["hopper/sum.cuh"] = SUM
+    orders = [("input", "output"), ("output", "input")]
+    sums = [
+        example.Launch("hopper/sum.cuh", "sum", (), 2048, 128, 0, order, early=True)
+        for order in orders * 20
+    ]
+    plans = {"sums": example.Plan((*sums, sums[0]), 0)}
+    for name in NAMES:
+        launch = tensor_maps.exported_launch(example, tensor_maps.cases(0)[name])
+        plans[name] = example.Plan((launch,), 0)
+    launches = [launch for plan in plans.values() for launch in plan.launches]
+    kernels = tuple(dict.fromkeys(map(example.kernel_of, launches)))
+    return example.Ready(plans, example.build(kernels, "sm_90a"), kernels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_maps(example: ModuleType, hand_made: Any, name: str) -> None:
+    """Of tensors at several addresses; in a thread that has used no GPU before, too."""
+    case = tensor_maps.cases(0)[name]
+    for in_thread in (False, True, False):
+        tensors = {
+            "tensor": case.memory.to("cuda"),
+            "coordinates": case.coordinates.to("cuda"),
+            "output": torch.full(case.boxes_shape, -1, dtype=torch.int32, device="cuda"),
+        }
+        run = functools.partial(example.run, hand_made, name, tensors)
+        if in_thread:
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(run).result()
+        else:
+            run()
+        assert torch.equal(tensors["output"].cpu(), case.loaded())
+
+
+def test_maps_that_the_driver_refuses(example: ModuleType, hand_made: Any) -> None:
+    case = tensor_maps.cases(0)[NAMES[0]]
+    tensors = {"output": torch.empty(case.boxes_shape, dtype=torch.int32, device="cuda")}
+    with pytest.raises(RuntimeError, match="launch of load_boxes: cudaErrorInvalidValue"):
+        example.run(hand_made, NAMES[0], tensors)  # without the tensor
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_early_launches(example: ModuleType, hand_made: Any, captured: bool) -> None:
+    first = torch.randint(1000, (2048, 128), device="cuda").float()
+    tensors = {"input": first.clone(), "output": torch.zeros_like(first)}
+    run = functools.partial(example.run, hand_made, "sums", tensors)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+    else:
+        torch.cuda._sleep(10**8)  # so that all are queued
+        run()
+    assert torch.equal(tensors["output"], first.roll(-41, 0) + 41)
+
+
 def test_cuda_errors_have_their_text(example: ModuleType) -> None:
     model = example.ModelNew(8, 8, 3, 1, 1, 1).cuda()
     x = torch.randn(1, 8, 20, 20, device="cuda")
@@ -195,7 +276,7 @@ def test_cuda_errors_have_their_text(example: ModuleType) -> None:
     operands = example.Operands("float", 4, False, True)
     ready = example.prepared(("forward",), geometry, operands, "ieee", x.device.index)
     with pytest.raises(RuntimeError, match=r"launch of pack: cudaErrorInvalid\w+: invalid"):
-        ready.module.launch(0, [1, 2048, 0], [0, 0], torch.cuda.current_stream().cuda_stream)
+        ready.module.launch(0, [1, 2048, 0, 0], [[0], [0]], torch.cuda.current_stream().cuda_stream)
     model(x)  # the error is not a lasting one
 
 

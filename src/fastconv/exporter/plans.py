@@ -13,7 +13,7 @@ import torch
 from fastconv.backends.cuda import operands_of
 from fastconv.exporter import DTYPES, ExportError
 from fastconv.kernels import planner
-from fastconv.kernels.family import Argument, Constant, Gpu, Launch, Operands, Plan
+from fastconv.kernels.family import AnyMap, Argument, Constant, Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
@@ -179,6 +179,7 @@ def _launch(launch: Launch, constants: str, gpu: Gpu) -> str:
     if launch.grid[1:] != (1, 1):
         raise ExportError(f"files launch grids of one dimension, but got {launch.grid}")
     arguments = [_argument(argument) for argument in launch.arguments]
+    early = " early=True," if launch.early else ""
     workers = _workers(launch)
     if workers is not None:
         arguments[_WORKERS] = _share(workers)
@@ -186,9 +187,16 @@ def _launch(launch: Launch, constants: str, gpu: Gpu) -> str:
         "        Launch(\n"
         f'            "{launch.kernel.source}", "{launch.kernel.entry}", {constants},\n'
         f"            grid={_grid(launch, gpu)}, block={launch.block}, "
-        f"shared_bytes={launch.shared_bytes},\n"
-        f"            arguments=({', '.join(arguments)}),\n        ),\n"
+        f"shared_bytes={launch.shared_bytes},{early}\n"
+        f"            arguments=({_separated(arguments)}),\n        ),\n"
     )
+
+
+def _separated(arguments: Sequence[str]) -> str:
+    """In a line, or each in one of its own where a map takes several."""
+    if not any("\n" in argument for argument in arguments):
+        return ", ".join(arguments)
+    return "".join(f"\n{' ' * 16}{argument}," for argument in arguments) + f"\n{' ' * 12}"
 
 
 def _grid(launch: Launch, gpu: Gpu) -> str:
@@ -225,12 +233,23 @@ def _share(blocks: int) -> str:
 
 
 def _argument(argument: Argument) -> str:
-    if not isinstance(argument, str | int):
-        raise ExportError(
-            f"files launch no kernels with tensor maps, such as that of {argument.tensor}"
-        )
-    return _quoted(argument)
+    return _quoted(argument) if isinstance(argument, str | int) else _map(argument)
 
 
-def _quoted(value: Constant) -> str:
+def _map(of: AnyMap) -> str:
+    """With all of its fields, of which the file's own class has the same ones."""
+    fields = [f"{name}={_quoted(value)}" for name, value in vars(of).items()]
+    indent = " " * 20
+    body = textwrap.fill(
+        ", ".join(fields) + ",",
+        96,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return f"{type(of).__name__}(\n{body}\n{' ' * 16})"
+
+
+def _quoted(value: Constant | tuple[int, ...]) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-void launch(int kernel, const std::vector<int64_t>& sizes, const std::vector<int64_t>& arguments,
-            int64_t stream);
+void launch(int kernel, const std::vector<int64_t>& sizes,
+            const std::vector<std::vector<int64_t>>& arguments, int64_t stream);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("launch", &launch); }

@@ -31,10 +31,47 @@ def config(like: Constants = (), /, **constants: Constant) -> Constants:
     return tuple({**dict(like), **constants}.items())
 
 
+class TensorMap(NamedTuple):
+    """Describes a tensor to copies of boxes of it; dimensions come innermost first.
+
+    ``strides`` are bytes, of all dimensions but the innermost.
+    """
+
+    tensor: str
+    scalar: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    swizzle: int
+    promotion: int
+
+
+class Im2colMap(NamedTuple):
+    """The same of images, to copies of pixels in a row within the corners of a bounding box."""
+
+    tensor: str
+    scalar: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    channels: int
+    pixels: int
+    element_strides: tuple[int, ...]
+    swizzle: int
+    promotion: int
+
+
+Argument = str | int | TensorMap | Im2colMap
+
+
 class Launch(NamedTuple):
     """One kernel launch, complete but for the addresses of its tensors.
 
-    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself.
+    ``arguments`` are the kernel's, in order: a string names a tensor, an int stands for itself, a
+    map for a descriptor of its tensor. An ``early`` one may begin while the launch before it is
+    still under way: the kernel waits for that before it touches any tensor.
     """
 
     source: str
@@ -43,7 +80,8 @@ class Launch(NamedTuple):
     grid: int
     block: int
     shared_bytes: int
-    arguments: tuple[str | int, ...]
+    arguments: tuple[Argument, ...]
+    early: bool = False
 
 
 class Plan(NamedTuple):

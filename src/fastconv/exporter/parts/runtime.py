@@ -16,12 +16,15 @@ from torch.utils import cpp_extension
 
 from fastconv.exporter.parts.contents import BINDINGS, LAUNCHER, SOURCES, TARGETS, TUNED
 from fastconv.exporter.parts.portable import (
+    Argument,
     Constant,
     Constants,
     Geometry,
+    Im2colMap,
     Launch,
     Operands,
     Plan,
+    TensorMap,
     portable_plan,
 )
 
@@ -30,6 +33,11 @@ SCALARS = {
     torch.float16: ("fastconv::float16", 2),
     torch.bfloat16: ("fastconv::bfloat16", 2),
 }
+
+# The CUDA driver's numbers for what maps are made of: for modes, places in these lists.
+MAPPED_TYPES = {"fastconv::float16": 6, "float": 7, "double": 8, "fastconv::bfloat16": 9}
+SWIZZLES = (0, 32, 64, 128)
+PROMOTIONS = (0, 64, 128, 256)
 
 # What kernels that plans were made for are compiled for. Some versions of PyTorch compile for
 # architectures that lack their instructions as well.
@@ -96,7 +104,8 @@ def host_code(kernels: tuple[Kernel, ...]) -> str:
     return "\n".join((
         "#ifndef __CUDA_ARCH__  // in device code, kernels of another architecture are absent",
         LAUNCHER,
-        "void launch(int kernel, const Numbers& sizes, const Numbers& arguments, int64_t stream) {",
+        "void launch(int kernel, const Numbers& sizes, const Arguments& arguments, int64_t stream)",
+        "{",
         "  switch (kernel) {",
         *cases,
         "  }",
@@ -235,10 +244,28 @@ def run(ready: Ready, which: str, tensors: dict[str, Tensor]) -> None:
         for launch in plan.launches:
             ready.module.launch(
                 ready.kernels.index(kernel_of(launch)),
-                [launch.grid, launch.block, launch.shared_bytes],
-                [addresses.get(a, 0) if isinstance(a, str) else a for a in launch.arguments],
+                [launch.grid, launch.block, launch.shared_bytes, int(launch.early)],
+                [as_numbers(argument, addresses) for argument in launch.arguments],
                 stream,
             )
+
+
+def as_numbers(argument: Argument, addresses: dict[str, int]) -> list[int]:
+    """An argument as the launcher takes it; a tensor that is absent has address 0."""
+    if isinstance(argument, int):
+        return [argument]
+    if isinstance(argument, str):
+        return [addresses.get(argument, 0)]
+    return [addresses.get(argument.tensor, 0), *map_numbers(argument)]
+
+
+def map_numbers(of: TensorMap | Im2colMap) -> list[int]:
+    """What a map says, in the order in which the launcher reads it."""
+    tiled = isinstance(of, TensorMap)
+    box = of.box if isinstance(of, TensorMap) else (*of.lower, *of.upper, of.channels, of.pixels)
+    modes = (SWIZZLES.index(of.swizzle), PROMOTIONS.index(of.promotion))
+    layout = (*of.sizes, *of.strides, *of.element_strides)
+    return [int(tiled), MAPPED_TYPES[of.scalar], *modes, len(of.sizes), *layout, *box]
 
 
 def float32_precision() -> str:
