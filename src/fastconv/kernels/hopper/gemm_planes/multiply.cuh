@@ -65,11 +65,14 @@ struct Source {
   }
 };
 
+// Two sets of fragments take turns: while one is multiplied, the other one is loaded.
 struct Consumer {
   Ring<C::input_stages> input{0};
   Ring<C::weight_stages> weights{0};
+  int earlier;  // the stage of weights of products that are still under way, or -1
   Source sources[kRows];
-  int chunk;  // the one that is loaded
+  int chunk;  // of what is loaded next, and its tap
+  int row, column;
 
   // All warps of both warpgroups say that they are done with a stage.
   __device__ __forceinline__ static void release(Barrier* empty) {
@@ -77,10 +80,11 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
   }
 
-  // One tap of a chunk, of which it may be the first or the last.
-  __device__ __forceinline__ void load(Fragments& fragments, int row, int column, bool first,
-                                       bool last) {
-    if (first) barrier_wait(&barriers().input_full[input.stage], input.parity);
+  // The next unit.
+  __device__ __forceinline__ void load(Fragments& fragments) {
+    if (row == 0 && column == 0) {
+      barrier_wait(&barriers().input_full[input.stage], input.parity);
+    }
     const int lane = static_cast<int>(threadIdx.x) % 4;
     const float* const stage =
         reinterpret_cast<const float*>(shared_memory() + input.stage * kInputBytes) +
@@ -96,11 +100,19 @@ struct Consumer {
         load_row(fragments, i, stage + max(at, 0), at >= 0);
       }
     }
-    if (last) {
-      release(&barriers().input_empty[input.stage]);
-      input.advance();
-      ++chunk;
-    }
+    advance();
+  }
+
+  __device__ __forceinline__ void advance() {
+    column = column_axis().end(column);
+    if (column < C::kernel_width) return;
+    column = 0;
+    row = row_axis().end(row);
+    if (row < C::kernel_height) return;
+    row = 0;
+    ++chunk;
+    release(&barriers().input_empty[input.stage]);
+    input.advance();
   }
 
   // Whether a chunk's channel exists in shared memory: tensor copies write zeros for others.
@@ -111,9 +123,10 @@ struct Consumer {
 
   __device__ __forceinline__ void load_row(Fragments& fragments, int row, const float* source,
                                            bool valid) const {
+    const int lane = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      const bool there = valid && loaded(4 * i);  // bulk copies have whole quads of channels
+      const bool there = valid && loaded(4 * i + lane);
       const float value = there ? source[4 * i * C::pitch] : 0.0f;
       fragments[row / 2][i / 2][row % 2 + i % 2 * 2] = __float_as_uint(rounded(value));
     }
@@ -149,79 +162,75 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void wait_for_weights() {
+  // Begins a unit's products.
+  __device__ __forceinline__ void begin() {
     barrier_wait(&barriers().weights_full[weights.stage], C::resident ? 0 : weights.parity);
     wgmma_fence();
   }
 
-  __device__ __forceinline__ void finish(Sums& sums) {
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kPhaseSums * kRowTiles; ++i) hold_registers(sums[i]);
-    if (!C::resident) release(&barriers().weights_empty[weights.stage]);
-    weights.advance();
-  }
-
-  __device__ __forceinline__ static void copy(Fragments& to, const Fragments& from) {
+  // Closes a unit's products, and waits for those before it, whose fragments are free then.
+  __device__ __forceinline__ void end(Fragments& free) {
+    wgmma_commit();
+    wgmma_wait<1>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) to[i][step][j] = from[i][step][j];
-      }
+      for (int step = 0; step < kSteps; ++step) hold_registers(free[i][step]);
     }
+    release_weights();
+    earlier = weights.stage;
+    weights.advance();
   }
 
-  // Units of one tap each: while one is multiplied, the next one is loaded.
-  __device__ __forceinline__ void compute_taps(Sums& sums) {
-    Fragments now, next;
-    load(next, 0, 0, true, kTaps == 1);
+  __device__ __forceinline__ void release_weights() {
+    if (!C::resident && earlier >= 0) release(&barriers().weights_empty[earlier]);
+  }
+
+  // Units of one tap each.
+  __device__ __forceinline__ void compute_taps(Sums& sums, Fragments& first, Fragments& second) {
+    constexpr int kAll = kChunks * kTaps;
 #pragma unroll 1
-    for (int left = kChunks; left > 0; --left) {
-      int row = 0;
-      int column = 0;
-#pragma unroll 1
-      for (int tap = 0; tap < kTaps; ++tap) {
-        copy(now, next);
-        wait_for_weights();
-        multiply(sums, now, 0, 0);
-        wgmma_commit();
-        if (++column == C::kernel_width) {
-          column = 0;
-          ++row;
-        }
-        const bool first = tap == kTaps - 1;
-        if (first) row = 0;
-        if (!first || left > 1) {
-          load(next, row, column, first, kTaps == 1 || tap == kTaps - 2);
-        }
-        finish(sums);
-      }
+    for (int left = kAll; left > 1; left -= 2) {
+      compute_tap(sums, first, second, true);
+      compute_tap(sums, second, first, left > 2);
     }
+    if constexpr (kAll % 2 == 1) compute_tap(sums, first, second, false);
+  }
+  __device__ __forceinline__ void compute_tap(Sums& sums, Fragments& now, Fragments& next,
+                                              bool more) {
+    begin();
+    multiply(sums, now, 0, 0);
+    end(next);
+    if (more) load(next);
   }
 
   // Units of several taps, whose sums are of different phases.
+  __device__ __forceinline__ void compute_units(Sums& sums, Fragments& first, Fragments& second) {
+#pragma unroll 1
+    for (int left = kChunks; left > 0; --left) {
+      compute_unit<0, 0>(sums, first, second, left == 1);
+      if constexpr (kUnits % 2 == 1) {
+        if (--left == 0) return;
+        compute_unit<0, 0>(sums, second, first, left == 1);
+      }
+    }
+  }
   template <int kRow, int kColumn>
-  __device__ __forceinline__ void compute_unit(Sums& sums, Fragments& next, bool last_chunk) {
+  __device__ __forceinline__ void compute_unit(Sums& sums, Fragments& now, Fragments& next,
+                                               bool last_chunk) {
     constexpr int kRowEnd = row_axis().end(kRow);
     constexpr int kColumnEnd = column_axis().end(kColumn);
     constexpr bool kRowDone = kColumnEnd == C::kernel_width;
     constexpr bool kDone = kRowDone && kRowEnd == C::kernel_height;
-    constexpr int kNextRow = kDone ? 0 : kRowDone ? kRowEnd : kRow;
-    constexpr int kNextColumn = kRowDone ? 0 : kColumnEnd;
-    constexpr bool kNextLast = row_axis().end(kNextRow) == C::kernel_height &&
-                               column_axis().end(kNextColumn) == C::kernel_width;
-    Fragments now;
-    copy(now, next);
-    wait_for_weights();
+    begin();
     multiply_unit<kRow, kColumn>(sums, now);
-    wgmma_commit();
-    if (!kDone || !last_chunk) load(next, kNextRow, kNextColumn, kDone, kNextLast);
-    finish(sums);
-    if constexpr (!kDone) compute_unit<kNextRow, kNextColumn>(sums, next, last_chunk);
+    end(next);
+    if (!kDone || !last_chunk) load(next);
+    if constexpr (!kDone) {
+      compute_unit<kRowDone ? kRowEnd : kRow, kRowDone ? 0 : kColumnEnd>(sums, next, now,
+                                                                         last_chunk);
+    }
   }
-
   template <int kRow, int kColumn, int kTap = 0>
   __device__ __forceinline__ void multiply_unit(Sums& sums, const Fragments& now) const {
     constexpr int kWidth = column_axis().end(kColumn) - kColumn;
@@ -231,13 +240,6 @@ struct Consumer {
     if constexpr (kTap + 1 < unit_taps(kRow, kColumn)) {
       multiply_unit<kRow, kColumn, kTap + 1>(sums, now);
     }
-  }
-
-  __device__ __forceinline__ void compute_units(Sums& sums) {
-    Fragments next;
-    load(next, 0, 0, true, kUnits == 1);
-#pragma unroll 1
-    for (int left = kChunks; left > 0; --left) compute_unit<0, 0>(sums, next, left == 1);
   }
 
   // The sums of a tile.
@@ -253,12 +255,19 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j) sums[i][j] = 0.0f;
     }
-    chunk = 0;
+    chunk = row = column = 0;
+    earlier = -1;
+    Fragments first, second;
+    load(first);
     if constexpr (kPhaseSums == 1) {
-      compute_taps(sums);
+      compute_taps(sums, first, second);
     } else {
-      compute_units(sums);
+      compute_units(sums, first, second);
     }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kPhaseSums * kRowTiles; ++i) hold_registers(sums[i]);
+    release_weights();
   }
 };
 

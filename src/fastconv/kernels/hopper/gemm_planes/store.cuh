@@ -33,43 +33,52 @@ struct Storer {
     }
   }
 
-  __device__ __forceinline__ float bias_of(int column) const {
-    constexpr bool kAll = C::group_out % kColumns == 0;
-    return bias != nullptr && (kAll || channel + column < C::group_out) ? bias[channel + column]
-                                                                        : 0.0f;
+  __device__ __forceinline__ bool has(int column) const {
+    return C::group_out % kColumns == 0 || channel + column < C::group_out;
   }
 
+  // Biases come some at a time, so that the thread does not wait for each.
   __device__ __forceinline__ void store(const Sums& sums) const {
+    constexpr int kOctets = kColumns / 8;
+    constexpr int kAtOnce = 8;
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int first = 0; first < kOctets; first += kAtOnce) {
+      float added[2 * kAtOnce];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = 8 * j + i;
-        const float added = bias_of(column);
-        if (C::group_out % kColumns == 0 || channel + column < C::group_out) {
-          if constexpr (C::vector > 1) {
-            store_vector(sums, j, i, added);
-          } else {
+      for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
+        const int column = 8 * (first + i / 2) + i % 2;
+        added[i] = load_or_zero(bias + channel + column, bias != nullptr && has(column));
+      }
 #pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-              if (exist[row]) store_phases(sums, row, j, i, added);
-            }
-          }
-        }
+      for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
+        store_column(sums, first + i / 2, i % 2, added[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_column(const Sums& sums, int j, int i, float added) const {
+    if constexpr (C::vector > 1) {
+      store_vector(sums, j, i, added);
+    } else {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        if (exist[row] && has(8 * j + i)) store_phases(sums, row, j, i, added);
       }
     }
   }
 
   // All of a thread's rows.
   __device__ __forceinline__ void store_vector(const Sums& sums, int j, int i, float added) const {
-    Vector<float, kRows> values;
+    union {
+      float values[kRows];
+      Bits<4 * kRows>::type bits;
+    };
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      values.element[row] = sums[row / 2][4 * j + row % 2 * 2 + i] + added;
+      values[row] = sums[row / 2][4 * j + row % 2 * 2 + i] + added;
     }
-    if (exist[0]) {
-      *reinterpret_cast<Vector<float, kRows>*>(rows[0] + (8 * j + i) * kOutPlane) = values;
-    }
+    store_if(reinterpret_cast<Bits<4 * kRows>::type*>(rows[0] + (8 * j + i) * kOutPlane), bits,
+             exist[0] && has(8 * j + i));
   }
 
   // The pixels of a row's phases from one on, two neighbours at once where they are aligned.
