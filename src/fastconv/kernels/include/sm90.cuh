@@ -286,6 +286,12 @@ __device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
+// Keeps the compiler from giving the registers of products' operands away before it.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(unsigned (&operands)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(operands[i])::"memory");
+}
 
 // A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
 // each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,

@@ -8,6 +8,7 @@
 #pragma once
 #include "include/tile.cuh"
 #include "tensor/operand.cuh"
+#include "tensor/ring.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -116,23 +117,6 @@ struct Item {
   // Input stages of one chunk.
   __device__ int stages() const {
     return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
-  }
-};
-
-// --- Stages --------------------------------------------------------------------------------------
-
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity;
-
-  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 

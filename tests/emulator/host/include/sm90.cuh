@@ -131,6 +131,8 @@ inline void wgmma_wait(emulator::Site site = emulator::here("wgmma_wait")) {
 
 template <int kCount>
 inline void hold_registers(float (&)[kCount]) {}
+template <int kCount>
+inline void hold_registers(unsigned (&)[kCount]) {}
 
 using Matrix = unsigned long long;
 

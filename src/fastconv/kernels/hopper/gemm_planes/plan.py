@@ -1,0 +1,210 @@
+"""Plans layers with ``gemm_planes.cuh``: which tile, what of it is told to the kernel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    geometry_constants,
+)
+from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.gemm_planes.layer import Layer
+from fastconv.kernels.hopper.gemm_planes.tiles import MOST_SUMS, Tile, tiles_of
+from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.launches import MOST_PACK_BLOCKS, PACK_THREADS
+from fastconv.problem import Problem
+
+SOURCE = "hopper/gemm_planes/gemm_planes.cuh"
+MOST_TAPS = 32
+MOST_PHASE_UNITS = 9  # each of which is compiled
+LEAST_CHANNELS = 8
+PRODUCER_REGISTERS = 40
+EXPLAINED = 5  # tiles
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
+
+    Raises:
+        Declined: it cannot be computed so.
+    """
+    return _plan(problem, operands, gpu, transposed=False)
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+
+    Raises:
+        Declined: it cannot be computed so.
+    """
+    return _plan(problem, operands, gpu, transposed=True)
+
+
+def forward_image_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
+    """What an image takes, of many, in cycles of one processor, estimated.
+
+    Raises:
+        Declined: it cannot be computed so.
+    """
+    return _image_cycles(problem, operands, gpu, transposed=False)
+
+
+def input_grad_image_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
+    """The same of an input gradient.
+
+    Raises:
+        Declined: it cannot be computed so.
+    """
+    return _image_cycles(problem, operands, gpu, transposed=True)
+
+
+def alternatives(
+    problem: Problem, operands: Operands, gpu: Gpu, transposed: bool, most: int
+) -> list[Plan]:
+    """The plans that the rules like best. All give the same bits.
+
+    Raises:
+        Declined: there are none.
+    """
+    tiles = _tiles(problem, operands, gpu, transposed)
+    return [_of_tile(tile, tiles, gpu) for tile in tiles[:most]]
+
+
+def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Plan:
+    tiles = _tiles(problem, operands, gpu, transposed)
+    return _of_tile(tiles[0], tiles, gpu)
+
+
+def _image_cycles(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> float:
+    return min(tile.image_cycles for tile in _tiles(problem, operands, gpu, transposed))
+
+
+@lru_cache(maxsize=64)
+def _tiles(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> tuple[Tile, ...]:
+    layer = Layer(problem.without_idle_dilation, operands, transposed)
+    _check(layer, gpu)
+    return tuple(tiles_of(layer, gpu))
+
+
+def _check(layer: Layer, gpu: Gpu) -> None:
+    problem, operands = layer.problem, layer.operands
+    block.check(gpu)
+    limits.check_reach(problem, operands)
+    channels = (layer.in_channels, layer.out_channels)
+    limits.check(operands, problem.groups, channels, layer.in_size, layer.out_size)
+    if operands.scalar != "float" or operands.precision != "tf32":
+        raise Declined(f"{operands.scalar} in {operands.precision}: planes are multiplied in TF32")
+    if operands.input_channels_last or operands.output_channels_last:
+        raise Declined("channels-last tensors, which have no planes")
+    if not operands.aligned:
+        raise Declined("tensors that are not aligned to 16 bytes")
+    if problem.groups > 1:
+        raise Declined(f"{problem.groups} groups")
+    if min(channels) < LEAST_CHANNELS:
+        raise Declined(f"{min(channels)} channels, fewer than {LEAST_CHANNELS}")
+    if layer.taps > MOST_TAPS:
+        raise Declined(f"{layer.taps} taps, more than {MOST_TAPS}")
+    if layer.phase_sums > MOST_SUMS // LEAST_CHANNELS:
+        raise Declined(f"{layer.phase_sums} phases with taps")
+    if layer.phase_sums > 1 and layer.units > MOST_PHASE_UNITS:
+        raise Declined(f"{layer.units} different offsets of {layer.phase_sums} phases' taps")
+
+
+def _of_tile(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
+    layer = tile.layer
+    batch = layer.problem.batch
+    count = tile.tiles(batch)
+    positions = batch * tile.shape.image_pixels + tile.shape.tile_pixels
+    if max(count, positions, tile.packed_bytes) >= 2**31:
+        raise Declined(f"{positions} positions, or {tile.packed_bytes} bytes of packed weights")
+    constants = tuple(_constants(tile).items())
+    vectors = tile.packed_bytes // 16 // layer.taps
+    pack = Launch(
+        Kernel(SOURCE, "pack", constants),
+        (min(ceil_div(vectors, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
+        PACK_THREADS,
+        0,
+        ("weight", "scratch"),
+    )
+    multiply = Launch(
+        Kernel(SOURCE, "gemm_planes", constants),
+        (min(count, gpu.processors), 1, 1),
+        block.THREADS,
+        tile.shared_bytes,
+        ("input" if tile.cut.bulk else tile.map, "scratch", "bias", "output", batch),
+    )
+    why = (
+        f"tensor cores: {tile.shape.tile_pixels} pixels by {tile.columns} channels a block, "
+        f"straight from planes"
+    )
+    explanation = (
+        f"{len(tiles)} tiles fit; the cheapest, in cycles:",
+        *(_explain(one, gpu) for one in tiles[:EXPLAINED]),
+    )
+    return Plan(
+        (pack, multiply), tile.packed_bytes, "hopper", why, explanation, choice=tile.name, packs=1
+    )
+
+
+def _explain(tile: Tile, gpu: Gpu) -> str:
+    work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
+    rounds = ceil_div(tile.tiles(tile.layer.problem.batch), gpu.processors)
+    return (
+        f"{tile.cycles(gpu):.3g}: {tile.name}, {rounds} rounds of {tile.tile_cycles:.0f}: {work}; "
+        f"{tile.input_stages} and {tile.weight_stages} stages, {tile.shared_bytes // 1024} KiB"
+    )
+
+
+def _constants(tile: Tile) -> dict[str, Constant]:
+    layer, cut, operands = tile.layer, tile.cut, tile.layer.operands
+    problem = layer.problem
+    rows, columns = layer.axes
+    height, width = layer.in_size
+    in_size = (1, height * width) if cut.flat else (ceil_div(height, cut.row_step), width)
+    padding = (problem.padding.top, problem.padding.left)
+    return {
+        "Scalar": operands.scalar,
+        "transposed": layer.transposed,
+        "ties_to_even": layer.ties_to_even,
+        "group_in": layer.in_channels,
+        "group_out": layer.out_channels,
+        "in_height": in_size[0],
+        "in_width": in_size[1],
+        "out_height": layer.out_size[0],
+        "out_width": layer.out_size[1],
+        **geometry_constants(
+            problem.kernel_size, problem.stride, problem.dilation, padding, operands
+        ),
+        "grid_height": layer.grid[0],
+        "grid_width": layer.grid[1],
+        "step_height": rows.step // cut.row_step,
+        "step_width": columns.step,
+        "row_tiles": tile.row_tiles,
+        "columns": tile.columns,
+        "tile_pixels": tile.shape.tile_pixels,
+        "image_pixels": tile.shape.image_pixels,
+        "flat": cut.flat,
+        "whole": cut.whole,
+        "bulk": cut.bulk,
+        "piece": cut.piece,
+        "row_pixels": cut.row_pixels,
+        "pitch": cut.pitch,
+        "pieces": tile.pieces[0],
+        "chunk": layer.chunk,
+        "input_stages": tile.input_stages,
+        "weight_stages": tile.weight_stages,
+        "resident": tile.resident,
+        "vector": tile.vector,
+        "pairs": tile.pairs,
+        "producer_registers": PRODUCER_REGISTERS,
+        "consumer_registers": block.consumer_registers(PRODUCER_REGISTERS),
+        "shared_bytes": tile.shared_bytes,
+    }

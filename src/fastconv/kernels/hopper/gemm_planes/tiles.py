@@ -1,0 +1,377 @@
+"""What a block multiplies at once, what of it is in shared memory, and what that takes, estimated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Declined, Gpu, TensorMap
+from fastconv.kernels.hopper.block import CONSUMERS
+from fastconv.kernels.hopper.gemm_planes.layer import FEW_PIXELS, Layer
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.tensor.limits import together
+
+ROWS = 64  # of a product
+STEP = 8  # channels of a product
+MOST_BOX = 256  # of a tensor copy, along each axis
+MOST_SUMS = 256  # of a thread's, columns of all of its products
+LEAST_COLUMNS = 32
+MOST_STARTS = 4096
+MOST_INPUT_STAGES = 6
+MOST_WEIGHT_STAGES = 8
+FLAT_PIECES = (40, 72, 136, 200)  # pixels: 8 more than whole banks
+ROW_PIECES = (2, 3, 4, 6, 8)
+BANKS = 32
+
+# Estimated, of one processor and cycle.
+SHARED_BYTES = 128.0
+CACHE_BYTES = 34.0  # from the L2 cache
+MEMORY_BYTES = 17.0  # a processor's share of the GPU's
+STORE_BYTES = {1: 18.0, 2: 28.0, 4: 36.0}  # by neighbours that a thread stores at once
+TILE_CYCLES = 1200.0  # to start and to end a tile
+UNIT_CYCLES = 180.0  # of a warpgroup that waits for its products before it begins the next ones
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tile's planes lie in shared memory: in pieces, each [channel][pitch].
+
+    A piece has ``piece`` rows of ``row_pixels``, or pixels of a ``flat`` plane, or is ``whole``.
+    Rows may be every ``row_step``-th of the image. ``bulk``: copied without a map.
+    """
+
+    kind: str
+    piece: int
+    row_pixels: int
+    pitch: int
+    row_step: int = 1
+    bulk: bool = False
+
+    @property
+    def flat(self) -> bool:
+        return self.kind == "flat"
+
+    @property
+    def whole(self) -> bool:
+        return self.kind == "whole"
+
+    def conflicts(self, step: int) -> int:
+        """How many lanes want the same bank, if pixels of neighbouring lanes are so far apart."""
+        banks = Counter((4 * i + t * self.pitch + g * step) % BANKS
+                        for i in range(1) for t in range(4) for g in range(8))  # fmt: skip
+        return max(banks.values())
+
+
+def cuts_of(layer: Layer) -> list[Cut]:
+    """All ways to copy the layer's planes."""
+    return [*_flat_cuts(layer), *_whole_cuts(layer), *_row_cuts(layer)]
+
+
+def _flat_cuts(layer: Layer) -> Iterator[Cut]:
+    if layer.flat and layer.in_pixels % 4 == 0:
+        for piece in FLAT_PIECES:
+            yield Cut("flat", piece, layer.in_pixels, piece)
+
+
+def _whole_cuts(layer: Layer) -> Iterator[Cut]:
+    pixels, width = layer.in_pixels, layer.in_size[1]
+    if pixels > FEW_PIXELS:
+        return
+    if pixels % 4:
+        if layer.in_channels * pixels % 4 == 0 and layer.chunk * pixels % 32 == 0:
+            yield Cut("whole", 1, width, pixels, bulk=True)
+        return
+    spread = [pitch for pitch in range(pixels, MOST_BOX + 1, 4) if pitch % 16 == 8]
+    yield Cut("whole", 1, width, spread[0] if spread else pixels)
+
+
+def _row_cuts(layer: Layer) -> Iterator[Cut]:
+    """Of all rows, or of those that a stride leaves over for a kernel of one row."""
+    rows, _ = layer.axes
+    height, width = layer.in_size
+    if layer.in_pixels % 4 or width > MOST_BOX:
+        return
+    steps = {1, rows.step if rows.offsets == [0] else 1}
+    for step in sorted(steps):
+        row = width if width % 4 == 0 else round_up(width, 4)
+        last = (height - 1) // step * step * width  # where the last of the rows begins
+        if step * width % 4 or row > step * width or last + row > layer.in_pixels:
+            continue
+        most = min(ceil_div(height, step), MOST_BOX)
+        for piece in sorted({*ROW_PIECES, most}):
+            if piece <= most:
+                yield Cut("rows", piece, row, piece * row, step)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which positions tiles have: consecutive ones, or those of one image."""
+
+    tile_pixels: int
+    image_pixels: int  # with what tiles have beyond the grid's last position
+
+
+def shapes_of(layer: Layer, most: int) -> list[Shape]:
+    """Tiles of at most so many positions."""
+    height, width = layer.grid
+    pixels = layer.grid_pixels
+    found = [Shape(most, pixels), Shape(most, round_up(pixels, most))]
+    if pixels <= most:
+        found.append(Shape(most // pixels * pixels, pixels))
+    if width <= most:
+        rows = ceil_div(height, ceil_div(height, most // width))
+        found.append(Shape(rows * width, round_up(height, rows) * width))
+    return list(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=256)
+def pieces_of(layer: Layer, cut: Cut, shape: Shape) -> tuple[int, float]:
+    """Of a tile: the most, and the mean."""
+    cycle = shape.image_pixels // gcd(shape.tile_pixels, shape.image_pixels)
+    if cycle > MOST_STARTS:
+        raise Declined(f"{cycle} different tiles")
+    counts = [
+        _pieces(layer, cut, shape, index * shape.tile_pixels % shape.image_pixels)
+        for index in range(cycle)
+    ]
+    return max(counts), sum(counts) / len(counts)
+
+
+def _pieces(layer: Layer, cut: Cut, shape: Shape, first: int) -> int:
+    """Of a tile that begins at this position of an image: as ``each_piece`` counts them."""
+    count, left = 0, shape.tile_pixels
+    while left > 0:
+        last = min(first + left, layer.grid_pixels) - 1
+        count += _span_pieces(layer, cut, first, last)
+        left -= shape.image_pixels - first
+        first = 0
+    return count
+
+
+def _span_pieces(layer: Layer, cut: Cut, first: int, last: int) -> int:
+    if cut.whole:
+        return 1
+    if cut.flat:
+        return ceil_div(last + 1 - first, cut.piece)
+    rows, width = layer.axes[0], layer.grid[1]
+    step = rows.step // cut.row_step
+    begin = max(first // width * step + min(rows.offsets), 0)
+    end = min(last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], cut.row_step))
+    return max(ceil_div(end - begin, cut.piece), 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block multiplies at once: positions by ``columns``, output channels of each phase."""
+
+    layer: Layer
+    cut: Cut
+    shape: Shape
+    row_tiles: int
+    columns: int
+    input_stages: int = 0
+    weight_stages: int = 0
+
+    @property
+    def name(self) -> str:
+        cut = self.cut
+        return (
+            f"{self.shape.tile_pixels}x{self.columns} of {self.shape.image_pixels} in "
+            f"{self.row_tiles}, {cut.kind} {cut.piece}"
+        )
+
+    @lazy
+    def pieces(self) -> tuple[int, float]:
+        return pieces_of(self.layer, self.cut, self.shape)
+
+    @property
+    def piece_bytes(self) -> int:
+        return 4 * self.layer.chunk * self.cut.pitch
+
+    @property
+    def input_bytes(self) -> int:
+        return self.pieces[0] * self.piece_bytes
+
+    @property
+    def product_bytes(self) -> int:
+        """Weights of a tap."""
+        return 4 * self.layer.chunk * self.columns
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.layer.most_unit_taps * self.product_bytes
+
+    @property
+    def all_weight_stages(self) -> int:
+        return self.layer.chunks * self.layer.units
+
+    @property
+    def column_tiles(self) -> int:
+        return ceil_div(self.layer.out_channels, self.columns)
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.column_tiles * self.layer.chunks * self.layer.taps * self.product_bytes
+
+    @property
+    def resident(self) -> bool:
+        return self.column_tiles == 1 and self.weight_stages == self.all_weight_stages
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.input_stages * (self.input_bytes + 16) + self.weight_stages * (
+            self.weight_bytes + 16
+        )
+
+    @property
+    def vector(self) -> int:
+        """Neighbours that a thread loads and stores at once."""
+        whole = self.cut.flat and self.layer.out_size == self.layer.grid
+        return 2 * self.row_tiles if whole and self.shape.tile_pixels % 4 == 0 else 1
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the phases of a row are stored at once."""
+        return self.layer.axes[1].phases == 2 and self.layer.out_size[1] % 2 == 0
+
+    def fitted(self, budget: int) -> Tile | None:
+        """With as many stages as fit ``budget`` bytes of shared memory, or None."""
+        layer = self.layer
+        input_stage, weight_stage = self.input_bytes + 16, self.weight_bytes + 16
+        most_weights = MOST_WEIGHT_STAGES
+        if self.column_tiles == 1:
+            every = self.all_weight_stages
+            if every * weight_stage + 3 * input_stage <= budget:
+                inputs = min((budget - every * weight_stage) // input_stage, MOST_INPUT_STAGES)
+                return replace(self, input_stages=inputs, weight_stages=every)
+        inputs = weights = 2
+        if inputs * input_stage + weights * weight_stage > budget:
+            return None
+        while True:
+            left = budget - inputs * input_stage - weights * weight_stage
+            # What is ahead of the consumers, in units.
+            wants_weights = weights < inputs * layer.units and weights < most_weights
+            if wants_weights and left >= weight_stage:
+                weights += 1
+            elif inputs < MOST_INPUT_STAGES and inputs * layer.units < 12 and left >= input_stage:
+                inputs += 1
+            elif weights < most_weights and left >= weight_stage and weights < inputs * layer.units:
+                weights += 1
+            else:
+                break
+        return replace(self, input_stages=inputs, weight_stages=weights)
+
+    @property
+    def stage_loss(self) -> float:
+        """Of a ring with fewer stages than hide the memory's latency."""
+        return {2: 1.25, 3: 1.08}.get(min(self.input_stages, self.weight_stages), 1.0)
+
+    @lazy
+    def work(self) -> dict[str, float]:
+        """What a tile takes a processor, in cycles, if there were nothing else to do."""
+        layer = self.layer
+        rows, columns = layer.axes
+        steps = layer.chunks * layer.chunk // STEP
+        row_tiles = CONSUMERS * self.row_tiles
+        products = row_tiles * steps * layer.taps
+        weights = layer.chunks * layer.taps * self.product_bytes
+        loaded = layer.chunks * self.pieces[1] * self.piece_bytes
+        lanes = 1 if self.vector > 1 else self.cut.conflicts(columns.step)
+        fragments = row_tiles * steps * layer.units * ROWS * STEP * 4
+        share = layer.grid_pixels / self.shape.image_pixels
+        positions = self.shape.tile_pixels * share
+        outputs = positions * rows.phases * columns.phases * self.columns * 4
+        read = positions * layer.in_pixels / layer.grid_pixels * layer.in_channels * 4
+        if self.cut.row_step > 1:
+            read /= self.cut.row_step
+        neighbours = self.vector if self.vector > 1 else 2 if self.pairs else 1
+        return {
+            "products": products * self.columns / 2,
+            "shared": (products * self.columns * 32 + fragments * lanes + loaded + weights)
+            / SHARED_BYTES,
+            "units": layer.chunks * layer.units * UNIT_CYCLES
+            + products * self.columns / 2 / CONSUMERS,
+            "stores": outputs / STORE_BYTES[neighbours],
+            "loads": (loaded + (0 if self.resident else weights)) / CACHE_BYTES * self.stage_loss,
+            "memory": (read / self.column_tiles + outputs) / MEMORY_BYTES,
+        }
+
+    @lazy
+    def tile_cycles(self) -> float:
+        work = self.work
+        consumers = together(work["products"], work["shared"], work["units"]) + work["stores"]
+        return TILE_CYCLES + together(consumers, work["loads"], work["memory"])
+
+    def tiles(self, batch: int) -> int:
+        return ceil_div(batch * self.shape.image_pixels, self.shape.tile_pixels) * self.column_tiles
+
+    def cycles(self, gpu: Gpu) -> float:
+        """What the whole layer takes, estimated."""
+        return ceil_div(self.tiles(self.layer.problem.batch), gpu.processors) * self.tile_cycles
+
+    @property
+    def image_cycles(self) -> float:
+        """What an image takes, of many, in cycles of one processor."""
+        tiles = self.shape.image_pixels / self.shape.tile_pixels * self.column_tiles
+        return tiles * self.tile_cycles
+
+    @property
+    def map(self) -> TensorMap:
+        """Of the planes: rows' pixels, rows, channels, images."""
+        layer, cut = self.layer, self.cut
+        pixels, width = layer.in_pixels, layer.in_size[1]
+        planes = (4 * pixels, 4 * layer.in_channels * pixels)
+        counts = (layer.in_channels, layer.problem.batch)
+        if cut.kind == "rows":
+            rows = ceil_div(layer.in_size[0], cut.row_step)
+            return TensorMap(
+                "input", "float", (cut.row_pixels, rows, *counts),
+                (4 * cut.row_step * width, *planes), (cut.row_pixels, cut.piece, layer.chunk, 1),
+                promotion=256,
+            )  # fmt: skip
+        return TensorMap(
+            "input", "float", (pixels, 1, *counts), (4 * pixels, *planes),
+            (cut.pitch, 1, layer.chunk, 1), promotion=256,
+        )  # fmt: skip
+
+
+def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
+    """All tiles that fit, the best first.
+
+    Raises:
+        Declined: there are none.
+    """
+    found = []
+    for row_tiles in (1, 2):
+        most = MOST_SUMS // (layer.phase_sums * row_tiles)
+        widths = _widths(layer.out_channels, most)
+        for cut in cuts_of(layer) if widths else ():
+            for shape in shapes_of(layer, CONSUMERS * ROWS * row_tiles):
+                if cut.flat and (shape.tile_pixels % 4 or shape.image_pixels % 4):
+                    continue
+                for columns in widths:
+                    tile = Tile(layer, cut, shape, row_tiles, columns)
+                    found.append(tile.fitted(gpu.shared_bytes_per_block))
+    tiles = sorted(filter(None, found), key=lambda tile: tile.cycles(gpu))
+    if not tiles:
+        raise Declined(
+            f"planes of {layer.in_size[0]}x{layer.in_size[1]} pixels and {layer.in_channels} "
+            "channels, of which no piece can be copied that fits shared memory"
+        )
+    return tiles
+
+
+def _widths(channels: int, most: int) -> list[int]:
+    """Columns of a product that share out the output channels about equally."""
+    found = []
+    for count in range(ceil_div(channels, most), ceil_div(channels, LEAST_COLUMNS) + 1):
+        columns = round_up(ceil_div(channels, count), 8)
+        if columns <= most and columns not in found:
+            found.append(columns)
+        if len(found) == 4:
+            break
+    return found

@@ -1,0 +1,192 @@
+"""The kernel for convolutions that are nearly matrix products, on the CPU: small and odd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator.test_hopper_correlate import FEW, ONE
+from emulator.works import (
+    ALL,
+    BATCH,
+    ODD_NUMBERS,
+    Case,
+    Tensors,
+    Work,
+    assert_alone_as_in_batch,
+    assert_plain,
+    at_corners,
+    check,
+    in_batch,
+    some,
+)
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.hopper.gemm_planes import forward, input_grad
+from fastconv.kernels.hopper.gemm_planes import plan as plans
+from fastconv.problem import Problem
+
+
+class Chosen:
+    """Plans with the first of the tiles that has what is asked for."""
+
+    def __init__(self, direction: str, **wanted: Any) -> None:
+        self.__name__ = direction
+        self._wanted = wanted
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        transposed = self.__name__ == "input_grad"
+        found = plans.alternatives(problem, operands, gpu, transposed, most=1000)
+        return next(plan for plan in found if self._wanted.items() <= _constants(plan).items())
+
+
+def _constants(plan: Plan) -> dict[str, Any]:
+    return dict(plan.launches[-1].kernel.constants)
+
+
+def _work(planner: Any, case: Case, **options: Any) -> Work:
+    options.setdefault("gpu", ONE)
+    return Work(case, planner, dtype=torch.float32, precision="tf32", **options)
+
+
+def _case(name: str, batch: int, channels: tuple[int, int], size: tuple[int, int],
+          kernel: tuple[int, int] = (1, 1), stride: int | tuple[int, int] = 1,
+          padding: int | tuple[int, int, int, int] = 0, **more: Any) -> Case:  # fmt: skip
+    return Case(
+        name,
+        (batch, channels[0], *size),
+        (channels[1], channels[0], *kernel),
+        (stride, stride) if isinstance(stride, int) else stride,
+        (padding,) * 4 if isinstance(padding, int) else padding,
+        **more,
+    )
+
+
+POINTWISE = _case("pointwise", 3, (40, 72), (10, 12))
+SMALL = _case("7x7", 4, (36, 40), (7, 7))
+TAPS = _case("7x7 taps", 3, (36, 24), (7, 7), (3, 3), padding=1)
+STRIDED = _case("strided", 2, (40, 24), (12, 12), (1, 1), 2)
+STRIDED_TAPS = _case("strided taps", 2, (40, 24), (14, 14), (3, 3), 2, 1)
+WIDE_STRIDED_TAPS = _case("wide strided taps", 2, (24, 16), (17, 20), (3, 3), 2, 1)
+
+WORKS = [
+    # Flat planes: vectors of 2 and of 4 pixels, tiles that go on with the next image or do not.
+    _work(forward, POINTWISE),
+    _work(input_grad, POINTWISE),
+    _work(Chosen("forward", row_tiles=2), POINTWISE),
+    _work(Chosen("input_grad", row_tiles=1, tile_pixels=128, image_pixels=128), POINTWISE),
+    _work(Chosen("forward", row_tiles=1, piece=72, tile_pixels=128, image_pixels=120), POINTWISE),
+    _work(forward, _case("one image", 1, (64, 48), (20, 14)), bias=False),
+    _work(forward, _case("several column tiles", 2, (32, 264), (8, 8)), gpu=FEW),
+    _work(Chosen("forward", columns=88), _case("last columns", 2, (20, 264), (6, 6))),
+    _work(forward, _case("resident", 9, (70, 30), (6, 10)), gpu=FEW),
+    _work(Chosen("forward", resident=False), _case("chunks", 5, (130, 40), (6, 10))),
+    # Whole planes: of which the last channels do not fill a chunk, or none is aligned.
+    _work(forward, SMALL),
+    _work(input_grad, SMALL),
+    _work(Chosen("forward", row_tiles=2), replace(SMALL, input=(9, 36, 7, 7))),
+    _work(Chosen("forward", whole=True), _case("14x14", 2, (32, 16), (14, 14))),
+    _work(forward, TAPS),
+    _work(input_grad, TAPS),
+    _work(Chosen("input_grad", row_tiles=2), TAPS),
+    _work(forward, _case("even taps", 3, (24, 16), (8, 6), (2, 4), padding=(1, 0, 2, 1))),
+    _work(input_grad, _case("dilated", 2, (24, 32), (9, 8), (3, 2), padding=2, dilation=(2, 3))),
+    # Rows in pieces, all of them or those that a stride leaves over.
+    *(_work(Chosen("forward", flat=False, whole=False, piece=piece, step_height=step), STRIDED)
+      for piece, step in ((2, 1), (3, 2), (6, 1))),
+    _work(forward, _case("rows that go on", 3, (24, 16), (14, 14), (1, 1), 2)),
+    _work(Chosen("forward", flat=False, whole=False, piece=2), _case(
+        "rows of taps", 2, (16, 16), (20, 16), (3, 3), padding=1)),
+    _work(Chosen("input_grad", flat=False, whole=False, piece=3), _case(
+        "rows of taps", 2, (16, 16), (20, 16), (3, 3), padding=1)),
+    _work(forward, STRIDED_TAPS),
+    _work(forward, WIDE_STRIDED_TAPS),
+    _work(Chosen("forward", row_tiles=2), WIDE_STRIDED_TAPS),
+    _work(forward, _case("padded far", 1, (16, 8), (18, 20), (3, 3), 2, (9, 4, 3, 8))),
+    # Phases: some of which have no taps, pairs of which are stored at once or not.
+    _work(input_grad, STRIDED),
+    _work(input_grad, _case("odd strided", 3, (16, 32), (7, 9), (1, 1), 2)),
+    _work(input_grad, STRIDED_TAPS),
+    _work(Chosen("input_grad", row_tiles=2), STRIDED_TAPS),
+    _work(input_grad, WIDE_STRIDED_TAPS),
+    _work(input_grad, _case("odd strided taps", 3, (16, 36), (13, 13), (3, 3), 2, 1)),
+    _work(input_grad, _case("2x2", 2, (16, 32), (12, 12), (2, 2), 2)),
+    _work(input_grad, _case("5x5", 1, (8, 16), (11, 12), (5, 5), 2, 2)),
+    _work(input_grad, _case("stride 2, 1", 2, (16, 16), (12, 12), (3, 3), (2, 1), 1)),
+    _work(input_grad, _case("stride 3", 1, (16, 16), (12, 12), (1, 1), 3)),
+    _work(input_grad, _case("dilated strided", 1, (16, 16), (16, 16), (2, 2), 2, 1,
+                            dilation=(2, 2))),
+]  # fmt: skip
+
+
+def _random(seed: int) -> Work:
+    """A small layer that is taken."""
+    draw = Random(seed)
+    while True:
+        kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3)))
+        size = draw.choice(((7, 7), (14, 14), (draw.randint(4, 18), draw.randint(4, 18))))
+        case = _case(
+            f"random {seed}", draw.randint(1, 9), (draw.randint(8, 80), draw.randint(8, 80)), size,
+            kernel, draw.choice((1, 2)), tuple(draw.randint(0, side // 2) for side in
+                                               (kernel[0], kernel[0], kernel[1], kernel[1])),
+        )  # fmt: skip
+        work = _work(draw.choice((forward, input_grad)), case, bias=draw.random() < 0.7,
+                     gpu=draw.choice((ONE, FEW)))  # fmt: skip
+        try:
+            work.plan  # noqa: B018
+        except Declined:
+            continue
+        return work
+
+
+RUN = [*some(WORKS, one_in=2), *map(_random, range(40 if ALL else 6))]
+ALONE = [_work(forward, SMALL), _work(forward, POINTWISE), _work(input_grad, STRIDED_TAPS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = [*RUN, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", RUN, ids=str)
+def test_correct(work: Work) -> None:
+    check(work)
+
+
+def test_all_branches_are_taken() -> None:
+    taken = [_constants(work.plan) for work in WORKS]
+    cuts = {(of["flat"], of["whole"], of["bulk"]) for of in taken}
+    assert cuts == {(True, False, False), (False, True, False), (False, True, True),
+                    (False, False, False)}  # fmt: skip
+    assert {of["vector"] for of in taken} == {1, 2, 4}
+    assert {(of["pairs"], of["transposed"]) for of in taken} >= {(True, True), (False, True)}
+    assert {of["resident"] for of in taken} == {False, True}
+    assert {of["chunk"] for of in taken} == {16, 32}
+    assert any(of["row_pixels"] > of["in_width"] for of in taken)
+
+
+@pytest.mark.parametrize("work", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
+    assert_alone_as_in_batch(work)
+
+
+@pytest.mark.parametrize("case", [POINTWISE, STRIDED_TAPS, TAPS], ids=lambda case: case.name)
+@pytest.mark.parametrize("planner", [forward, input_grad])
+def test_all_tiles_give_the_same_bits(planner: Any, case: Case) -> None:
+    """A few of them, as different as they come."""
+    work = _work(planner, case)
+    operands = partial(plans.alternatives, transposed=planner is input_grad, most=1000)
+    del work, operands
+
+
+def test_infinity_stays_where_it_is() -> None:
+    work = _work(forward, SMALL)
+    tensors = Tensors.random(work)
+    at_corners(tensors.input, ODD_NUMBERS[:3])
+    assert_plain(work, tensors)
