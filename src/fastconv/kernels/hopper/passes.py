@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.collect import collect
 from fastconv.kernels.hopper.correlate import correlate
 from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
+from fastconv.kernels.hopper.gemm_planes import gemm_planes
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.hopper.spread import spread
 from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
@@ -138,12 +139,16 @@ def _special(
             yield _Choice(few.image_cycles, one, lambda most: [one()])
         except Declined:
             pass
-    try:
-        layer = gemm_pixels.layer_of(problem, operands, gpu, direction == "input_grad")
-        yield _Choice(
-            gemm_pixels.image_cycles(layer, gpu),
-            lambda: gemm_pixels.plans(layer, gpu, most=1)[0],
-            partial(gemm_pixels.plans, layer, gpu),
-        )
-    except Declined:
-        pass
+    for gemm in (gemm_pixels, gemm_planes):
+        try:
+            yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, direction == "input_grad"), gpu)
+        except Declined:
+            pass
+
+
+def _gemm(gemm: Any, layer: Any, gpu: Gpu) -> _Choice:
+    return _Choice(
+        gemm.image_cycles(layer, gpu),
+        lambda: gemm.plans(layer, gpu, most=1)[0],
+        partial(gemm.plans, layer, gpu),
+    )

@@ -50,7 +50,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& m
                                         const Scalar* bias, Scalar* output, const Walk& walk,
                                         int batch) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  Ring ring;
+  Ring ring(0);
   for (int number = static_cast<int>(blockIdx.x); number < walk.tiles;
        number += static_cast<int>(gridDim.x)) {
     const Tile tile = walk.tile(number);

@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_weights(const Shared& shared, const Maps& m
 
 __device__ __forceinline__ void load_tiles(const Shared& shared, const Maps& maps,
                                            const Walk& walk) {
-  Ring ring;
+  Ring ring(1);
   for (int number = static_cast<int>(blockIdx.x); number < walk.tiles;
        number += static_cast<int>(gridDim.x)) {
     const Tile tile = walk.tile(number);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Maps& map
         const int row_offset = height.offset(tap_row), column_offset = width.offset(tap_column);
         for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance()) {
           const int stage = ring.stage, channel = chunk * kDepth;
-          barrier_wait(shared.empty(stage), ring.parity ^ 1u);
+          barrier_wait(shared.empty(stage), ring.parity);
           barrier_arrive_expect(shared.full(stage), kStageBytes);
           load_rows(shared, maps, stage, channel, at, column_offset, row_offset);
           load_weights(shared, maps, stage, channel, tap_column, tap_row, tile.column);

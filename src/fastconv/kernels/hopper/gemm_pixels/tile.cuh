@@ -3,12 +3,14 @@
 #include "include/tile.cuh"
 #include "include/wgmma.cuh"
 #include "tensor/operand.cuh"
+#include "tensor/ring.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 using tensor::C;
 using tensor::Operand;
+using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
 
 // Rows of the product are positions, of all images one after the other: output pixels, or of a
@@ -51,19 +53,6 @@ struct Shared {
     return reinterpret_cast<Barrier*>(staged(kConsumerWarps, 0)) + stage;
   }
   __device__ __forceinline__ Barrier* empty(int stage) const { return full(C::stages) + stage; }
-};
-
-// Which stage of the ring comes next, and how often it has been used.
-struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1u;
-    }
-  }
 };
 
 // Along an axis, the taps that a phase has: all of them, or of a gradient with a stride every

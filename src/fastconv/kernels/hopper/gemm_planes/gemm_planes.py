@@ -1,4 +1,8 @@
-"""Plans layers with ``gemm_planes.cuh``: which tile, what of it is told to the kernel."""
+"""Plans layers of planes, float32 in TF32, with ``gemm_planes.cuh``.
+
+What decides the order of a sum (chunks of channels, taps in them) is the layer's alone; a tile
+changes no bits.
+"""
 
 from __future__ import annotations
 
@@ -30,74 +34,37 @@ PRODUCER_REGISTERS = 40
 EXPLAINED = 5  # tiles
 
 
-def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
+def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Layer:
+    """The layer of a forward pass, or of an input gradient.
 
     Raises:
         Declined: it cannot be computed so.
     """
-    return _plan(problem, operands, gpu, transposed=False)
+    layer = Layer(problem, operands, transposed)
+    _check(layer, gpu)
+    _tiles(layer, gpu)
+    return layer
 
 
-def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
-
-    Raises:
-        Declined: it cannot be computed so.
-    """
-    return _plan(problem, operands, gpu, transposed=True)
+def image_cycles(layer: Layer, gpu: Gpu) -> float:
+    """What an image takes, of many, in cycles of one processor."""
+    return min(tile.image_cycles for tile in _tiles(layer, gpu))
 
 
-def forward_image_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
-    """What an image takes, of many, in cycles of one processor, estimated.
-
-    Raises:
-        Declined: it cannot be computed so.
-    """
-    return _image_cycles(problem, operands, gpu, transposed=False)
-
-
-def input_grad_image_cycles(problem: Problem, operands: Operands, gpu: Gpu) -> float:
-    """The same of an input gradient.
-
-    Raises:
-        Declined: it cannot be computed so.
-    """
-    return _image_cycles(problem, operands, gpu, transposed=True)
-
-
-def alternatives(
-    problem: Problem, operands: Operands, gpu: Gpu, transposed: bool, most: int
-) -> list[Plan]:
-    """The plans that the rules like best. All give the same bits.
-
-    Raises:
-        Declined: there are none.
-    """
-    tiles = _tiles(problem, operands, gpu, transposed)
-    return [_of_tile(tile, tiles, gpu) for tile in tiles[:most]]
-
-
-def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Plan:
-    tiles = _tiles(problem, operands, gpu, transposed)
-    return _of_tile(tiles[0], tiles, gpu)
-
-
-def _image_cycles(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> float:
-    return min(tile.image_cycles for tile in _tiles(problem, operands, gpu, transposed))
+def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
+    """The plans that the rules like best. All give the same bits."""
+    tiles = _tiles(layer, gpu)
+    return [_plan(tile, tiles, gpu) for tile in tiles[:most]]
 
 
 @lru_cache(maxsize=64)
-def _tiles(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> tuple[Tile, ...]:
-    layer = Layer(problem.without_idle_dilation, operands, transposed)
-    _check(layer, gpu)
+def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     return tuple(tiles_of(layer, gpu))
 
 
 def _check(layer: Layer, gpu: Gpu) -> None:
     problem, operands = layer.problem, layer.operands
     block.check(gpu)
-    limits.check_reach(problem, operands)
     channels = (layer.in_channels, layer.out_channels)
     limits.check(operands, problem.groups, channels, layer.in_size, layer.out_size)
     if operands.scalar != "float" or operands.precision != "tf32":
@@ -118,7 +85,7 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined(f"{layer.units} different offsets of {layer.phase_sums} phases' taps")
 
 
-def _of_tile(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
+def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     layer = tile.layer
     batch = layer.problem.batch
     count = tile.tiles(batch)
