@@ -89,6 +89,8 @@ WORKS = [
       for tile in TILES),
     _work(with_tile(input_grad, 2, 128), Case("down", (2, 136, 8, 9), (24, 136, 3, 3),
                                               stride=(2, 2), padding=(1, 1, 1, 1))),
+    # A block has several tiles, each of an odd number of pieces to store.
+    _work(with_tile(forward, 1, 192), Case("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
     _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
 ]  # fmt: skip
 

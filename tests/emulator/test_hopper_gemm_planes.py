@@ -120,6 +120,8 @@ WORKS = [
     _work(forward, WIDE_STRIDED_TAPS),
     _work(Chosen("forward", row_tiles=2), WIDE_STRIDED_TAPS),
     _work(forward, _case("padded far", 1, (16, 8), (18, 20), (3, 3), 2, (9, 4, 3, 8))),
+    _work(forward, _case("large strided taps", 1, (20, 8), (30, 40), (3, 3), 2, 1)),
+    _work(forward, _case("strided and dilated", 1, (20, 8), (29, 136), (3, 3), 2, 3, dilation=(3, 3))),
     # Phases: some of which have no taps, pairs of which are stored at once or not.
     _work(input_grad, STRIDED),
     _work(input_grad, _case("odd strided", 3, (16, 32), (7, 9), (1, 1), 2)),
@@ -179,7 +181,7 @@ def test_all_branches_are_taken() -> None:
     assert {of["vector"] for of in taken} == {1, 2, 4}
     assert {(of["pairs"], of["transposed"]) for of in taken} >= {(True, True), (False, True)}
     assert {of["resident"] for of in taken} == {False, True}
-    assert {of["chunk"] for of in taken} == {16, 32}
+    assert {of["chunk"] for of in taken} == {8, 16, 32}
     assert any(of["row_pixels"] > of["in_width"] for of in taken)
 
 

@@ -84,6 +84,7 @@ __device__ __forceinline__ void begin(const Shared& shared) {
 
 // Weights as they are mapped: [out][tap][in]. For those that lie in memory otherwise.
 extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* packed) {
+  fastconv::allow_later_launch();
   constexpr int kTaps = Config::kernel_height * Config::kernel_width;
   constexpr int kVectors = Config::weight_in / 8;
   const int count = Config::weight_out * kTaps * kVectors;

@@ -43,16 +43,17 @@ SCATTER_REGISTERS = 46  # the same where pixels are stored one by one
 COLUMNS = (64, 128, 192, 256)  # of a tile
 CONSUMERS = (1, 2, 3, 4)
 MOST_BLOCKS = 4  # of a processor
-# Estimates: fitted to measurements of ResNet-50's layers on an H200, in cycles of 1.755 GHz.
+# Estimates: fitted to 580 measured tiles of ResNet-50's layers and others on an H200, in cycles of
+# 1.755 GHz. See docs/kernels/hopper.md.
 SHARED_BYTES = 128.0  # a cycle, that products read of shared memory
-LOAD_BYTES = 108.0  # a cycle, of one processor
-CACHE_BYTES = 52.0  # a cycle and processor, if all of them load
-MEMORY_BYTES = 17.0  # likewise, of the GPU's memory
-LATENCY = 1200.0  # of a load
-TILE_CYCLES = 250.0  # to end one tile and begin the next
-STORED_BYTES = 28.0  # a cycle, of a block's sums on their way out
-OVERLAP_LOSS = 0.25
-START_CYCLES = 3900.0  # of a launch
+CACHE_BYTES = 50.0  # a cycle and processor, if all of them load
+MEMORY_BYTES = 16.0  # likewise, of the GPU's memory
+LATENCY = 1140.0  # of a load
+PIXEL_CYCLES = 3.9  # of a pixel's 128 bytes that are copied in im2col mode, however few are used
+STORED_BYTES = 20.0  # a cycle, of a block's sums on their way out
+OVERLAP_LOSS = 0.05
+UNEVEN_LOSS = 0.75  # of the time of blocks that share a processor with none in the last round
+START_CYCLES = 2000.0  # of a launch
 # What tensor copies can express of images: where they begin, and how far taps lie from there.
 CORNERS = range(-128, 128)
 MOST_OFFSET = 255
@@ -273,38 +274,38 @@ class Tile:
 
     @lazy
     def _work(self) -> tuple[float, float, float]:
-        """Of a tile, on average: cycles of its products, bytes that it loads, bytes it stores."""
+        """Of a tile, on average: cycles of products and copies, bytes that it loads and stores."""
         layer = self.layer
-        phases = layer.phases[0] * layer.phases[1]
-        depth = layer.taps * layer.in_channels / phases
+        taps = layer.taps / (layer.phases[0] * layer.phases[1])
         product = max(self.columns / 2, (ROWS + self.columns) * 32 / SHARED_BYTES)
-        products = self.consumers * ceil_div(layer.in_channels, 16) * layer.taps / phases * product
-        columns = min(self.columns, layer.out_channels)
-        return products, (self.rows + self.columns) * 2 * depth, 2.0 * self.rows * columns
+        products = self.consumers * ceil_div(layer.in_channels, 16) * taps * product
+        steps = ceil_div(layer.in_channels, DEPTH) * taps
+        copies = 0.0 if layer.flat else self.rows * steps * PIXEL_CYCLES
+        loaded = (self.rows + self.columns) * 2 * DEPTH * steps
+        return max(products, copies), loaded, 2.0 * self.rows * min(self.columns, layer.out_channels)
 
-    @lazy
-    def tile_cycles(self) -> float:
-        """What a tile takes a processor that has more of them than it computes at once."""
-        products, loaded, stored = self._work
-        busy = max(products, loaded / LOAD_BYTES)
-        under_way = max((self.stages - 1) * (self.stage_bytes - 16), 1)
-        alone = max(busy, loaded / under_way * LATENCY)
-        ending = TILE_CYCLES + stored / STORED_BYTES
-        tile = max(busy, (alone + ending) / self.blocks)
-        return tile if self.blocks == 1 else tile + OVERLAP_LOSS * min(busy, ending)
+    def _tile_cycles(self, blocks: float) -> float:
+        """What a tile takes a processor that has so many blocks."""
+        busy, loaded, stored = self._work
+        under_way = (self.stages - 1) * (self.stage_bytes - 16)
+        return max(busy, loaded / under_way * LATENCY / blocks) + stored / STORED_BYTES
 
-    def _cycles(self, rounds: float, tiles: float, images: float) -> float:
+    def _cycles(self, rounds: float, blocks: float, tiles: float, images: float) -> float:
         """Of so many rounds of tiles, of so many tiles a processor, which are so many images."""
         cached = tiles * self._work[1] / CACHE_BYTES
         memory = images * self.layer.image_bytes / MEMORY_BYTES
-        return limits.together(rounds * self.tile_cycles, max(cached, memory), loss=OVERLAP_LOSS)
+        computed = rounds * self._tile_cycles(blocks)
+        return limits.together(computed, max(cached, memory), loss=OVERLAP_LOSS)
 
     def cycles(self, processors: int) -> float:
         """What the layer takes, estimated."""
         batch = self.layer.problem.batch
         tiles = self.tiles(batch)
-        share = tiles / processors
-        return START_CYCLES + self._cycles(ceil_div(tiles, processors), share, batch / processors)
+        rounds = ceil_div(tiles, processors)
+        blocks = min(self.blocks, rounds)
+        uneven = ceil_div(rounds, blocks) * blocks - rounds
+        share = (blocks, tiles / processors, batch / processors)
+        return START_CYCLES + self._cycles(rounds + UNEVEN_LOSS * uneven, *share)
 
     @lazy
     def image_cycles(self) -> float:
@@ -312,7 +313,7 @@ class Tile:
         rows, columns = self.layer.positions
         phases = self.layer.phases[0] * self.layer.phases[1]
         tiles = phases * self.column_tiles * rows * columns / self.rows
-        return self._cycles(tiles, tiles, 1.0)
+        return self._cycles(tiles, self.blocks, tiles, 1.0)
 
     def fitted(self, gpu: Gpu) -> Tile | None:
         """With as many stages as fit; None if too few do."""
@@ -320,8 +321,8 @@ class Tile:
             return None
         budget = gpu.shared_budget(self.blocks)
         for buffers, fewest in ((2, ENOUGH_STAGES), (1, FEWEST_STAGES)):
-            if buffers > self.columns // STORED_COLUMNS:
-                continue
+            if self.columns // STORED_COLUMNS % buffers:
+                continue  # a tile's first would be the one that the last has just been stored of
             room = budget - 4 * self.consumers * buffers * WARP_BYTES
             stages = min(room // self.stage_bytes, MOST_STAGES)
             if stages >= fewest:

@@ -70,6 +70,8 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
   }
 }
 
+static_assert(kTileColumns / kStoredColumns % C::buffers == 0, "tiles take all buffers in turn");
+
 // A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
                                            const TensorMap& map, Scalar* output, const Tile& tile,
