@@ -1,4 +1,4 @@
-"""Channels-last layers as products of matrices, on the CPU: every tile and branch, small and odd."""
+"""Channels-last layers as products of matrices, on the CPU: every branch, small and odd."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from emulator.works import (
 )
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
+from fastconv.kernels.hopper.gemm_pixels.tiles import tiles_of
 from fastconv.problem import Problem
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -47,7 +48,7 @@ def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1)
         wanted = (consumers, columns, blocks)
         tile = next(
             tile
-            for tile in gemm_pixels.tiles_of(layer, gpu)
+            for tile in tiles_of(layer, gpu)
             if (tile.consumers, tile.columns, tile.blocks) == wanted
         )
         return gemm_pixels.plan(tile, gpu)

@@ -7,6 +7,7 @@ different orders, and an image's bits must not depend on its batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +23,9 @@ from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
 from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
 
-# Correlate's estimates are made to choose among its tiles: of large images, measured ones took 0.7 to
-# 0.8 of them, of small ones about what they say.
-CORRELATE_SHARE = 0.85
+# Of correlate's estimates, which are made to choose among its tiles, large images took 0.7 to 0.8
+# when they were measured, small ones about all.
+CORRELATE_SHARE = 0.92
 
 _WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 
@@ -137,17 +138,13 @@ def _special(
 ) -> Iterator[_Choice]:
     """The kernels that are made for some layers only."""
     if len(ways[0]) == 1:
-        try:
+        with suppress(Declined):
             few = spread.spread_of(ways[0][0], gpu)
             one = partial(spread.plan, few, gpu)
             yield _Choice(few.image_cycles, one, lambda most: [one()])
-        except Declined:
-            pass
     for gemm in (gemm_pixels, gemm_planes):
-        try:
+        with suppress(Declined):
             yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, direction == "input_grad"), gpu)
-        except Declined:
-            pass
 
 
 def _gemm(gemm: Any, layer: Any, gpu: Gpu) -> _Choice:

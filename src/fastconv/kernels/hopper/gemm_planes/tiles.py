@@ -1,4 +1,4 @@
-"""What a block multiplies at once, what of it is in shared memory, and what that takes, estimated."""
+"""What a block multiplies at once, what of it lies in shared memory, and what that should take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BANKS = 32
 # 1.755 GHz. See docs/kernels/hopper.md.
 SHARED_BYTES = 128.0  # a cycle, of a processor's shared memory
 CACHE_BYTES = 45.0  # a cycle and processor, if all of them load
-MEMORY_BYTES = 18.5  # likewise, of the GPU's memory
+MEMORY_BYTES = 18.2  # likewise, of the GPU's memory
 LINE_CYCLES = 3.6  # of 128 bytes that are copied, whole or not
 STORED_BYTES = 19.0  # a cycle, of sums on their way out
 VECTOR_BYTES = 22.0  # the same where a thread stores neighbours
@@ -170,7 +170,9 @@ def _span_pieces(layer: Layer, cut: Cut, first: int, last: int) -> int:
     rows, width = layer.axes[0], layer.grid[1]
     step = rows.step // cut.row_step
     begin = max(first // width * step + min(rows.offsets), 0)
-    end = min(last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], cut.row_step))
+    end = min(
+        last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], cut.row_step)
+    )
     return max(ceil_div(end - begin, cut.piece), 0)
 
 
@@ -277,7 +279,7 @@ class Tile:
 
     @property
     def row_lines(self) -> float:
-        """128 bytes each that a copy reads for a channel: of each of a piece's rows, one in part."""
+        """Of 128 bytes, that a copy reads for a channel: one more for each of a piece's rows."""
         if self.cut.bulk:
             return self.cut.pitch / 32
         rows = self.cut.piece if self.cut.kind == "rows" else 1

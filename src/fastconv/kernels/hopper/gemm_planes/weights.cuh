@@ -35,12 +35,12 @@ __device__ __forceinline__ void pack_weights(const float* weight, float4* packed
     for (int i = 0; i < 4; ++i) {
       const long long first = C::transposed ? in + i : out;
       const long long second = C::transposed ? out : in + i;
-      values[i] = rounded(load_or_zero(
-          weight + at + first * C::weight_stride_out + second * C::weight_stride_in,
-          out < C::group_out && in + i < C::group_in));
+      values[i] = rounded(
+          load_or_zero(weight + at + first * C::weight_stride_out + second * C::weight_stride_in,
+                       out < C::group_out && in + i < C::group_in));
     }
-    packed[(chunk * kTaps + place_of(row, tap % C::kernel_width)) * kTapVectors +
-           quad * kColumns + column] = make_float4(values[0], values[1], values[2], values[3]);
+    packed[(chunk * kTaps + place_of(row, tap % C::kernel_width)) * kTapVectors + quad * kColumns +
+           column] = make_float4(values[0], values[1], values[2], values[3]);
   }
 }
 
