@@ -61,9 +61,10 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         ("weight", "scratch"),
     )
     why = f"a product of matrices on tensor cores, {tile.rows} pixels by {tile.columns} channels"
+    cycles = tile.cycles(gpu.processors)
     if layer.packs:
-        return Plan((pack, launch), 2 * weights, "hopper", why, packs=1)
-    return Plan((launch,), 0, "hopper", why)
+        return Plan((pack, launch), 2 * weights, "hopper", why, packs=1, cycles=cycles)
+    return Plan((launch,), 0, "hopper", why, cycles=cycles)
 
 
 def _input_map(tile: Tile) -> TensorMap | Im2colMap:

@@ -118,7 +118,14 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
         *(_explain(one, gpu) for one in tiles[:EXPLAINED]),
     )
     return Plan(
-        (pack, multiply), tile.packed_bytes, "hopper", why, explanation, choice=tile.name, packs=1
+        (pack, multiply),
+        tile.packed_bytes,
+        "hopper",
+        why,
+        explanation,
+        choice=tile.name,
+        packs=1,
+        cycles=tile.cycles(gpu),
     )
 
 

@@ -298,6 +298,7 @@ class Tile:
         lanes = 1 if self.vector > 1 else self.cut.conflicts(columns.step)
         fragments = row_tiles * steps * layer.units * ROWS * STEP * 4
         units = layer.chunks * layer.units
+        waited = units * WEIGHTS_LATENCY + weights / CACHE_BYTES
         positions = self.shape.tile_pixels * layer.grid_pixels / self.shape.image_pixels
         outputs = positions * rows.phases * columns.phases * self.columns * 4
         read = positions * layer.in_pixels / layer.grid_pixels * layer.in_channels * 4
@@ -308,7 +309,7 @@ class Tile:
             / SHARED_BYTES,
             "units": units * UNIT_CYCLES * self.row_tiles + products * self.columns / 2 / CONSUMERS,
             "planes": layer.chunks * PLANES_LATENCY / (self.input_stages - 1),
-            "weights": 0.0 if self.resident else units * WEIGHTS_LATENCY / (self.weight_stages - 1),
+            "weights": 0.0 if self.resident else waited / (self.weight_stages - 1),
             "stores": outputs / stored,
             "loads": (loaded + (0 if self.resident else weights)) / CACHE_BYTES,
             "lines": layer.chunks * self.pieces[1] * layer.chunk * self.row_lines * LINE_CYCLES,
