@@ -1,4 +1,4 @@
-"""Channels-last layers as products of matrices, on the CPU: every tile and branch, small and odd."""
+"""Channels-last layers as products of matrices, on the CPU: every branch, small and odd."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ different orders, and an image's bits must not depend on its batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -140,10 +141,8 @@ def _special(
         except Declined:
             pass
     for gemm in (gemm_pixels, gemm_planes):
-        try:
+        with suppress(Declined):
             yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, direction == "input_grad"), gpu)
-        except Declined:
-            pass
 
 
 def _gemm(gemm: Any, layer: Any, gpu: Gpu) -> _Choice:

@@ -7,9 +7,9 @@
 // help, and the left operand goes through registers: there, each thread has single numbers anyway,
 // wherever they lay, and rounds them. A tap is an offset in shared memory, and so is a stride.
 //
-// The input gradient of a stride has phases: of every stride * stride pixels, each meets other taps.
-// A grid has as many positions as phases have pixels; a position's numbers are loaded once and
-// multiplied with all taps that are theirs, for sums of all phases.
+// The input gradient of a stride has phases: of every stride * stride pixels, each meets other
+// taps. A grid has as many positions as phases have pixels; a position's numbers are loaded once
+// and multiplied with all taps that are theirs, for sums of all phases.
 //
 // One block per processor, of three warpgroups: one thread of the first sends planes, another
 // weights; the others multiply, the same weights with different pixels.

@@ -5,8 +5,8 @@
 namespace fastconv {
 namespace hopper {
 
-// Planes come by tensor copies, or, where the hardware cannot describe them, whole images' chunks by
-// bulk copies: these lie in one piece.
+// Planes come by tensor copies, or, where the hardware cannot describe them, whole images' chunks
+// by bulk copies: these lie in one piece.
 using Planes = Either<C::bulk, const float*, TensorMap>::type;
 
 constexpr int kInPlane = C::in_height * C::in_width;
@@ -19,8 +19,8 @@ __device__ __forceinline__ void load_piece(void* target, const float* planes, in
 }
 __device__ __forceinline__ void load_piece(void* target, const TensorMap& planes, int image,
                                            int begin, int channel, Barrier* full) {
-  tensor_load(target, planes, {C::flat ? begin : 0, C::flat || C::whole ? 0 : begin, channel, image},
-              full);
+  tensor_load(target, planes,
+              {C::flat ? begin : 0, C::flat || C::whole ? 0 : begin, channel, image}, full);
 }
 
 // Calls `visit` for each of a tile's pieces, with its image and where in it the piece begins.

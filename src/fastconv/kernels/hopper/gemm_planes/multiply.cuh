@@ -8,8 +8,8 @@ namespace hopper {
 using Sums = float[kPhaseSums * kRowTiles][kColumns / 2];
 using Fragments = unsigned[kRowTiles][kSteps][4];
 
-// A thread's rows of the products are these positions of its warpgroup's: neighbours that are loaded
-// and stored at once (`vector` of them), or one of eight neighbours each, of eight lanes.
+// A thread's rows of the products are these positions of its warpgroup's: neighbours that are
+// loaded and stored at once (`vector` of them), or one of eight neighbours each, of eight lanes.
 __device__ __forceinline__ int position_of(int row) {
   const int thread = static_cast<int>(threadIdx.x) % 128;
   const int lane = thread % 32 / 4;
@@ -42,8 +42,8 @@ struct Source {
   Source() = default;
   __device__ Source(const Tile& tile, const Position& position) {
     row = C::flat ? 0 : position.row * C::step_height;
-    column = C::flat ? position.row * C::grid_width + position.column
-                     : position.column * C::step_width;
+    column =
+        C::flat ? position.row * C::grid_width + position.column : position.column * C::step_width;
     if (!position.exists) row = -C::in_height - row_axis().highest();  // no tap is in the image
     const int later = position.image - tile.image;
     const Span first(tile.pixel, kGridPixels - 1);
@@ -136,8 +136,7 @@ struct Consumer {
   __device__ __forceinline__ static void load_vectors(Fragments& fragments, const float* source) {
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
-      const auto values =
-          *reinterpret_cast<const Vector<float, kRows>*>(source + 4 * i * C::pitch);
+      const auto values = *reinterpret_cast<const Vector<float, kRows>*>(source + 4 * i * C::pitch);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         fragments[row / 2][i / 2][row % 2 + i % 2 * 2] =
@@ -149,9 +148,9 @@ struct Consumer {
   // A tap, the `place`-th of its unit, for one of the phases.
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments, int place,
                                            int phase) const {
-    const Matrix tap = matrix(shared_memory() + kWeightRing + weights.stage * kWeightBytes +
-                                  place * kProductBytes,
-                              kColumns * 16, 128);
+    const Matrix tap =
+        matrix(shared_memory() + kWeightRing + weights.stage * kWeightBytes + place * kProductBytes,
+               kColumns * 16, 128);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

@@ -107,8 +107,7 @@ struct Storer {
   template <int kRow, int kColumn>
   __device__ __forceinline__ static float value_of(const Sums& sums, int row, int j, int i) {
     if constexpr (row_axis().has_sums(kRow) && column_axis().has_sums(kColumn)) {
-      constexpr int kPhase =
-          row_axis().sum_of(kRow) * kColumnSums + column_axis().sum_of(kColumn);
+      constexpr int kPhase = row_axis().sum_of(kRow) * kColumnSums + column_axis().sum_of(kColumn);
       return sums[kPhase * kRowTiles + row / 2][4 * j + row % 2 * 2 + i];
     } else {
       return 0.0f;

@@ -20,9 +20,9 @@ constexpr int kStep = 8;  // channels of a product
 
 // --- Taps ----------------------------------------------------------------------------------------
 
-// Along an axis, position p meets the image at p * step + offset, of each tap. Of an input gradient,
-// taps whose outputs are of the same phase are `stride` apart; those with the same offset are
-// neighbours, and multiply the same numbers: together they are a unit.
+// Along an axis, position p meets the image at p * step + offset, of each tap. Of an input
+// gradient, taps whose outputs are of the same phase are `stride` apart; those with the same offset
+// are neighbours, and multiply the same numbers: together they are a unit.
 struct Axis {
   int kernel, stride, dilation, padding;
 

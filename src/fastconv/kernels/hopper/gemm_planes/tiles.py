@@ -1,4 +1,4 @@
-"""What a block multiplies at once, what of it is in shared memory, and what that takes, estimated."""
+"""What a block multiplies at once, what of it is in shared memory, and what that takes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def _span_pieces(layer: Layer, cut: Cut, first: int, last: int) -> int:
     rows, width = layer.axes[0], layer.grid[1]
     step = rows.step // cut.row_step
     begin = max(first // width * step + min(rows.offsets), 0)
-    end = min(last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], cut.row_step))
+    height = ceil_div(layer.in_size[0], cut.row_step)
+    end = min(last // width * step + max(rows.offsets) + 1, height)
     return max(ceil_div(end - begin, cut.piece), 0)
 
 
