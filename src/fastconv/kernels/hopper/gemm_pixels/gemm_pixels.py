@@ -56,6 +56,8 @@ START_CYCLES = 3900.0  # of a launch
 # What tensor copies can express of images: where they begin, and how far taps lie from there.
 CORNERS = range(-128, 128)
 MOST_OFFSET = 255
+MOST_STEP = 8
+MOST_PHASES = 128  # along an axis: each is looked at, most of them for nothing
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
 
 
 def _check_corners(layer: Layer) -> None:
-    if max(layer.steps) > 8:
+    if max(layer.steps) > MOST_STEP or max(layer.phases) > MOST_PHASES:
         raise Declined(f"a stride of {layer.problem.stride}")
     for lower, upper in zip(layer.lower, _upper(layer), strict=True):
         if lower not in CORNERS or upper not in CORNERS:
