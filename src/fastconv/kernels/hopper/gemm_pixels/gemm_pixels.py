@@ -233,6 +233,10 @@ class Tile:
     buffers: int = 1
 
     @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.columns}, {self.blocks} at once"
+
+    @property
     def rows(self) -> int:
         return ROWS * self.consumers
 
@@ -388,10 +392,13 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         0,
         ("weight", "scratch"),
     )
-    why = f"a product of matrices on tensor cores, {tile.rows} pixels by {tile.columns} channels"
+    why = (
+        f"tensor cores: {tile.rows} pixels by {tile.columns} channels a block, "
+        "as a product of matrices"
+    )
     if layer.packs:
-        return Plan((pack, launch), 2 * weights, "hopper", why, packs=1)
-    return Plan((launch,), 0, "hopper", why)
+        return Plan((pack, launch), 2 * weights, "hopper", why, choice=tile.name, packs=1)
+    return Plan((launch,), 0, "hopper", why, choice=tile.name)
 
 
 def _input_map(tile: Tile) -> TensorMap | Im2colMap:
