@@ -4247,6 +4247,12 @@ __device__ __forceinline__ void hold_registers(float (&sums)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
+// Keeps the compiler from giving the registers of products' operands away before it.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(unsigned (&operands)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(operands[i])::"memory");
+}
 
 // A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
 // each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
@@ -4891,6 +4897,7 @@ SOURCES["tensor/tile.cuh"] = r"""
 //   weights [tap][2][product_rows output channels][16 bytes]
 #include "include/tile.cuh"
 #include "tensor/operand.cuh"
+#include "tensor/ring.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -4999,23 +5006,6 @@ struct Item {
   // Input stages of one chunk.
   __device__ int stages() const {
     return C::rolling ? tiles * kTileRows + C::kernel_height - 1 : 1;
-  }
-};
-
-// --- Stages --------------------------------------------------------------------------------------
-
-// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  unsigned parity;
-
-  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 
@@ -5192,6 +5182,31 @@ template <class Half>
 __device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
   return load_or_zero(reinterpret_cast<const unsigned short*>(element), valid);
 }
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/ring.cuh"] = r"""
+// Stages of shared memory that are filled and emptied in turn.
+
+namespace fastconv {
+namespace tensor {
+
+// A position in a ring of stages. Producers start a lap ahead: the stages are empty.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  unsigned parity;
+
+  __device__ explicit Ring(unsigned first_parity) : parity(first_parity) {}
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 }  // namespace tensor
 }  // namespace fastconv

@@ -24,6 +24,7 @@ import nvrtc as other_nvrtc
 import small_products
 import swizzled_products
 import tensor_maps
+from emulator import net
 from fastconv import jit
 from fastconv.jit import compile
 from fastconv.kernels import ampere, direct, gpus, planner
@@ -252,7 +253,7 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
     for work in works:
         for index, launch in enumerate(work.planned(HOPPER).launches):
             of: dict[str, Any] = dict(launch.kernel.constants)
-            if launch.kernel.entry in ("correlate", "weight_grad"):
+            if launch.kernel.entry in ("correlate", "weight_grad", "gemm_planes"):
                 # With more than it is launched with, a block would wait forever.
                 wanted = 128 * of["producer_registers"] + 256 * of["consumer_registers"]
                 registers = compiled[_name(work, index, launch.kernel)].registers
@@ -360,6 +361,42 @@ def test_tensor_core_strided_input_grad(name: str) -> None:
     _check_tensor_core_kernels(works)
 
 
+# Layers of ResNet-50, whose matrix products have kernels of their own: for channels-last images in
+# 16 bits, and for planes in TF32.
+RESNET50 = {
+    name: Problem.of(*arguments, (1, 1), 1)
+    for name, arguments in {
+        "1x1 at 56": ((64, 256, 56, 56), (64, 256, 1, 1), (1, 1), (0, 0, 0, 0)),
+        "3x3 at 56": ((64, 64, 56, 56), (64, 64, 3, 3), (1, 1), (1, 1, 1, 1)),
+        "1x1 at 28": ((64, 512, 28, 28), (128, 512, 1, 1), (1, 1), (0, 0, 0, 0)),
+        "3x3 to 28": ((64, 128, 56, 56), (128, 128, 3, 3), (2, 2), (1, 1, 1, 1)),
+        "1x1 to 28": ((64, 256, 56, 56), (512, 256, 1, 1), (2, 2), (0, 0, 0, 0)),
+        "1x1 at 14": ((64, 1024, 14, 14), (256, 1024, 1, 1), (1, 1), (0, 0, 0, 0)),
+        "3x3 at 14": ((64, 256, 14, 14), (256, 256, 3, 3), (1, 1), (1, 1, 1, 1)),
+        "1x1 at 7": ((64, 2048, 7, 7), (512, 2048, 1, 1), (1, 1), (0, 0, 0, 0)),
+        "3x3 to 7": ((64, 512, 14, 14), (512, 512, 3, 3), (2, 2), (1, 1, 1, 1)),
+        "1x1 to 7": ((64, 1024, 14, 14), (2048, 1024, 1, 1), (2, 2), (0, 0, 0, 0)),
+    }.items()
+}
+GEMM_MODES = {
+    "gemm_pixels": ("fastconv::bfloat16", True, True, "ieee"),
+    "gemm_planes": ("float", False, True, "tf32"),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("entry", GEMM_MODES)
+def test_matrix_products(entry: str) -> None:
+    """With these kernels, even where another one is faster."""
+    works = [
+        Work(name, problem, net.Gemm(direction), *GEMM_MODES[entry])
+        for name, problem in RESNET50.items()
+        for direction in ("forward", "input_grad")
+    ]
+    assert {work.planned(HOPPER).launches[-1].kernel.entry for work in works} == {entry}
+    _check_tensor_core_kernels(works)
+
+
 @needs_nvrtc
 def test_tensor_core_weight_grad() -> None:
     """Sums leave few registers: what outer loops need, but no sum, may be spilled."""
@@ -375,7 +412,7 @@ def test_tensor_core_weight_grad() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
 def test_tensor_copies(arch: str) -> None:
-    """No kernel of ours has them yet: those of the tests."""
+    """In every kind, by kernels of the tests' own."""
     launches = [case.launch for case in tensor_maps.cases(0).values()]
     launches += [case.storing_launch for case in tensor_maps.stores(0).values()]
     units = {launch.kernel.text: launch.kernel for launch in launches}

@@ -21,6 +21,7 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.correlate import correlate, tuned
+from fastconv.kernels.hopper.layers import input_grad_ways
 from fastconv.kernels.planner import Planner
 from fastconv.kernels.tensor import launches, layers
 from fastconv.problem import Problem
@@ -75,6 +76,12 @@ def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Pr
 
 def _is_spread(plan: Plan) -> bool:
     return plan.launches[0].kernel.entry == "spread"
+
+
+def _gemm(plan: Plan) -> str:
+    """Which of the kernels for matrix products it is, or none."""
+    entry = plan.launches[-1].kernel.entry
+    return entry if entry.startswith("gemm") else ""
 
 
 def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
@@ -289,6 +296,8 @@ ORDER = (
 )
 SPREAD_ORDER = ("unit_steps", "parts", "transposed", "low_products", "compensated", "vector_loads")
 
+GEMM_ORDER = {"gemm_pixels": ("transposed",), "gemm_planes": ("transposed", "chunk")}
+
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     if plan.family != "hopper":
@@ -296,6 +305,9 @@ def _order(plan: Plan) -> tuple[Any, ...]:
     if _is_spread(plan):
         constants = dict(plan.launches[0].kernel.constants)
         return ("spread", *(constants[name] for name in SPREAD_ORDER))
+    if _gemm(plan):
+        constants = dict(plan.launches[-1].kernel.constants)
+        return (_gemm(plan), *(constants[name] for name in GEMM_ORDER[_gemm(plan)]))
     return tuple(constants[name] for _, _, constants in _layers(plan) for name in ORDER)
 
 
@@ -322,6 +334,10 @@ REGISTERS = 168  # of each thread that a block of 384 is launched with
 def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     if _is_spread(plan):
         _assert_legal_spread(plan, gpu)
+        return
+    if _gemm(plan):
+        check = {"gemm_pixels": _assert_legal_pixels, "gemm_planes": _assert_legal_planes}
+        check[_gemm(plan)](plan, gpu)
         return
     layers = _layers(plan)
     packed = [_legal_packed_bytes(*layer, gpu) for layer in layers]
@@ -535,6 +551,105 @@ def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
         assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
 
+def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
+    """The same of ``gemm_pixels.cuh``. Maps have checked themselves when they were made."""
+    *packs, launch = plan.launches
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    input_map, weight_map, output_map, *_, batch = launch.arguments
+    assert plan.packs == len(packs) <= 1
+    weights = c["weight_out"] * c["weight_in"] * c["kernel_height"] * c["kernel_width"]
+    assert plan.scratch_bytes == len(packs) * 2 * weights
+    assert weight_map.tensor == ("scratch" if packs else "weight")
+    assert c["in_channels"] % 8 == c["out_channels"] % 8 == 0
+
+    # A stage is what the copies fill, and begins where their swizzle does.
+    rows, columns = 64 * c["consumers"], c["tile_columns"]
+    boxes = columns // 64 if c["transposed"] else 1
+    stage = input_map.box_bytes + boxes * weight_map.box_bytes
+    assert stage == 128 * (rows + columns)
+    assert columns in (64, 128, 192, 256)
+    assert output_map.box_bytes == 16 * 128
+    assert c["buffers"] <= columns // 64
+    assert c["stages"] >= 2
+    staged = 4 * c["consumers"] * c["buffers"] * 16 * 128
+    assert c["stages"] * (stage + 16) + staged == launch.shared_bytes <= gpu.shared_bytes_per_block
+    assert c["blocks"] * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+
+    assert launch.block == 128 * c["consumers"] + 32
+    assert columns // 2 + 30 <= 65536 // (c["blocks"] * launch.block)
+
+    # 32-bit numbers: of positions, beyond the last one too, and of tiles.
+    strides = c["stride_height"] * c["stride_width"] if c["transposed"] else 1
+    positions = batch * c["position_rows"] * c["position_columns"]
+    tiles = strides * ceil_div(positions, rows) * ceil_div(c["out_channels"], columns)
+    assert positions + rows < 2**31
+    assert launch.grid[0] <= tiles < 2**31
+    assert launch.grid[0] <= c["blocks"] * gpu.processors
+
+
+def _assert_legal_planes(plan: Plan, gpu: Gpu) -> None:
+    """The same of ``gemm_planes.cuh``."""
+    pack, launch = plan.launches
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    batch = launch.arguments[-1]
+    assert plan.packs == 1
+    assert pack.kernel.constants == launch.kernel.constants
+    assert launch.block == 384
+    assert launch.grid[0] in range(1, gpu.processors + 1)
+
+    axes = [_planes_axis(c, side) for side in ("height", "width")]
+    phases, sums, units, unit_taps = (prod(of) for of in zip(*axes, strict=True))
+    assert phases <= 16
+    assert c["columns"] % 8 == 0
+    assert sums * c["row_tiles"] * c["columns"] <= 256
+    assert c["tile_pixels"] <= 128 * c["row_tiles"]
+    assert c["vector"] in (1, 2 * c["row_tiles"])
+    if c["vector"] > 1:
+        assert c["flat"]
+        assert c["tile_pixels"] % 4 == c["image_pixels"] % 4 == 0
+    assert not c["pairs"] or (
+        c["transposed"] and c["stride_width"] == 2 and c["out_width"] % 2 == 0
+    )
+
+    # Stages, which begin at multiples of 128 bytes.
+    piece = 4 * c["chunk"] * c["pitch"]
+    weights = unit_taps * 4 * c["chunk"] * c["columns"]
+    assert piece % 128 == weights % 128 == 0
+    if c["bulk"]:
+        assert c["group_in"] * c["in_height"] * c["in_width"] % 4 == 0
+    else:
+        assert launch.arguments[0].box_bytes == piece
+    used = c["input_stages"] * (c["pieces"] * piece + 16) + c["weight_stages"] * (weights + 16)
+    assert used <= launch.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+    chunks = ceil_div(c["group_in"], c["chunk"])
+    tiles_across = ceil_div(c["group_out"], c["columns"])
+    if c["resident"]:
+        assert (tiles_across, c["weight_stages"]) == (1, chunks * units)
+    assert c["input_stages"] >= 2
+    assert c["weight_stages"] >= min(2, chunks * units)
+
+    assert 128 * c["producer_registers"] + 256 * c["consumer_registers"] <= 384 * REGISTERS
+    taps = c["kernel_height"] * c["kernel_width"]
+    assert plan.scratch_bytes == tiles_across * chunks * taps * 4 * c["chunk"] * c["columns"]
+    positions = batch * c["image_pixels"]
+    assert positions + c["tile_pixels"] < 2**31
+    assert launch.grid[0] <= ceil_div(positions, c["tile_pixels"]) * tiles_across < 2**31
+
+
+def _planes_axis(c: dict[str, Any], side: str) -> tuple[int, int, int, int]:
+    """Phases, those with taps, different offsets of taps, and the most taps of an offset."""
+    stride = c[f"stride_{side}"] if c["transposed"] else 1
+    padding = c["padding_top" if side == "height" else "padding_left"]
+    reaches = [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
+    offsets = [reach // stride for reach in reaches]
+    return (
+        stride,
+        len({reach % stride for reach in reaches}),
+        len(set(offsets)),
+        max(map(offsets.count, offsets)),
+    )
+
+
 @st.composite
 def _problems(draw: st.DrawFn) -> Problem:
     """Nothing is computed, so they may be large; most are what tensor cores take."""
@@ -694,8 +809,8 @@ DOWNSAMPLING = {
 def test_strided_gradients_run_in_phases(mode: str) -> None:
     for channels_last, counts in ((False, {"3x3": 2, "1x1": 1}), (True, {"3x3": 4, "1x1": 1})):
         for name, problem in DOWNSAMPLING.items():
-            operands = _operands(problem, mode, channels_last)
-            plan, *others = hopper.alternatives("input_grad", problem, operands, H200, 4)
+            ways = input_grad_ways(problem, _operands(problem, mode, channels_last))
+            plan, *others = correlate.alternatives(ways, H200, 4)
             assert len(_layers(plan)) == counts[name]
             assert len(_layers(others[-1])) == counts[name]
             assert {other.key for other in others} == {plan.key}

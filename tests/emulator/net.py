@@ -33,9 +33,11 @@ from fastconv.kernels import ampere, classes, gpus, planner
 from fastconv.kernels.ampere.tiles import tiles_of
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.classes import Class
-from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
+from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
+from fastconv.kernels.hopper.gemm_planes import gemm_planes
 from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
 from fastconv.kernels.tensor.layers import views
 from fastconv.problem import Problem
@@ -47,6 +49,8 @@ PROBLEMS = Path(__file__).with_name("problems.txt")
 
 PASSES = ("forward", "input_grad", "weight_grad")
 FORCED = "*"
+GEMM = "gemm"
+MOST_TILES = 1000
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class Forced:
     @property
     def __name__(self) -> str:
         return self.direction
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{','.join(map(str, self.tile))}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         made: Plan
@@ -123,6 +131,32 @@ class Forced:
         return fitted
 
 
+@dataclass(frozen=True)
+class Gemm(Forced):
+    """The same with the kernel for matrix products, which small images seldom have."""
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{GEMM}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        gemm: Any = gemm_planes if operands.scalar == "float" else gemm_pixels
+        transposed = self.direction == "input_grad"
+        layer = gemm.layer_of(problem.without_idle_dilation, operands, gpu, transposed)
+        plans: list[Plan] = gemm.plans(layer, gpu, most=MOST_TILES if self.tile else 1)
+        for plan in plans:
+            if self.tile in ((), _tile_of(plan.launches[-1].kernel)):
+                return plan
+        raise Declined("a tile that does not fit")
+
+
+def _tile_of(kernel: Kernel) -> tuple[int, ...]:
+    constants: dict[str, Any] = dict(kernel.constants)
+    if "loaders" in constants:
+        constants["loaders"] //= 32
+    return tuple(int(constants[name]) for name in NAMES[kernel.source])
+
+
 @contextmanager
 def _free_halves(correlate: ModuleType) -> Iterator[None]:
     """It costs nothing to multiply float32 as float16."""
@@ -136,19 +170,19 @@ def _free_halves(correlate: ModuleType) -> Iterator[None]:
 
 
 def planner_of(word: str) -> Planner:
-    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4"."""
+    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4", "forward*gemm2,64,1"."""
     direction, forced, tile = word.partition(FORCED)
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    return Forced(direction, tuple(map(int, tile.split(","))) if tile else ())
+    sizes = tile.removeprefix(GEMM)
+    kind = Forced if sizes == tile else Gemm
+    return kind(direction, tuple(map(int, sizes.split(","))) if sizes else ())
 
 
 def word_of(chosen: Planner) -> str:
     """Undoes :func:`planner_of`."""
-    if isinstance(chosen, Forced):
-        return f"{chosen.direction}{FORCED}{','.join(map(str, chosen.tile))}"
-    return chosen.__name__
+    return chosen.word if isinstance(chosen, Forced) else chosen.__name__
 
 
 # The constants that say which tile it is.
@@ -165,22 +199,22 @@ NAMES = {
         "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
         "tile_columns",
     ),
+    gemm_pixels.SOURCE: ("consumers", "tile_columns", "blocks"),
+    gemm_planes.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
 }  # fmt: skip
+GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE)
 
 
 def _forced(work: Work) -> Iterator[Work]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
     kernel, family = work.plan.launches[0].kernel, work.plan.family
-    if not isinstance(work.planner, Forced):
+    kind = Gemm if kernel.source in GEMMS else Forced
+    if not isinstance(work.planner, kind):
         if family in ("hopper", "ampere"):
-            yield replace(work, planner=Forced(work.direction))
+            yield replace(work, planner=kind(work.direction))
     elif kernel.source in NAMES and not (work.planner.tile or is_small(work)):
         kernel = work.plan.launches[-1 if work.direction != "weight_grad" else 0].kernel
-        constants: dict[str, Any] = dict(kernel.constants)
-        if "loaders" in constants:
-            constants["loaders"] //= 32
-        tile = tuple(int(constants[name]) for name in NAMES[kernel.source])
-        yield replace(work, planner=Forced(work.direction, tile))
+        yield replace(work, planner=kind(work.direction, _tile_of(kernel)))
 
 
 MODES = {
@@ -200,7 +234,9 @@ FAR_MORE = 6
 PRICE = 1e5  # of a work that computes next to nothing, but is compiled: as :func:`cost`
 LARGE_FLOPS = 1e12  # of one that is only planned
 LARGE_ELEMENTS = 4e9
-NARROW = 0.1  # of all problems that are drawn, beside those of the population
+# Of all problems that are drawn, beside those of the population.
+NARROW = 0.1
+DENSE = 0.15
 
 
 # --- Lines ----------------------------------------------------------------------------------------
@@ -216,6 +252,7 @@ def line_of(work: Work) -> str:
         "/".join(FORMATS[last] for last in (work.channels_last, work.output_channels_last)),
     ]
     words += ["unaligned"] * (not work.aligned) + ["bias"] * work.bias_grad
+    words += ["plain"] * work.plain_weight
     return f"{' '.join(words)}: {work.case.name}"
 
 
@@ -236,6 +273,7 @@ def work_of(line: str) -> Work:
         precision,
         read != written,
         bias_grad="bias" in more,
+        plain_weight="plain" in more,
     )
 
 
@@ -267,9 +305,10 @@ def drawn(draw: Random) -> Work:
     """Any problem, small or large, for any GPU; more than half of them for Hopper."""
     place = draw.random()
     large = place < 0.4
-    limits = (LARGE_FLOPS, LARGE_ELEMENTS) if large else (MOST_FLOPS, MOST_ELEMENTS)
+    limits = _limits(large)
     problem = population.workload(draw, *limits).problem
-    if place * 100 % 1 < NARROW:  # by numbers of their own: what is drawn next depends on no family
+    kind = place * 100 % 1  # by numbers of their own: what is drawn next depends on no family
+    if kind < NARROW:
         problem = population.narrow(Random(place), *limits).problem
     mode = draw.choice(("float32", "tf32", "float16", "bfloat16"))
     if draw.random() < 0.05:
@@ -279,7 +318,7 @@ def drawn(draw: Random) -> Work:
     written = read if draw.random() < 0.75 else not read
     bias_grad = direction == "weight_grad" and draw.random() < 0.5
     dtype, precision = MODES[mode]
-    return Work(
+    work = Work(
         _case(problem),
         getattr(planner, direction),
         dtype,
@@ -290,6 +329,28 @@ def drawn(draw: Random) -> Work:
         read != written,
         bias_grad=bias_grad,
     )
+    return _dense(Random(place), large) if NARROW <= kind < NARROW + DENSE else work
+
+
+def _dense(draw: Random, large: bool) -> Work:
+    """A layer of many channels, in a pass and of a type that matrix products have, for Hopper."""
+    is_real = draw.random() < 0.3
+    drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
+    mode = draw.choice(("tf32", "float16", "bfloat16"))
+    dtype, precision = MODES[mode]
+    return Work(
+        _case(drawn.problem),
+        getattr(planner, draw.choice(PASSES[:2])),
+        dtype,
+        channels_last=mode != "tf32",
+        gpu=H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS)),
+        precision=precision,
+        plain_weight=draw.random() < 0.2,
+    )
+
+
+def _limits(large: bool) -> tuple[float, float]:
+    return (LARGE_FLOPS, LARGE_ELEMENTS) if large else (MOST_FLOPS, MOST_ELEMENTS)
 
 
 # GPUs that have as much shared memory take turns. What is drawn after them does not depend on how

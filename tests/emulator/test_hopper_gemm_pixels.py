@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import product
+from random import Random
 
 import pytest
 import torch
 
 from emulator import precompile
-from emulator.test_hopper_correlate import FEW
+from emulator.test_hopper_correlate import FEW, ONE
 from emulator.works import (
+    ALL,
     BATCH,
     ODD_NUMBERS,
     Case,
@@ -62,8 +65,18 @@ def _work(
     case: Case,
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
+    gpu: Gpu = FEW,
+    plain_weight: bool = False,
 ) -> Work:
-    return Work(case, planner, dtype=dtype, channels_last=True, gpu=FEW, bias=bias)
+    return Work(
+        case,
+        planner,
+        dtype=dtype,
+        channels_last=True,
+        gpu=gpu,
+        bias=bias,
+        plain_weight=plain_weight,
+    )
 
 
 # Images of 35 pixels, tiles across them; channels that are no multiple of 64 or 16.
@@ -93,16 +106,70 @@ WORKS = [
     # A block has several tiles, each of an odd number of pieces to store.
     _work(with_tile(forward, 1, 192), Case("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
     _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
+    # Several tiles of a block, which take turns with as many buffers as they have boxes, or fewer.
+    *(_work(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),
+    # Contiguous weights, which are packed.
+    *(_work(planner, THREE, plain_weight=True) for planner in (forward, input_grad)),
 ]  # fmt: skip
+
+
+def _tile_drawn(draw: Random, direction: Planner) -> Planner:
+    """Plans with any of the tiles."""
+    place = draw.random()
+
+    def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        layer = gemm_pixels.layer_of(problem, operands, gpu, direction is input_grad)
+        tiles = gemm_pixels.tiles_of(layer, gpu)
+        return gemm_pixels.plan(tiles[int(place * len(tiles))], gpu)
+
+    planner.__name__ = direction.__name__
+    return planner
+
+
+def _case_drawn(draw: Random, name: str) -> Case:
+    kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3), (draw.randint(1, 4), draw.randint(1, 4))))
+    dilation = draw.choice(((1, 1), (1, 1), (draw.randint(1, 3), draw.randint(1, 3))))
+    extents = [step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True)]
+    size = tuple(extent + draw.randint(1, 12) for extent in extents)
+    rows, columns = (extent // 2 + draw.randint(0, 1) for extent in extents)
+    channels = [8 * draw.randint(1, 18) for _ in range(2)]
+    return Case(
+        name,
+        (draw.randint(1, 7), channels[0], size[0], size[1]),
+        (channels[1], channels[0], *kernel),
+        draw.choice(((1, 1), (1, 1), (2, 2), (draw.randint(1, 4), draw.randint(1, 4)))),
+        draw.choice(((0, 0, 0, 0), (rows, rows, columns, columns), (rows, 0, 0, columns))),
+        dilation,
+    )
+
+
+def _random(seed: int) -> Work:
+    """A small layer that is taken."""
+    draw = Random(seed)
+    while True:
+        work = _work(
+            _tile_drawn(draw, draw.choice((forward, input_grad))),
+            _case_drawn(draw, f"random {seed}"),
+            draw.choice(TYPES),
+            bias=draw.random() < 0.7,
+            gpu=draw.choice((ONE, FEW)),
+            plain_weight=draw.random() < 0.2,
+        )
+        with suppress(Declined):
+            work.plan  # noqa: B018
+            return work
+
+
+RUN = [*WORKS, *map(_random, range(60 if ALL else 6))]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*WORKS, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
+    works = [*RUN, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
     precompile({launch.kernel for work in works for launch in work.plan.launches})
 
 
-@pytest.mark.parametrize("work", WORKS, ids=str)
+@pytest.mark.parametrize("work", RUN, ids=str)
 def test_correct(work: Work) -> None:
     check(work)
 

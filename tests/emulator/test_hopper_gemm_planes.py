@@ -217,3 +217,16 @@ def test_infinity_stays_where_it_is() -> None:
     tensors = Tensors.random(work)
     at_corners(tensors.input, ODD_NUMBERS[:3])
     assert_plain(work, tensors)
+
+
+def test_declines() -> None:
+    def declined(case: Case, **options: Any) -> str:
+        with pytest.raises(Declined) as reason:
+            _ = _work(input_grad, case, **options).plan
+        return str(reason.value)
+
+    assert "no planes" in declined(POINTWISE, channels_last=True)
+    assert "aligned" in declined(POINTWISE, aligned=False)
+    assert "4 channels" in declined(_case("few", 1, (4, 8), (6, 6)))
+    # Each phase is stored by code of its own.
+    assert "10000 phases" in declined(_case("far", 1, (8, 8), (200, 200), stride=100))

@@ -62,7 +62,8 @@ class Work:
     """One pass of a case on given kinds of tensors.
 
     ``channels_last`` is the memory format of what the pass reads; what it writes has the same
-    unless ``other_format`` says otherwise. Weights follow what is written.
+    unless ``other_format`` says otherwise. Weights follow what is written, or are contiguous, if
+    they are ``plain``.
     """
 
     case: Case
@@ -75,6 +76,7 @@ class Work:
     other_format: bool = False
     bias: bool = True
     bias_grad: bool = False
+    plain_weight: bool = False
 
     @property
     def direction(self) -> str:
@@ -87,7 +89,7 @@ class Work:
     @property
     def plan(self) -> Plan:
         weight = torch.empty(self.case.weight, device="meta").contiguous(
-            memory_format=self.output_format
+            memory_format=self.weight_format
         )
         operands = Operands(
             *SCALARS[self.dtype],
@@ -113,6 +115,10 @@ class Work:
     def output_format(self) -> torch.memory_format:
         return _memory_format(self.output_channels_last)
 
+    @property
+    def weight_format(self) -> torch.memory_format:
+        return _memory_format(self.output_channels_last and not self.plain_weight)
+
     def __str__(self) -> str:
         words = [self.case.name, self.direction, str(self.dtype).removeprefix("torch.")]
         if self.precision != "ieee":
@@ -124,6 +130,8 @@ class Work:
             words.append("unaligned")
         if self.bias_grad:
             words.append("bias")
+        if self.plain_weight:
+            words.append("plain")
         return "-".join([*words, self.gpu.architecture])
 
 
@@ -145,7 +153,7 @@ class Tensors:
             first, second = second, first
         return cls(
             _random(problem.input_shape, first, work),
-            _random(problem.weight_shape, work.output_format, work),
+            _random(problem.weight_shape, work.weight_format, work),
             torch.randn(problem.out_channels).to(work.dtype),
             _random(problem.output_shape, second, work),
         )

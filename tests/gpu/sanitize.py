@@ -17,6 +17,7 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +76,18 @@ TENSOR_CORE_PROBLEMS = {
     "rows that go on": ((1, 16, 5, 301), (128, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "short lines": ((1, 40, 12, 56), (48, 40, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
 }
+
+# The same, for matrix products: tiles across images, whole planes, rows of taps, phases, zeros.
+GEMM_PROBLEMS = {
+    "pointwise": ((3, 72, 10, 12), (136, 72, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
+    "small images": ((5, 72, 7, 7), (72, 72, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+    "rows": ((1, 40, 20, 24), (72, 40, 3, 3), (2, 2), (1, 1, 1, 1), (1, 1), 1),
+    "zeros": ((2, 64, 14, 14), (72, 64, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1),
+}
+GEMM_KINDS = (
+    (torch.float32, torch.contiguous_format, True, "tf32"),
+    (torch.bfloat16, torch.channels_last, True, "ieee"),
+)
 
 # The same, for narrow groups: small images, of which a block has several; kernels beyond the image,
 # of which a block copies the inside; tiles; strides, dilations and both; groups of several
@@ -178,6 +191,8 @@ def main() -> int:
         correct = narrow_checks() if family == "depthwise" else checks(PROBLEMS)
         if family in ("", "ampere"):
             correct += tensor_core_checks()
+        if family == "":
+            correct += gemm_checks()
     print(f"{sum(correct)} of {len(correct)} correct")
     return 0 if all(correct) else 1
 
@@ -228,6 +243,17 @@ def tensor_core_checks() -> list[bool]:
             kind = (torch.float32, torch.contiguous_format, True, precision)
             correct.append(check(problem, *kind, small_rows=5))
     return correct
+
+
+def gemm_checks() -> list[bool]:
+    """With the kernels for matrix products, even where images are so small that others win."""
+    few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
+    with (
+        mock.patch.object(cuda, "gpu", return_value=few),
+        mock.patch.object(hopper_correlate, "image_cycles", return_value=math.inf),
+    ):
+        kinds = product(GEMM_PROBLEMS.values(), GEMM_KINDS)
+        return [check(Problem.of(*arguments), *kind) for arguments, kind in kinds]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from emulator import test_hopper_correlate, test_hopper_halves, test_hopper_spread
+from emulator import (
+    test_hopper_correlate,
+    test_hopper_gemm_pixels,
+    test_hopper_gemm_planes,
+    test_hopper_halves,
+    test_hopper_spread,
+)
 from emulator.test_hopper_correlate import MODES
 from emulator.works import (
     ODD_NUMBERS,
@@ -84,6 +90,8 @@ WORKS = [
     *test_hopper_correlate.WORKS,
     *test_hopper_halves.WORKS,
     *test_hopper_spread.WORKS,
+    *test_hopper_gemm_pixels.WORKS,
+    *test_hopper_gemm_planes.WORKS,
 ]
 
 

@@ -58,6 +58,37 @@ def narrow(draw: Random, most_flops: float, most_elements: float = math.inf) -> 
                 return workload_of(problem)
 
 
+def dense(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """The same of one group of many channels, mostly in whole octets; kernels have few taps."""
+    flops = LEAST_FLOPS * (most_flops / LEAST_FLOPS) ** draw.random()
+    while True:
+        is_known = draw.random() < _KNOWN_SHARE
+        drawn = _known(draw) if is_known else _drawn(draw, _dense_kernel, _dense_channels)
+        if drawn.groups > 1:
+            continue
+        with suppress(RuntimeError):  # an image too small for its kernel
+            problem = _shrunk(draw, drawn.problem, flops, most_elements)
+            octets = draw.random() < 0.8
+            return workload_of(_in_octets(problem) if octets else problem)
+
+
+def residual(draw: Random) -> Workload:
+    """A layer as residual networks have them: all is round, which little is that is cut down."""
+    width, side = draw.choice((64, 128, 256, 512)), draw.choice((7, 14, 28, 56))
+    factors = ((1, 1), (1, 1), (4, 1), (1, 4), (2, 1), (2, 4))
+    in_channels, out_channels = (width * factor for factor in draw.choice(factors))
+    kernel, stride = draw.choice(((1, 1), (3, 1), (3, 2), (1, 2)))
+    made = Workload(
+        "",
+        "",
+        (2 ** draw.randrange(9), in_channels, side * stride, side * stride),
+        (out_channels, in_channels, kernel, kernel),
+        (stride, stride),
+        (kernel // 2, kernel // 2),
+    )
+    return workload_of(made.problem)
+
+
 def workload_of(problem: Problem) -> Workload:
     """The problem as a workload, named by its shape."""
     top, bottom, left, right = problem.padding
@@ -123,6 +154,11 @@ def _narrow_kernel(draw: Random) -> Pair:
     return _kernel(draw) if draw.random() < 0.6 else (_small(draw, 40), draw.randint(1, 63))
 
 
+def _dense_kernel(draw: Random) -> Pair:
+    few = (_small(draw, 5), _small(draw, 5))
+    return draw.choice(((1, 1), (1, 1), (3, 3), (3, 3), few))
+
+
 def _stride(draw: Random, kernel: Pair) -> Pair:
     which = draw.random()
     if which < 0.6:
@@ -177,6 +213,24 @@ def _narrow_channels(draw: Random) -> tuple[int, int, int]:
     return groups * draw.randint(1, 7), groups * draw.randint(1, 7), groups
 
 
+def _dense_channels(draw: Random) -> tuple[int, int, int]:
+    def some() -> int:
+        return draw.choice(
+            (draw.choice(_CHANNELS[2:]), 8 * _small(draw, 40), 7 + _small(draw, 300))
+        )
+
+    return some(), some(), 1
+
+
+def _in_octets(problem: Problem) -> Problem:
+    """The same of whole octets of channels."""
+    return replace(
+        problem,
+        in_channels=8 * math.ceil(problem.in_channels / 8),
+        out_channels=8 * math.ceil(problem.out_channels / 8),
+    )
+
+
 def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:
     """The problem, cut down to so much work and so many elements: one dimension after another."""
     while problem.flops > flops or _elements(problem) > elements:
@@ -190,6 +244,7 @@ def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Pr
 def smaller(problem: Problem) -> Iterator[Problem]:
     """The same with less of one of its dimensions, each in turn."""
     yield from _smaller(problem)
+    yield from _with_fewer_octets(problem)
     yield from _with_smaller_kernel(problem)
 
 
@@ -219,6 +274,14 @@ def _with_smaller_kernel(problem: Problem) -> Iterator[Problem]:
     height, width = problem.kernel_size
     sizes = ((_less(height), width), (height, _less(width)))
     return _changed(problem, [{"kernel_size": size} for size in sizes])
+
+
+def _with_fewer_octets(problem: Problem) -> Iterator[Problem]:
+    """Two thirds of whole octets are seldom octets, which some kernels need."""
+    if problem.groups > 1 or problem.in_channels % 8 or problem.out_channels % 8:
+        return iter(())
+    ins, outs = 8 * _less(problem.in_channels // 8), 8 * _less(problem.out_channels // 8)
+    return _changed(problem, [{"in_channels": ins}, {"out_channels": outs}])
 
 
 def _less(size: int) -> int:

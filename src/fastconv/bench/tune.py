@@ -35,9 +35,9 @@ class Tuned:
 
     @property
     def choices(self) -> dict[str, str]:
-        """An entry for a table, if the rules can be bettered."""
+        """An entry for a table, if the rules can be bettered, and the kernel has entries at all."""
         best = self.best
-        if best == 0 or self.ms[best] > GAIN * self.ms[0]:
+        if best == 0 or self.ms[best] > GAIN * self.ms[0] or not self.plans[best].key:
             return {}
         return {self.plans[best].key: self.plans[best].choice}
 

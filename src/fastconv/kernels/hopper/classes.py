@@ -181,9 +181,125 @@ WEIGHT_GRAD = Anatomy(
     },
 )  # fmt: skip
 
+
+def _reaches(c: Mapping[str, Any], side: str) -> list[int]:
+    """How far from its position each tap of an axis reads."""
+    padding = c["padding_top" if side == "height" else "padding_left"]
+    return [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
+
+
+def _phases(c: Mapping[str, Any], side: str) -> tuple[int, int]:
+    """Along an axis of a gradient: its phases, and those of them that have taps."""
+    stride = c[f"stride_{side}"] if c["transposed"] else 1
+    return stride, len({reach % stride for reach in _reaches(c, side)})
+
+
+def _empty_phases(c: Mapping[str, Any]) -> bool:
+    """Whether some phase has no taps, and zeros are stored for it."""
+    return any(all_ > some for all_, some in (_phases(c, "height"), _phases(c, "width")))
+
+
+def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
+    depth, vector = 64, _vector(c)
+    last = c["in_channels"] % depth or depth
+    strides = [
+        c[f"weight_stride_{side}"] for side in ("height", "width") if c[f"kernel_{side}"] > 1
+    ]
+    strides.append(c["weight_stride_out"])
+    return {
+        "several consumers": c["consumers"] > 1,
+        "boxes": min(c["tile_columns"] // 64, 3),
+        "several taps": c["kernel_height"] * c["kernel_width"] > 1,
+        "input step": c["input_step_height"] * c["input_step_width"] > 1,
+        "empty phases": _empty_phases(c),
+        "several chunks": c["in_channels"] > depth,
+        "whole chunks": ceil_div(last, 16) == depth // 16,
+        "several column tiles": c["out_channels"] > c["tile_columns"],
+        "whole columns": c["out_channels"] % c["tile_columns"] == 0,
+        "packed": c["weight_stride_in"] != 1 or any(stride % vector for stride in strides),
+    }
+
+
+GEMM_PIXELS = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "in_channels", "out_channels", "weight_in", "weight_out", "image_height", "image_width",
+        "position_rows", "position_columns", "lower_height", "lower_width", "input_step_height",
+        "input_step_width", "consumers", "tile_columns", "blocks", "stages",
+    },
+    chosen=_gemm_pixels,
+    parts={
+        "load": ("transposed", "flat", "dense", "boxes", "several taps", "several chunks",
+                 "packed", "resident"),
+        "multiply": ("Scalar", "transposed", "several consumers", "boxes", "several chunks",
+                     "whole chunks", "resident"),
+        "store": ("Scalar", "dense", "boxes", "buffers", "several column tiles",
+                  "whole columns"),
+        "pack": ("Scalar", "packed", "several taps"),
+    },
+)  # fmt: skip
+
+
+def _gemm_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    row_phases, row_sums = _phases(c, "height")
+    column_phases, column_sums = _phases(c, "width")
+    positions, pixels = 128 * c["row_tiles"], c["grid_height"] * c["grid_width"]
+    several = row_sums * column_sums > 1
+    chunks = ceil_div(c["group_in"], c["chunk"])
+    units = _offsets(c, "height") * _offsets(c, "width")
+    return {
+        "step": c["step_height"] * c["step_width"] > 1,
+        "rows left out": not c["transposed"] and c["step_height"] < c["stride_height"],
+        "long rows": not c["flat"] and c["row_pixels"] > c["in_width"],
+        "several pieces": c["pieces"] > 1,
+        "several images": c["image_pixels"] % c["tile_pixels"] > 0,
+        "beyond the image": c["image_pixels"] > pixels,
+        "beyond the tile": c["tile_pixels"] < positions,
+        "several taps": c["kernel_height"] * c["kernel_width"] > 1,
+        "several sums": several,
+        "left over": (units if several else chunks * units) % 2 == 1,
+        "row phases": min(row_phases, 3),
+        "column phases": min(column_phases, 3),
+        "empty phases": _empty_phases(c),
+        "several chunks": chunks > 1,
+        "whole chunks": c["group_in"] % c["chunk"] == 0,
+        "several column tiles": c["group_out"] > c["columns"],
+        "whole columns": c["group_out"] % c["columns"] == 0,
+        "biases": "some" if c["columns"] > 64 else "all",
+    }
+
+
+def _offsets(c: Mapping[str, Any], side: str) -> int:
+    """Different ones of an axis' taps: of a gradient, several taps may have the same."""
+    stride = c[f"stride_{side}"] if c["transposed"] else 1
+    return len({reach // stride for reach in _reaches(c, side)})
+
+
+GEMM_PLANES = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "grid_height", "grid_width", "step_height", "step_width", "columns", "tile_pixels",
+        "image_pixels", "piece", "row_pixels", "pitch", "pieces", "input_stages",
+        "weight_stages", "producer_registers", "consumer_registers", "shared_bytes",
+    },
+    chosen=_gemm_planes,
+    parts={
+        "load": ("flat", "whole", "bulk", "long rows", "rows left out", "several pieces",
+                 "several images", "resident"),
+        "multiply": ("ties_to_even", "flat", "whole", "bulk", "row_tiles", "chunk", "vector",
+                     "resident", "several sums", "left over", "whole chunks"),
+        "store": ("row_tiles", "vector", "pairs", "row phases", "column phases", "empty phases",
+                  "whole columns"),
+        "pack": ("transposed", "ties_to_even", "chunk", "several taps", "whole chunks",
+                 "whole columns"),
+    },
+)  # fmt: skip
+
 ANATOMIES = {
     "hopper/correlate/correlate.cuh": CORRELATE,
     "hopper/spread/spread.cuh": SPREAD,
+    "hopper/gemm_pixels/gemm_pixels.cuh": GEMM_PIXELS,
+    "hopper/gemm_planes/gemm_planes.cuh": GEMM_PLANES,
     "hopper/collect/collect.cuh": COLLECT,
     "hopper/weight_grad/weight_grad.cuh": WEIGHT_GRAD,
 }

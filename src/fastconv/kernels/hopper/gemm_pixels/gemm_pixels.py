@@ -60,11 +60,19 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         0,
         ("weight", "scratch"),
     )
-    why = f"a product of matrices on tensor cores, {tile.rows} pixels by {tile.columns} channels"
-    cycles = tile.cycles(gpu.processors)
-    if layer.packs:
-        return Plan((pack, launch), 2 * weights, "hopper", why, packs=1, cycles=cycles)
-    return Plan((launch,), 0, "hopper", why, cycles=cycles)
+    why = (
+        f"tensor cores: {tile.rows} pixels by {tile.columns} channels a block, "
+        "as a product of matrices"
+    )
+    return Plan(
+        (pack, launch) if layer.packs else (launch,),
+        2 * weights if layer.packs else 0,
+        "hopper",
+        why,
+        choice=tile.name,
+        packs=int(layer.packs),
+        cycles=tile.cycles(gpu.processors),
+    )
 
 
 def _input_map(tile: Tile) -> TensorMap | Im2colMap:

@@ -18,6 +18,7 @@ from fastconv.problem import Pair, Problem
 CORNERS = range(-128, 128)
 MOST_OFFSET = 255
 MOST_STEP = 8
+MOST_PHASES = 128  # along an axis: each is looked at, most of them for nothing
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
 
 
 def _check_corners(layer: Layer) -> None:
-    if max(layer.steps) > MOST_STEP:
+    if max(layer.steps) > MOST_STEP or max(layer.phases) > MOST_PHASES:
         raise Declined(f"a stride of {layer.problem.stride}")
     for lower, upper in zip(layer.lower, layer.upper, strict=True):
         if lower not in CORNERS or upper not in CORNERS:

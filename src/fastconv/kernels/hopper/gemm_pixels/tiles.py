@@ -57,6 +57,10 @@ class Tile:
     resident: bool = False  # whether all weights stay in shared memory
 
     @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.columns}, {self.blocks} at once"
+
+    @property
     def rows(self) -> int:
         return ROWS * self.consumers
 

@@ -29,6 +29,7 @@ from fastconv.problem import Problem
 SOURCE = "hopper/gemm_planes/gemm_planes.cuh"
 MOST_TAPS = 32
 MOST_PHASE_UNITS = 9  # each of which is compiled
+MOST_PHASES = 16  # likewise
 LEAST_CHANNELS = 8
 PRODUCER_REGISTERS = 40
 EXPLAINED = 5  # tiles
@@ -79,6 +80,9 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined(f"{min(channels)} channels, fewer than {LEAST_CHANNELS}")
     if layer.taps > MOST_TAPS:
         raise Declined(f"{layer.taps} taps, more than {MOST_TAPS}")
+    phases = layer.axes[0].phases * layer.axes[1].phases
+    if phases > MOST_PHASES:
+        raise Declined(f"{phases} phases, more than {MOST_PHASES}")
     if layer.phase_sums > MOST_SUMS // LEAST_CHANNELS:
         raise Declined(f"{layer.phase_sums} phases with taps")
     if layer.phase_sums > 1 and layer.units > MOST_PHASE_UNITS:
