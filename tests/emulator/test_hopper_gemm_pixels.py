@@ -195,6 +195,12 @@ def test_infinity_stays_where_it_is(work: Work) -> None:
     assert_plain(work, tensors)
 
 
+def test_images_of_one_pixel_have_either_format() -> None:
+    case = Case("one pixel", (70, 72, 1, 1), (40, 72, 1, 1))
+    for planner in (forward, input_grad):
+        check(Work(case, planner, torch.bfloat16, channels_last=False, gpu=FEW))
+
+
 def test_declines() -> None:
     def declined(
         case: Case,

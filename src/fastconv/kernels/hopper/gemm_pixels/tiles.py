@@ -36,9 +36,9 @@ SHARED_BYTES = 128.0  # a cycle, that products read of shared memory
 CACHE_BYTES = 91.0  # a cycle and processor, if all of them load
 MEMORY_BYTES = 21.0  # likewise, of the GPU's memory
 LATENCY = 960.0  # of a load
-PIXEL_CYCLES = 2.75  # of a pixel's 128 bytes that are copied in im2col mode, however few are used
-NARROW_PIXEL_CYCLES = 10.6  # the same of few channels
-FEW_CHANNELS = 32
+PIXEL_CYCLES = 2.75  # of a pixel's 128 bytes that are copied in im2col mode
+HALF_PIXEL_CYCLES = 6.0  # of 64 and more
+NARROW_PIXEL_CYCLES = 10.6  # of fewer
 TILE_CYCLES = 120.0  # to end one tile and begin the next
 STORED_BYTES = 42.0  # a cycle, of a block's sums on their way out
 OVERLAP_LOSS = 0.5
@@ -126,8 +126,7 @@ class Tile:
         product = max(self.columns / 2, (ROWS + self.columns) * 32 / SHARED_BYTES)
         products = self.consumers * ceil_div(layer.in_channels, 16) * taps * product
         steps = ceil_div(layer.in_channels, DEPTH) * taps
-        pixel = PIXEL_CYCLES if layer.in_channels >= FEW_CHANNELS else NARROW_PIXEL_CYCLES
-        copies = 0.0 if layer.flat else self.rows * steps * pixel
+        copies = 0.0 if layer.flat else self.rows * taps * _pixel_cycles(layer.in_channels)
         loaded = (self.stage_bytes - 16) * steps
         stored = 2.0 * self.rows * min(self.columns, layer.out_channels)
         return max(products, copies), loaded, stored
@@ -179,6 +178,13 @@ class Tile:
             if stages >= (ENOUGH_STAGES if resident else fewest):
                 return replace(tile, stages=stages)
         return None
+
+
+def _pixel_cycles(channels: int) -> float:
+    """Of a pixel's copies for a tap, in im2col mode."""
+    whole, rest = divmod(channels, DEPTH)
+    last = HALF_PIXEL_CYCLES if rest >= DEPTH // 2 else NARROW_PIXEL_CYCLES
+    return whole * PIXEL_CYCLES + (last if rest else 0.0)
 
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
