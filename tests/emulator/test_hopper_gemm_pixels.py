@@ -108,6 +108,11 @@ WORKS = [
                           padding=(1, 1, 1, 1)))
       for channels in (24, 96, 152) for planner in (forward, input_grad)),
     _work(input_grad, Case("96 channels", (2, 96, 7, 6), (24, 96, 2, 2), stride=(2, 2))),
+    # Patches of few channels, all of a patch in one product.
+    *(_work(input_grad, case, dtype) for dtype, case in zip(TYPES, (
+        Case("patches of 3", (3, 3, 12, 20), (24, 3, 4, 4), stride=(4, 4)),
+        Case("uneven patches", (5, 6, 8, 9), (80, 6, 4, 3), stride=(4, 3)),
+    ), strict=True)),
     # A block has several tiles, each of an odd number of pieces to store.
     _work(with_tile(forward, 1, 192), Case("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
     _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),

@@ -213,6 +213,7 @@ def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
         "several taps": c["kernel_height"] * c["kernel_width"] > 1,
         "input step": c["input_step_height"] * c["input_step_width"] > 1,
         "empty phases": _empty_phases(c),
+        "patches": c["patch_rows"] > 0,
         "several chunks": c["in_channels"] > depth,
         "whole chunks": ceil_div(last, 16) == depth // 16,
         "several column tiles": c["out_channels"] > c["tile_columns"],
@@ -226,7 +227,8 @@ GEMM_PIXELS = Anatomy(
     | {
         "in_channels", "out_channels", "weight_in", "weight_out", "image_height", "image_width",
         "position_rows", "position_columns", "lower_height", "lower_width", "input_step_height",
-        "input_step_width", "consumers", "tile_columns", "blocks", "stages",
+        "input_step_width", "consumers", "tile_columns", "blocks", "stages", "patch_rows",
+        "patch_width", "patch_pitch",
     },
     chosen=_gemm_pixels,
     parts={
@@ -234,8 +236,8 @@ GEMM_PIXELS = Anatomy(
                  "packed", "resident"),
         "multiply": ("Scalar", "transposed", "several consumers", "boxes", "part of a box",
                      "several chunks", "whole chunks", "resident"),
-        "store": ("Scalar", "dense", "boxes", "part of a box", "buffers", "several column tiles",
-                  "whole columns"),
+        "store": ("Scalar", "dense", "patches", "boxes", "part of a box", "buffers",
+                  "several column tiles", "whole columns"),
         "pack": ("Scalar", "packed", "several taps"),
     },
 )  # fmt: skip

@@ -5,7 +5,7 @@ Decided from the layer alone, as all that decides the order of a sum: taps, then
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Declined, Gpu, Operands
@@ -22,12 +22,25 @@ MOST_PHASES = 128  # along an axis: each is looked at, most of them for nothing
 
 
 @dataclass(frozen=True)
+class Patches:
+    """How columns of the product lie in the images, if those are cut into patches.
+
+    Of each of a patch's ``rows``, ``width`` columns are neighbours; the next row is ``pitch`` away.
+    """
+
+    rows: int
+    width: int
+    pitch: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """A pass as a product: what it reads, its taps, its positions, what it writes."""
 
     problem: Problem
     operands: Operands
     transposed: bool
+    patches: Patches | None = None
 
     @property
     def in_channels(self) -> int:
@@ -105,7 +118,7 @@ class Layer:
     @property
     def dense(self) -> bool:
         """Whether positions lie in the output side by side."""
-        return self.phases == (1, 1)
+        return self.phases == (1, 1) and self.patches is None
 
     @property
     def packs(self) -> bool:
@@ -150,8 +163,8 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
         Declined: this kernel cannot compute it.
     """
     block.check(gpu)
-    problem = problem.without_idle_dilation
-    layer = Layer(problem, operands, transposed)
+    layer = _layer(problem.without_idle_dilation, operands, transposed)
+    problem, operands = layer.problem, layer.operands
     if operands.scalar_bytes != 2:
         raise Declined(f"{operands.scalar}")
     # Images of one pixel lie in memory either way.
@@ -171,6 +184,37 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
     if not layer.flat:
         _check_corners(layer)
     return layer
+
+
+def _layer(problem: Problem, operands: Operands, transposed: bool) -> Layer:
+    """As it is; or the gradient of few channels that patches have, as that of a pointwise layer.
+
+    There, all pixels of a patch have the same position, and each is one tap's: channels of all taps
+    are columns of one product.
+    """
+    height, width = problem.kernel_size
+    channels, columns = problem.in_channels, height * width * problem.in_channels
+    dense = (columns, 1, width * channels, channels)
+    sizes = zip(problem.input_size, problem.stride, strict=True)
+    is_cut = problem.stride == problem.kernel_size and not any(problem.padding)
+    if (
+        not (transposed and is_cut and problem.groups == 1 and operands.weight_strides == dense)
+        or channels % operands.vector == 0
+        or columns % operands.vector
+        or width * channels % 2
+        or any(size % step for size, step in sizes)
+    ):
+        return Layer(problem, operands, transposed)
+    pointwise = Problem.of(
+        (problem.batch, columns, *problem.output_size),
+        (problem.out_channels, columns, 1, 1),
+        (1, 1),
+        (0, 0, 0, 0),
+        (1, 1),
+        1,
+    )
+    patches = Patches(height, width * channels, problem.input_size[1] * channels)
+    return Layer(pointwise, replace(operands, weight_strides=(columns, 1, 1, 1)), True, patches)
 
 
 def _check_corners(layer: Layer) -> None:

@@ -6,6 +6,8 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kSums = kTileColumns / 2;  // of a thread
+constexpr bool kPatches = C::patch_rows > 0;
+constexpr int kPatchWidth = kPatches ? C::patch_width : 1;
 
 __device__ __forceinline__ unsigned narrow_two(float16, float first, float second) {
   return floats_to_halves(first, second);
@@ -73,6 +75,32 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
 
 static_assert(kBoxes % C::buffers == 0, "tiles take all buffers in turn");
 
+// The same of patches: rows are patches, channels those of all of their pixels. A row of a patch's
+// pixels lies in one piece, which need not be aligned to more than two numbers.
+__device__ __forceinline__ void scatter_patches(const unsigned char* staged, Scalar* output,
+                                                int column, int place, int lane) {
+  using Pair = Bits<2 * sizeof(Scalar)>::type;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = 4 * i + lane / 8;
+    const int patch = __shfl_sync(~0u, place, row);
+    const uint4 values =
+        *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
+    const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
+    Scalar* const first = output +
+                          1LL * (patch / C::position_columns) * C::patch_rows * C::patch_pitch +
+                          1LL * (patch % C::position_columns) * C::patch_width;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int channel = column + lane % 8 * 8 + 2 * k;
+      const int patch_row = channel / kPatchWidth;
+      store_if(reinterpret_cast<Pair*>(first + 1LL * patch_row * C::patch_pitch + channel -
+                                       patch_row * kPatchWidth),
+               pairs[k], patch >= 0 && channel < C::out_channels);
+    }
+  }
+}
+
 // A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
                                            const TensorMap& map, Scalar* output, const Tile& tile,
@@ -95,7 +123,11 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
       bulk_store_commit();
     } else {
       __syncwarp();
-      scatter(staged, output, column, place, lane);
+      if constexpr (kPatches) {
+        scatter_patches(staged, output, column, place, lane);
+      } else {
+        scatter(staged, output, column, place, lane);
+      }
     }
   }
 }
