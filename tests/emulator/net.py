@@ -334,15 +334,16 @@ def drawn(draw: Random) -> Work:
 
 def _dense(draw: Random, large: bool) -> Work:
     """A layer of many channels, in a pass and of a type that matrix products have, for Hopper."""
-    problem = population.dense(draw, *_limits(large)).problem
+    is_real = draw.random() < 0.3
+    drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
     mode = draw.choice(("tf32", "float16", "bfloat16"))
     dtype, precision = MODES[mode]
     return Work(
-        _case(problem),
+        _case(drawn.problem),
         getattr(planner, draw.choice(PASSES[:2])),
         dtype,
         channels_last=mode != "tf32",
-        gpu=H200 if large else replace(H200, processors=draw.choice(PROCESSORS)),
+        gpu=H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS)),
         precision=precision,
         plain_weight=draw.random() < 0.2,
     )

@@ -72,6 +72,23 @@ def dense(draw: Random, most_flops: float, most_elements: float = math.inf) -> W
             return workload_of(_in_octets(problem) if octets else problem)
 
 
+def residual(draw: Random) -> Workload:
+    """A layer as residual networks have them: all is round, which little is that is cut down."""
+    width, side = draw.choice((64, 128, 256, 512)), draw.choice((7, 14, 28, 56))
+    factors = ((1, 1), (1, 1), (4, 1), (1, 4), (2, 1), (2, 4))
+    in_channels, out_channels = (width * factor for factor in draw.choice(factors))
+    kernel, stride = draw.choice(((1, 1), (3, 1), (3, 2), (1, 2)))
+    made = Workload(
+        "",
+        "",
+        (2 ** draw.randrange(9), in_channels, side * stride, side * stride),
+        (out_channels, in_channels, kernel, kernel),
+        (stride, stride),
+        (kernel // 2, kernel // 2),
+    )
+    return workload_of(made.problem)
+
+
 def workload_of(problem: Problem) -> Workload:
     """The problem as a workload, named by its shape."""
     top, bottom, left, right = problem.padding
