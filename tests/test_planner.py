@@ -564,15 +564,21 @@ def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
 
     # A stage is what the copies fill, and begins where their swizzle does.
     rows, columns = 64 * c["consumers"], c["tile_columns"]
-    boxes = columns // 64 if c["transposed"] else 1
-    stage = input_map.box_bytes + boxes * weight_map.box_bytes
-    assert stage == 128 * (rows + columns)
+    weight_bytes = (columns // 64 if c["transposed"] else 1) * weight_map.box_bytes
+    assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * columns)
+    stage = input_map.box_bytes + (0 if c["resident"] else weight_bytes)
+    taps = c["kernel_height"] * c["kernel_width"]
+    stay = taps * ceil_div(c["in_channels"], 64) * weight_bytes if c["resident"] else 0
+    if c["resident"]:
+        assert c["dense"]
+        assert c["out_channels"] <= columns
     assert columns in (64, 128, 192, 256)
     assert output_map.box_bytes == 16 * 128
-    assert c["buffers"] <= columns // 64
+    assert columns // 64 % c["buffers"] == 0
     assert c["stages"] >= 2
     staged = 4 * c["consumers"] * c["buffers"] * 16 * 128
-    assert c["stages"] * (stage + 16) + staged == launch.shared_bytes <= gpu.shared_bytes_per_block
+    used = stay + c["stages"] * (stage + 16) + staged + 16
+    assert used == launch.shared_bytes <= gpu.shared_bytes_per_block
     assert c["blocks"] * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
 
     assert launch.block == 128 * c["consumers"] + 32

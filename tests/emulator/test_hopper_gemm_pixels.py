@@ -27,6 +27,7 @@ from emulator.works import (
 )
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
+from fastconv.kernels.hopper.gemm_pixels.tiles import tiles_of
 from fastconv.problem import Problem
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -50,7 +51,7 @@ def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1)
         wanted = (consumers, columns, blocks)
         tile = next(
             tile
-            for tile in gemm_pixels.tiles_of(layer, gpu)
+            for tile in tiles_of(layer, gpu)
             if (tile.consumers, tile.columns, tile.blocks) == wanted
         )
         return gemm_pixels.plan(tile, gpu)
@@ -102,6 +103,8 @@ WORKS = [
       for tile in TILES),
     _work(with_tile(input_grad, 2, 128), Case("down", (2, 136, 8, 9), (24, 136, 3, 3),
                                               stride=(2, 2), padding=(1, 1, 1, 1))),
+    # A block has several tiles, each of an odd number of pieces to store.
+    _work(with_tile(forward, 1, 192), Case("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
     _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
     # Several tiles of a block, which take turns with as many buffers as they have boxes, or fewer.
     *(_work(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),

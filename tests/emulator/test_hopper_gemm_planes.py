@@ -111,7 +111,8 @@ WORKS = [
     # Rows in pieces, all of them or those that a stride leaves over.
     *(_work(Chosen("forward", flat=False, whole=False, piece=piece, step_height=step), STRIDED)
       for piece, step in ((2, 1), (3, 2), (6, 1))),
-    _work(forward, _case("rows that go on", 3, (24, 16), (14, 14), (1, 1), 2)),
+    _work(Chosen("forward", flat=False, whole=False), _case(
+        "rows that go on", 3, (24, 16), (14, 14), (1, 1), 2)),
     _work(Chosen("forward", flat=False, whole=False, piece=2), _case(
         "rows of taps", 2, (16, 16), (20, 16), (3, 3), padding=1)),
     _work(Chosen("input_grad", flat=False, whole=False, piece=3), _case(
@@ -120,6 +121,9 @@ WORKS = [
     _work(forward, WIDE_STRIDED_TAPS),
     _work(Chosen("forward", row_tiles=2), WIDE_STRIDED_TAPS),
     _work(forward, _case("padded far", 1, (16, 8), (18, 20), (3, 3), 2, (9, 4, 3, 8))),
+    _work(forward, _case("large strided taps", 1, (20, 8), (30, 40), (3, 3), 2, 1)),
+    _work(forward, _case("strided and dilated", 1, (20, 8), (29, 136), (3, 3), 2, 3,
+                         dilation=(3, 3))),
     # Phases: some of which have no taps, pairs of which are stored at once or not.
     _work(input_grad, STRIDED),
     _work(input_grad, _case("odd strided", 3, (16, 32), (7, 9), (1, 1), 2)),
@@ -179,7 +183,7 @@ def test_all_branches_are_taken() -> None:
     assert {of["vector"] for of in taken} == {1, 2, 4}
     assert {(of["pairs"], of["transposed"]) for of in taken} >= {(True, True), (False, True)}
     assert {of["resident"] for of in taken} == {False, True}
-    assert {of["chunk"] for of in taken} == {16, 32}
+    assert {of["chunk"] for of in taken} == {8, 16, 32}
     assert any(of["row_pixels"] > of["in_width"] for of in taken)
 
 

@@ -244,6 +244,7 @@ class Plan:
     key: str = ""  # the problem's, and this plan's name, in tables of measured choices
     choice: str = ""
     packs: int = 0  # launches, the first, that only pack the weight; others only read it there
+    cycles: float = 0.0  # that all of it should take, where that is estimated
 
 
 @dataclass(frozen=True)

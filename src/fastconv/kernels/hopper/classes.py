@@ -230,9 +230,9 @@ GEMM_PIXELS = Anatomy(
     chosen=_gemm_pixels,
     parts={
         "load": ("transposed", "flat", "dense", "boxes", "several taps", "several chunks",
-                 "packed"),
+                 "packed", "resident"),
         "multiply": ("Scalar", "transposed", "several consumers", "boxes", "several chunks",
-                     "whole chunks"),
+                     "whole chunks", "resident"),
         "store": ("Scalar", "dense", "boxes", "buffers", "several column tiles",
                   "whole columns"),
         "pack": ("Scalar", "packed", "several taps"),

@@ -43,6 +43,7 @@ LEAST_PRODUCTS = 64.0
 # Of a pass: for each layer's launches, and for those that find out whether float16 will do. It is
 # more of a small batch, which must not decide. Three products of float16 are better than estimated.
 LAYER_COST = 0.05
+LAUNCH_CYCLES = 5000.0  # of the launches of a pass
 HALVES_COST = {1: 0.05, 2: -0.25}  # by parts
 HALVES_CYCLES = 2.5e5  # of an image, at least: what those launches take is its share of a batch
 
@@ -116,6 +117,7 @@ def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
             " + ".join(tile.name for tile in chosen),
             # In halves, images have their part in it; layers share the workspace in turn.
             packs=int(len(chosen) == 1 and repairs is None),
+            cycles=LAUNCH_CYCLES + sum(tile.cycles(gpu.processors) for tile in chosen),
         )
 
 

@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kSums], const Shared
   for (int step = 0; step < steps; ++step, ring.advance()) {
     barrier_wait(shared.full(ring.stage), ring.parity);
     const Matrix rows = swizzled_matrix(shared.rows(ring.stage) + consumer * 64 * kSpan, 16, 1024);
-    const Matrix weights = swizzled_matrix(shared.weights(ring.stage), 64 * kSpan, 1024);
+    const Matrix weights = swizzled_matrix(shared.weights(ring.stage, step), 64 * kSpan, 1024);
     if (kLastProducts == kDepth / kProductDepth || step % kChunks != kChunks - 1) {
       multiply_stage<kDepth / kProductDepth>(sums, rows, weights, step > 0);
     } else {
@@ -51,6 +51,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& m
                                         int batch) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   Ring ring(0);
+  if constexpr (C::resident) barrier_wait(shared.resident(), 0);
   for (int number = static_cast<int>(blockIdx.x); number < walk.tiles;
        number += static_cast<int>(gridDim.x)) {
     const Tile tile = walk.tile(number);
@@ -74,6 +75,7 @@ __device__ __forceinline__ void begin(const Shared& shared) {
       barrier_init(shared.full(stage), 1);
       barrier_init(shared.empty(stage), kConsumerWarps);
     }
+    barrier_init(shared.resident(), 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -84,6 +86,7 @@ __device__ __forceinline__ void begin(const Shared& shared) {
 
 // Weights as they are mapped: [out][tap][in]. For those that lie in memory otherwise.
 extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* packed) {
+  fastconv::allow_later_launch();
   constexpr int kTaps = Config::kernel_height * Config::kernel_width;
   constexpr int kVectors = Config::weight_in / 8;
   const int count = Config::weight_out * kTaps * kVectors;

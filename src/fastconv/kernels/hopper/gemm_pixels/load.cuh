@@ -39,23 +39,32 @@ __device__ __forceinline__ void load_rows(const Shared& shared, const Maps& maps
 
 // Weights of the tile's output channels. In memory, neighbours are input channels of the layer:
 // what the sum goes over, or of a gradient what it does not, 64 at a time (wgmma's kRightAcross).
-__device__ __forceinline__ void load_weights(const Shared& shared, const Maps& maps, int stage,
-                                             int channel, int tap_column, int tap_row, int column) {
+__device__ __forceinline__ void load_weights(unsigned char* target, const TensorMap& map,
+                                             int channel, int tap_column, int tap_row, int column,
+                                             Barrier* full) {
   if constexpr (C::transposed) {
 #pragma unroll
     for (int i = 0; i < kTileColumns; i += 64) {
-      tensor_load(shared.weights(stage) + i * kSpan, maps.weight,
-                  {column + i, tap_column, tap_row, channel}, shared.full(stage));
+      tensor_load(target + i * kSpan, map, {column + i, tap_column, tap_row, channel}, full);
     }
   } else {
-    tensor_load(shared.weights(stage), maps.weight, {channel, tap_column, tap_row, column},
-                shared.full(stage));
+    tensor_load(target, map, {channel, tap_column, tap_row, column}, full);
+  }
+}
+
+__device__ __forceinline__ void load_resident(const Shared& shared, const TensorMap& map) {
+  barrier_arrive_expect(shared.resident(), kResidentBytes);
+  for (int step = 0; step < kSteps; ++step) {
+    const int tap = step / kChunks;
+    load_weights(shared.weights(0, step), map, step % kChunks * kDepth, tap % C::kernel_width,
+                 tap / C::kernel_width, 0, shared.resident());
   }
 }
 
 __device__ __forceinline__ void load_tiles(const Shared& shared, const Maps& maps,
                                            const Walk& walk) {
   Ring ring(1);
+  if constexpr (C::resident) load_resident(shared, maps.weight);
   for (int number = static_cast<int>(blockIdx.x); number < walk.tiles;
        number += static_cast<int>(gridDim.x)) {
     const Tile tile = walk.tile(number);
@@ -71,7 +80,10 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Maps& map
           barrier_wait(shared.empty(stage), ring.parity);
           barrier_arrive_expect(shared.full(stage), kStageBytes);
           load_rows(shared, maps, stage, channel, at, column_offset, row_offset);
-          load_weights(shared, maps, stage, channel, tap_column, tap_row, tile.column);
+          if constexpr (!C::resident) {
+            load_weights(shared.weights(stage, 0), maps.weight, channel, tap_column, tap_row,
+                         tile.column, shared.full(stage));
+          }
         }
       }
     }

@@ -70,17 +70,7 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
   }
 }
 
-constexpr int kBoxes = kTileColumns / kStoredColumns;
-
-// Waits until a tile's box can be staged. If boxes do not fill the buffers evenly, a tile begins
-// with the one that the tile before it ended with. Who did not issue any copies waits for none.
-__device__ __forceinline__ void wait_for_buffer(int box) {
-  if (box == 0 && kBoxes % C::buffers != 0) {
-    bulk_store_wait_read<0>();
-  } else {
-    bulk_store_wait_read<C::buffers - 1>();
-  }
-}
+static_assert(kTileColumns / kStoredColumns % C::buffers == 0, "tiles take all buffers in turn");
 
 // A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
@@ -89,10 +79,12 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
   const int row = tile.row + 16 * warp;
   const int place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
+  for (int box = 0; box < kTileColumns / kStoredColumns; ++box) {
     unsigned char* const staged = shared.staged(warp, box % C::buffers);
     const int column = tile.column + box * kStoredColumns;
-    if constexpr (C::dense) wait_for_buffer(box);
+    if constexpr (C::dense) {
+      bulk_store_wait_read<C::buffers - 1>();  // who did not issue any waits for none
+    }
     __syncwarp();
     stage_sums(sums, staged, box, lane);
     if constexpr (C::dense) {

@@ -32,27 +32,32 @@ constexpr int kLastProducts = ceil_div(C::in_channels - (kChunks - 1) * kDepth, 
 
 constexpr int kRowBytes = kTileRows * kSpan;
 constexpr int kWeightBytes = kTileColumns * kSpan;
-constexpr int kStageBytes = kRowBytes + kWeightBytes;
+constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);
 constexpr int kStoredColumns = 64;                     // by one copy
 constexpr int kStagedBytes = 16 * kStoredColumns * 2;  // of 16 rows, a warp's
 
-// Shared memory: stages, then sums on their way out, then barriers.
+// Weights of all steps may stay, where all tiles have the same.
+constexpr int kSteps = C::kernel_height * C::kernel_width * kChunks;
+constexpr int kResidentBytes = C::resident ? kSteps * kWeightBytes : 0;
+
+// Shared memory: weights that stay, stages, sums on their way out, barriers.
 struct Shared {
   unsigned char* const start = shared_memory();
 
   __device__ __forceinline__ unsigned char* rows(int stage) const {
-    return start + stage * kStageBytes;
+    return start + kResidentBytes + stage * kStageBytes;
   }
-  __device__ __forceinline__ unsigned char* weights(int stage) const {
-    return rows(stage) + kRowBytes;
+  __device__ __forceinline__ unsigned char* weights(int stage, int step) const {
+    return C::resident ? start + step * kWeightBytes : rows(stage) + kRowBytes;
   }
   __device__ __forceinline__ unsigned char* staged(int warp, int buffer) const {
-    return start + C::stages * kStageBytes + (warp * C::buffers + buffer) * kStagedBytes;
+    return rows(C::stages) + (warp * C::buffers + buffer) * kStagedBytes;
   }
   __device__ __forceinline__ Barrier* full(int stage) const {
     return reinterpret_cast<Barrier*>(staged(kConsumerWarps, 0)) + stage;
   }
   __device__ __forceinline__ Barrier* empty(int stage) const { return full(C::stages) + stage; }
+  __device__ __forceinline__ Barrier* resident() const { return empty(C::stages); }
 };
 
 // Along an axis, the taps that a phase has: all of them, or of a gradient with a stride every
@@ -76,6 +81,7 @@ struct Axis {
 constexpr int kRowPhases = C::transposed ? C::stride_height : 1;
 constexpr int kColumnPhases = C::transposed ? C::stride_width : 1;
 constexpr int kPhases = kRowPhases * kColumnPhases;
+static_assert(!C::resident || kPhases * kColumnTiles == 1, "tiles have different weights");
 
 // A block's tile: positions from `row` on, output channels from `column` on, of one phase.
 struct Tile {

@@ -46,6 +46,8 @@ __device__ __forceinline__ void multiply_planes(const Planes& planes, const unsi
     barrier_init_fence();
   }
   __syncthreads();
+  wait_for_earlier_launch();
+  allow_later_launch();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
@@ -61,6 +63,7 @@ __device__ __forceinline__ void multiply_planes(const Planes& planes, const unsi
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(256) pack(const float* weight, float4* packed) {
+  fastconv::allow_later_launch();
   fastconv::hopper::pack_weights(weight, packed);
 }
 

@@ -97,7 +97,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     if max(count, positions, tile.packed_bytes) >= 2**31:
         raise Declined(f"{positions} positions, or {tile.packed_bytes} bytes of packed weights")
     constants = tuple(_constants(tile).items())
-    vectors = tile.packed_bytes // 16 // layer.taps
+    vectors = tile.packed_bytes // 16
     pack = Launch(
         Kernel(SOURCE, "pack", constants),
         (min(ceil_div(vectors, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
@@ -111,6 +111,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
         block.THREADS,
         tile.shared_bytes,
         ("input" if tile.cut.bulk else tile.map, "scratch", "bias", "output", batch),
+        early=True,
     )
     why = (
         f"tensor cores: {tile.shape.tile_pixels} pixels by {tile.columns} channels a block, "
@@ -121,7 +122,14 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
         *(_explain(one, gpu) for one in tiles[:EXPLAINED]),
     )
     return Plan(
-        (pack, multiply), tile.packed_bytes, "hopper", why, explanation, choice=tile.name, packs=1
+        (pack, multiply),
+        tile.packed_bytes,
+        "hopper",
+        why,
+        explanation,
+        choice=tile.name,
+        packs=1,
+        cycles=tile.cycles(gpu),
     )
 
 
@@ -129,7 +137,7 @@ def _explain(tile: Tile, gpu: Gpu) -> str:
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
     rounds = ceil_div(tile.tiles(tile.layer.problem.batch), gpu.processors)
     return (
-        f"{tile.cycles(gpu):.3g}: {tile.name}, {rounds} rounds of {tile.tile_cycles:.0f}: {work}; "
+        f"{tile.cycles(gpu):.3g}: {tile.name}, {rounds} rounds, each {work}; "
         f"{tile.input_stages} and {tile.weight_stages} stages, {tile.shared_bytes // 1024} KiB"
     )
 

@@ -14,6 +14,9 @@ from fastconv.problem import Problem
 
 CHUNK = 32  # channels that are copied at once
 FEW_PIXELS = 256  # of a plane that fits shared memory whole
+SOME_POSITIONS = 128  # of a small tile
+MOST_BYTES = 100 * 1024  # of a chunk's rows that such a tile needs
+MOST_STRIDED_BYTES = 72 * 1024
 
 
 @dataclass(frozen=True)
@@ -140,13 +143,18 @@ class Layer:
 
     @lazy
     def chunk(self) -> int:
-        """Channels that are copied at once, for all taps: half as many where strides need more.
+        """Channels that are copied at once, for all taps: fewer where taps or strides need much.
 
         A sum goes over a chunk's taps, then over the next chunk's.
         """
         rows, columns = self.axes
-        sparse = rows.step * columns.step > 1 and self.units > 1
-        return CHUNK // 2 if sparse and self.in_pixels > FEW_PIXELS else CHUNK
+        if self.units == 1 or self.in_pixels <= FEW_PIXELS:
+            return CHUNK
+        needed = ceil_div(SOME_POSITIONS - 1, self.grid[1]) * rows.step + rows.reach
+        row_bytes = 4 * min(needed, self.in_size[0]) * self.in_size[1]
+        most = MOST_BYTES if rows.step * columns.step == 1 else MOST_STRIDED_BYTES
+        fitting = (chunk for chunk in (CHUNK, CHUNK // 2) if chunk * row_bytes <= most)
+        return next(fitting, CHUNK // 4)
 
     @lazy
     def chunks(self) -> int:

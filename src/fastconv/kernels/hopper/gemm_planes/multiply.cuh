@@ -70,6 +70,7 @@ struct Consumer {
   Ring<C::input_stages> input{0};
   Ring<C::weight_stages> weights{0};
   int earlier;  // the stage of weights of products that are still under way, or -1
+  int spent;    // the stage of planes of which all has been loaded, or -1
   Source sources[kRows];
   int chunk;  // of what is loaded next, and its tap
   int row, column;
@@ -111,7 +112,7 @@ struct Consumer {
     if (row < C::kernel_height) return;
     row = 0;
     ++chunk;
-    release(&barriers().input_empty[input.stage]);
+    spent = input.stage;
     input.advance();
   }
 
@@ -147,7 +148,7 @@ struct Consumer {
 
   // A tap, the `place`-th of its unit, for one of the phases.
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments, int place,
-                                           int phase) const {
+                                           int phase, bool accumulate) const {
     const Matrix tap =
         matrix(shared_memory() + kWeightRing + weights.stage * kWeightBytes + place * kProductBytes,
                kColumns * 16, 128);
@@ -156,7 +157,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         wgmma<kColumns>(Operand{}, sums[phase * kRowTiles + i], fragments[i][step],
-                        tap + step * 2 * kColumns, true);
+                        tap + step * 2 * kColumns, accumulate || step > 0);
       }
     }
   }
@@ -168,8 +169,12 @@ struct Consumer {
   }
 
   // Closes a unit's products, and waits for those before it, whose fragments are free then.
+  // Planes are given back here: products begin when their fragments have arrived, while loads that
+  // nothing has waited for may be overtaken, and would read what the next copy writes.
   __device__ __forceinline__ void end(Fragments& free) {
     wgmma_commit();
+    if (spent >= 0) release(&barriers().input_empty[spent]);
+    spent = -1;
     wgmma_wait<1>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -190,20 +195,20 @@ struct Consumer {
     constexpr int kAll = kChunks * kTaps;
 #pragma unroll 1
     for (int left = kAll; left > 1; left -= 2) {
-      compute_tap(sums, first, second, true);
-      compute_tap(sums, second, first, left > 2);
+      compute_tap(sums, first, second, left < kAll, true);
+      compute_tap(sums, second, first, true, left > 2);
     }
-    if constexpr (kAll % 2 == 1) compute_tap(sums, first, second, false);
+    if constexpr (kAll % 2 == 1) compute_tap(sums, first, second, kAll > 1, false);
   }
   __device__ __forceinline__ void compute_tap(Sums& sums, Fragments& now, Fragments& next,
-                                              bool more) {
+                                              bool accumulate, bool more) {
     begin();
-    multiply(sums, now, 0, 0);
+    multiply(sums, now, 0, 0, accumulate);
     end(next);
     if (more) load(next);
   }
 
-  // Units of several taps, whose sums are of different phases.
+  // Units of several taps, whose sums are of different phases, and were zero before.
   __device__ __forceinline__ void compute_units(Sums& sums, Fragments& first, Fragments& second) {
 #pragma unroll 1
     for (int left = kChunks; left > 0; --left) {
@@ -235,7 +240,7 @@ struct Consumer {
     constexpr int kWidth = column_axis().end(kColumn) - kColumn;
     constexpr int kRowSum = row_axis().sum_of(row_axis().phase(kRow + kTap / kWidth));
     constexpr int kColumnSum = column_axis().sum_of(column_axis().phase(kColumn + kTap % kWidth));
-    multiply(sums, now, kTap, kRowSum * kColumnSums + kColumnSum);
+    multiply(sums, now, kTap, kRowSum * kColumnSums + kColumnSum, true);
     if constexpr (kTap + 1 < unit_taps(kRow, kColumn)) {
       multiply_unit<kRow, kColumn, kTap + 1>(sums, now);
     }
@@ -249,18 +254,18 @@ struct Consumer {
       const int index = warpgroup * 64 * kRowTiles + position_of(i);
       sources[i] = Source(tile, Position(tile, index, batch));
     }
-#pragma unroll
-    for (int i = 0; i < kPhaseSums * kRowTiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) sums[i][j] = 0.0f;
-    }
     chunk = row = column = 0;
-    earlier = -1;
+    earlier = spent = -1;
     Fragments first, second;
     load(first);
     if constexpr (kPhaseSums == 1) {
       compute_taps(sums, first, second);
     } else {
+#pragma unroll
+      for (int i = 0; i < kPhaseSums * kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns / 2; ++j) sums[i][j] = 0.0f;
+      }
       compute_units(sums, first, second);
     }
     wgmma_wait<0>();

@@ -1,4 +1,4 @@
-"""What a block multiplies at once, what of it is in shared memory, and what that takes."""
+"""What a block multiplies at once, what of it lies in shared memory, and what that should take."""
 
 from __future__ import annotations
 
@@ -27,13 +27,23 @@ FLAT_PIECES = (40, 72, 136, 200)  # pixels: 8 more than whole banks
 ROW_PIECES = (2, 3, 4, 6, 8)
 BANKS = 32
 
-# Estimated, of one processor and cycle.
-SHARED_BYTES = 128.0
-CACHE_BYTES = 34.0  # from the L2 cache
-MEMORY_BYTES = 17.0  # a processor's share of the GPU's
-STORE_BYTES = {1: 18.0, 2: 28.0, 4: 36.0}  # by neighbours that a thread stores at once
-TILE_CYCLES = 1200.0  # to start and to end a tile
-UNIT_CYCLES = 180.0  # of a warpgroup that waits for its products before it begins the next ones
+# Estimates: fitted to 601 measured tiles of ResNet-50's layers and others on an H200, in cycles of
+# 1.755 GHz. See docs/kernels/hopper.md.
+SHARED_BYTES = 128.0  # a cycle, of a processor's shared memory
+CACHE_BYTES = 45.0  # a cycle and processor, if all of them load
+MEMORY_BYTES = 18.2  # likewise, of the GPU's memory
+LINE_CYCLES = 3.6  # of 128 bytes that are copied, whole or not
+STORED_BYTES = 19.0  # a cycle, of sums on their way out
+VECTOR_BYTES = 22.0  # the same where a thread stores neighbours
+PAIR_BYTES = 14.0  # and where neighbours are of two phases
+UNIT_CYCLES = 396.0  # to load the fragments of a unit, for each of a thread's row tiles
+PLANES_LATENCY = 530.0
+WEIGHTS_LATENCY = 1170.0
+TILE_CYCLES = 150.0  # to start and to end a tile
+OVERLAP_LOSS = 0.18
+START_CYCLES = 5000.0  # of a launch
+PACK_CYCLES = 3000.0  # of the one before it
+PACK_BYTES = 500.0  # a cycle, of the GPU
 
 
 @dataclass(frozen=True)
@@ -160,8 +170,9 @@ def _span_pieces(layer: Layer, cut: Cut, first: int, last: int) -> int:
     rows, width = layer.axes[0], layer.grid[1]
     step = rows.step // cut.row_step
     begin = max(first // width * step + min(rows.offsets), 0)
-    height = ceil_div(layer.in_size[0], cut.row_step)
-    end = min(last // width * step + max(rows.offsets) + 1, height)
+    end = min(
+        last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], cut.row_step)
+    )
     return max(ceil_div(end - begin, cut.piece), 0)
 
 
@@ -267,9 +278,12 @@ class Tile:
         return replace(self, input_stages=inputs, weight_stages=weights)
 
     @property
-    def stage_loss(self) -> float:
-        """Of a ring with fewer stages than hide the memory's latency."""
-        return {2: 1.25, 3: 1.08}.get(min(self.input_stages, self.weight_stages), 1.0)
+    def row_lines(self) -> float:
+        """Of 128 bytes, that a copy reads for a channel: one more for each of a piece's rows."""
+        if self.cut.bulk:
+            return self.cut.pitch / 32
+        rows = self.cut.piece if self.cut.kind == "rows" else 1
+        return rows + self.cut.pitch / 32
 
     @lazy
     def work(self) -> dict[str, float]:
@@ -283,42 +297,48 @@ class Tile:
         loaded = layer.chunks * self.pieces[1] * self.piece_bytes
         lanes = 1 if self.vector > 1 else self.cut.conflicts(columns.step)
         fragments = row_tiles * steps * layer.units * ROWS * STEP * 4
-        share = layer.grid_pixels / self.shape.image_pixels
-        positions = self.shape.tile_pixels * share
+        units = layer.chunks * layer.units
+        waited = units * WEIGHTS_LATENCY + weights / CACHE_BYTES
+        positions = self.shape.tile_pixels * layer.grid_pixels / self.shape.image_pixels
         outputs = positions * rows.phases * columns.phases * self.columns * 4
         read = positions * layer.in_pixels / layer.grid_pixels * layer.in_channels * 4
-        if self.cut.row_step > 1:
-            read /= self.cut.row_step
-        neighbours = self.vector if self.vector > 1 else 2 if self.pairs else 1
+        stored = VECTOR_BYTES if self.vector > 1 else PAIR_BYTES if self.pairs else STORED_BYTES
         return {
             "products": products * self.columns / 2,
             "shared": (products * self.columns * 32 + fragments * lanes + loaded + weights)
             / SHARED_BYTES,
-            "units": layer.chunks * layer.units * UNIT_CYCLES
-            + products * self.columns / 2 / CONSUMERS,
-            "stores": outputs / STORE_BYTES[neighbours],
-            "loads": (loaded + (0 if self.resident else weights)) / CACHE_BYTES * self.stage_loss,
-            "memory": (read / self.column_tiles + outputs) / MEMORY_BYTES,
+            "units": units * UNIT_CYCLES * self.row_tiles + products * self.columns / 2 / CONSUMERS,
+            "planes": layer.chunks * PLANES_LATENCY / (self.input_stages - 1),
+            "weights": 0.0 if self.resident else waited / (self.weight_stages - 1),
+            "stores": outputs / stored,
+            "loads": (loaded + (0 if self.resident else weights)) / CACHE_BYTES,
+            "lines": layer.chunks * self.pieces[1] * layer.chunk * self.row_lines * LINE_CYCLES,
+            "memory": (read / self.cut.row_step / self.column_tiles + outputs) / MEMORY_BYTES,
         }
 
-    @lazy
-    def tile_cycles(self) -> float:
+    def _cycles(self, rounds: float, share: float) -> float:
+        """Of so many rounds of tiles, of so many tiles a processor."""
         work = self.work
-        consumers = together(work["products"], work["shared"], work["units"]) + work["stores"]
-        return TILE_CYCLES + together(consumers, work["loads"], work["memory"])
+        consumers = max(work[name] for name in ("products", "shared", "units", "planes", "weights"))
+        computed = rounds * (consumers + work["stores"] + TILE_CYCLES)
+        loaded = max(rounds * max(work["loads"], work["lines"]), share * work["memory"])
+        return together(computed, loaded, loss=OVERLAP_LOSS)
 
     def tiles(self, batch: int) -> int:
         return ceil_div(batch * self.shape.image_pixels, self.shape.tile_pixels) * self.column_tiles
 
     def cycles(self, gpu: Gpu) -> float:
         """What the whole layer takes, estimated."""
-        return ceil_div(self.tiles(self.layer.problem.batch), gpu.processors) * self.tile_cycles
+        tiles = self.tiles(self.layer.problem.batch)
+        packing = PACK_CYCLES + self.packed_bytes / PACK_BYTES
+        rounds = ceil_div(tiles, gpu.processors)
+        return packing + START_CYCLES + self._cycles(rounds, tiles / gpu.processors)
 
-    @property
+    @lazy
     def image_cycles(self) -> float:
         """What an image takes, of many, in cycles of one processor."""
         tiles = self.shape.image_pixels / self.shape.tile_pixels * self.column_tiles
-        return tiles * self.tile_cycles
+        return self._cycles(tiles, tiles)
 
     @property
     def map(self) -> TensorMap:
