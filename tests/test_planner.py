@@ -564,17 +564,19 @@ def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
 
     # A stage is what the copies fill, and begins where their swizzle does.
     rows, columns = 64 * c["consumers"], c["tile_columns"]
-    weight_bytes = (columns // 64 if c["transposed"] else 1) * weight_map.box_bytes
-    assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * columns)
+    boxes = ceil_div(columns, 64)
+    weight_bytes = (boxes if c["transposed"] else 1) * weight_map.box_bytes
+    weight_columns = 64 * boxes if c["transposed"] else columns
+    assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * weight_columns)
     stage = input_map.box_bytes + (0 if c["resident"] else weight_bytes)
     taps = c["kernel_height"] * c["kernel_width"]
     stay = taps * ceil_div(c["in_channels"], 64) * weight_bytes if c["resident"] else 0
     if c["resident"]:
         assert c["dense"]
         assert c["out_channels"] <= columns
-    assert columns in (64, 128, 192, 256)
+    assert columns in (64, 128, 192, 256) or 0 <= columns - c["out_channels"] < 16
     assert output_map.box_bytes == 16 * 128
-    assert columns // 64 % c["buffers"] == 0
+    assert boxes % c["buffers"] == 0
     assert c["stages"] >= 2
     staged = 4 * c["consumers"] * c["buffers"] * 16 * 128
     used = stay + c["stages"] * (stage + 16) + staged + 16

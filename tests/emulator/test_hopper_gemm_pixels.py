@@ -103,6 +103,11 @@ WORKS = [
       for tile in TILES),
     _work(with_tile(input_grad, 2, 128), Case("down", (2, 136, 8, 9), (24, 136, 3, 3),
                                               stride=(2, 2), padding=(1, 1, 1, 1))),
+    # Tiles that end with the layer's channels, in the first box or a later one.
+    *(_work(planner, Case(f"{channels} channels", (2, channels, 6, 6), (channels, channels, 3, 3),
+                          padding=(1, 1, 1, 1)))
+      for channels in (24, 96, 152) for planner in (forward, input_grad)),
+    _work(input_grad, Case("96 channels", (2, 96, 7, 6), (24, 96, 2, 2), stride=(2, 2))),
     # A block has several tiles, each of an odd number of pieces to store.
     _work(with_tile(forward, 1, 192), Case("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
     _work(forward, Case("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
@@ -188,6 +193,12 @@ def test_infinity_stays_where_it_is(work: Work) -> None:
     at_corners(tensors.input, ODD_NUMBERS[:3])
     at_corners(tensors.grad_output, ODD_NUMBERS[:3])
     assert_plain(work, tensors)
+
+
+def test_images_of_one_pixel_have_either_format() -> None:
+    case = Case("one pixel", (70, 72, 1, 1), (40, 72, 1, 1))
+    for planner in (forward, input_grad):
+        check(Work(case, planner, torch.bfloat16, channels_last=False, gpu=FEW))
 
 
 def test_declines() -> None:

@@ -134,6 +134,8 @@ WORKS = [
     _work(input_grad, _case("2x2", 2, (16, 32), (12, 12), (2, 2), 2)),
     _work(input_grad, _case("5x5", 1, (8, 16), (11, 12), (5, 5), 2, 2)),
     _work(input_grad, _case("stride 2, 1", 2, (16, 16), (12, 12), (3, 3), (2, 1), 1)),
+    _work(input_grad, _case("patches of three channels", 2, (3, 24), (16, 12), (4, 4), 4)),
+    _work(forward, _case("17x17", 3, (20, 24), (17, 17), (1, 3), padding=(0, 0, 1, 1))),
     _work(input_grad, _case("stride 3", 1, (16, 16), (12, 12), (1, 1), 3)),
     _work(input_grad, _case("dilated strided", 1, (16, 16), (16, 16), (2, 2), 2, 1,
                             dilation=(2, 2))),
@@ -227,6 +229,6 @@ def test_declines() -> None:
 
     assert "no planes" in declined(POINTWISE, channels_last=True)
     assert "aligned" in declined(POINTWISE, aligned=False)
-    assert "4 channels" in declined(_case("few", 1, (4, 8), (6, 6)))
+    assert "4 channels" in declined(_case("few", 1, (8, 4), (6, 6)))
     # Each phase is stored by code of its own.
     assert "10000 phases" in declined(_case("far", 1, (8, 8), (200, 200), stride=100))

@@ -208,7 +208,8 @@ def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
     strides.append(c["weight_stride_out"])
     return {
         "several consumers": c["consumers"] > 1,
-        "boxes": min(c["tile_columns"] // 64, 3),
+        "boxes": min(ceil_div(c["tile_columns"], 64), 3),
+        "part of a box": c["tile_columns"] % 64 > 0,
         "several taps": c["kernel_height"] * c["kernel_width"] > 1,
         "input step": c["input_step_height"] * c["input_step_width"] > 1,
         "empty phases": _empty_phases(c),
@@ -231,9 +232,9 @@ GEMM_PIXELS = Anatomy(
     parts={
         "load": ("transposed", "flat", "dense", "boxes", "several taps", "several chunks",
                  "packed", "resident"),
-        "multiply": ("Scalar", "transposed", "several consumers", "boxes", "several chunks",
-                     "whole chunks", "resident"),
-        "store": ("Scalar", "dense", "boxes", "buffers", "several column tiles",
+        "multiply": ("Scalar", "transposed", "several consumers", "boxes", "part of a box",
+                     "several chunks", "whole chunks", "resident"),
+        "store": ("Scalar", "dense", "boxes", "part of a box", "buffers", "several column tiles",
                   "whole columns"),
         "pack": ("Scalar", "packed", "several taps"),
     },

@@ -16,9 +16,9 @@ from fastconv.kernels.family import (
 )
 from fastconv.kernels.hopper.gemm_pixels.layer import Layer, layer_of
 from fastconv.kernels.hopper.gemm_pixels.tiles import (
+    BOX_COLUMNS,
     DEPTH,
     ROWS,
-    STORED_COLUMNS,
     Tile,
     image_cycles,
     tiles_of,
@@ -119,7 +119,7 @@ def _output_map(layer: Layer) -> TensorMap:
     height, width = layer.image_size
     sizes = (layer.out_channels, layer.problem.batch * height * width)
     strides = (2 * layer.out_channels,)
-    box = (STORED_COLUMNS, 16)
+    box = (BOX_COLUMNS, 16)
     return TensorMap("output", layer.operands.scalar, sizes, strides, box, swizzle=128)
 
 

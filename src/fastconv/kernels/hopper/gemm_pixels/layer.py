@@ -154,8 +154,11 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
     layer = Layer(problem, operands, transposed)
     if operands.scalar_bytes != 2:
         raise Declined(f"{operands.scalar}")
-    if not (operands.input_channels_last and operands.output_channels_last):
-        raise Declined("contiguous images")
+    # Images of one pixel lie in memory either way.
+    if not (operands.input_channels_last or layer.in_size == (1, 1)):
+        raise Declined("contiguous input")
+    if not (operands.output_channels_last or layer.image_size == (1, 1)):
+        raise Declined("contiguous output")
     if not operands.aligned:
         raise Declined("tensors that are not aligned")
     if problem.groups > 1:

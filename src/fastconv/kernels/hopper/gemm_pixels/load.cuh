@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_weights(unsigned char* target, const Tensor
                                              Barrier* full) {
   if constexpr (C::transposed) {
 #pragma unroll
-    for (int i = 0; i < kTileColumns; i += 64) {
+    for (int i = 0; i < kTileColumns; i += kBoxColumns) {
       tensor_load(target + i * kSpan, map, {column + i, tap_column, tap_row, channel}, full);
     }
   } else {

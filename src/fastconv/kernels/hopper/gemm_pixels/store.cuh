@@ -27,12 +27,13 @@ __device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bia
   }
 }
 
-// 64 channels of 16 rows to shared memory, swizzled as tensor copies have it.
+// Up to 64 channels of 16 rows to shared memory, swizzled as tensor copies have it. What lies
+// beyond the tile's last is no channel's, and not stored.
 __device__ __forceinline__ void stage_sums(const float (&sums)[kSums], unsigned char* staged,
                                            int box, int lane) {
   const int row = lane % 16;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < 4 && box * kBoxColumns + 16 * k < kTileColumns; ++k) {
     unsigned pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
   }
 }
 
-static_assert(kTileColumns / kStoredColumns % C::buffers == 0, "tiles take all buffers in turn");
+static_assert(kBoxes % C::buffers == 0, "tiles take all buffers in turn");
 
 // A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
@@ -79,9 +80,9 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
   const int row = tile.row + 16 * warp;
   const int place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
-  for (int box = 0; box < kTileColumns / kStoredColumns; ++box) {
+  for (int box = 0; box < kBoxes; ++box) {
     unsigned char* const staged = shared.staged(warp, box % C::buffers);
-    const int column = tile.column + box * kStoredColumns;
+    const int column = tile.column + box * kBoxColumns;
     if constexpr (C::dense) {
       bulk_store_wait_read<C::buffers - 1>();  // who did not issue any waits for none
     }

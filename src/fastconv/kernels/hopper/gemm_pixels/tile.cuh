@@ -20,6 +20,8 @@ constexpr int kConsumers = C::consumers;                            // warpgroup
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kTileColumns = C::tile_columns;
 constexpr int kColumnTiles = ceil_div(C::out_channels, kTileColumns);
+static_assert(kTileColumns % 16 == 0 && (kTileColumns % 64 == 0 || kColumnTiles == 1),
+              "a tile that is not made of boxes ends beyond the last channel");
 constexpr int kThreads = 128 * kConsumers + 32;
 constexpr int kConsumerWarps = 4 * kConsumers;
 
@@ -31,10 +33,12 @@ constexpr int kProductDepth = 16;
 constexpr int kLastProducts = ceil_div(C::in_channels - (kChunks - 1) * kDepth, kProductDepth);
 
 constexpr int kRowBytes = kTileRows * kSpan;
-constexpr int kWeightBytes = kTileColumns * kSpan;
+constexpr int kBoxColumns =
+    64;  // that lie side by side: of weights that are read across, and of stores
+constexpr int kBoxes = ceil_div(kTileColumns, kBoxColumns);
+constexpr int kWeightBytes = (C::transposed ? kBoxes * kBoxColumns : kTileColumns) * kSpan;
 constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);
-constexpr int kStoredColumns = 64;                     // by one copy
-constexpr int kStagedBytes = 16 * kStoredColumns * 2;  // of 16 rows, a warp's
+constexpr int kStagedBytes = 16 * kBoxColumns * 2;  // of 16 rows, a warp's
 
 // Weights of all steps may stay, where all tiles have the same.
 constexpr int kSteps = C::kernel_height * C::kernel_width * kChunks;

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu
 from fastconv.kernels.hopper.gemm_pixels.layer import Layer
 from fastconv.kernels.lazy import lazy
@@ -17,8 +17,8 @@ from fastconv.kernels.tensor import limits
 
 DEPTH = 64  # channels of a step of the sum: 128 bytes
 ROWS = 64  # of a consumer
-STORED_COLUMNS = 64
-WARP_BYTES = 16 * STORED_COLUMNS * 2  # of what a warp stores at once
+BOX_COLUMNS = 64
+WARP_BYTES = 16 * BOX_COLUMNS * 2  # of what a warp stores at once
 MOST_STAGES = 8
 ENOUGH_STAGES = 4
 FEWEST_STAGES = 2
@@ -26,7 +26,8 @@ BARRIER_BYTES = 16  # of the one for weights that stay, rounded up
 REGISTERS = 65536  # of a processor
 OTHER_REGISTERS = 30  # of a thread, beside its sums
 SCATTER_REGISTERS = 46  # the same where pixels are stored one by one
-COLUMNS = (64, 128, 192, 256)  # of a tile
+COLUMNS = (64, 128, 192, 256)  # of a tile; or those of a layer, if it has no more
+COLUMN_STEP = 16
 CONSUMERS = (1, 2, 3, 4)
 MOST_BLOCKS = 4  # of a processor
 # Estimates: fitted to 768 measured tiles of ResNet-50's layers and others on an H200, in cycles of
@@ -35,9 +36,9 @@ SHARED_BYTES = 128.0  # a cycle, that products read of shared memory
 CACHE_BYTES = 91.0  # a cycle and processor, if all of them load
 MEMORY_BYTES = 21.0  # likewise, of the GPU's memory
 LATENCY = 960.0  # of a load
-PIXEL_CYCLES = 2.75  # of a pixel's 128 bytes that are copied in im2col mode, however few are used
-NARROW_PIXEL_CYCLES = 10.6  # the same of few channels
-FEW_CHANNELS = 32
+PIXEL_CYCLES = 2.75  # of a pixel's 128 bytes that are copied in im2col mode
+HALF_PIXEL_CYCLES = 6.0  # of 64 and more
+NARROW_PIXEL_CYCLES = 10.6  # of fewer
 TILE_CYCLES = 120.0  # to end one tile and begin the next
 STORED_BYTES = 42.0  # a cycle, of a block's sums on their way out
 OVERLAP_LOSS = 0.5
@@ -76,12 +77,18 @@ class Tile:
 
     @property
     def resident_bytes(self) -> int:
-        return self.steps * self.columns * 2 * DEPTH if self.resident else 0
+        return self.steps * self.weight_bytes if self.resident else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a step."""
+        columns = round_up(self.columns, BOX_COLUMNS) if self.layer.transposed else self.columns
+        return columns * 2 * DEPTH
 
     @property
     def stage_bytes(self) -> int:
         """With its barriers."""
-        return (self.rows + (0 if self.resident else self.columns)) * 2 * DEPTH + 16
+        return self.rows * 2 * DEPTH + (0 if self.resident else self.weight_bytes) + 16
 
     @property
     def shared_bytes(self) -> int:
@@ -119,8 +126,7 @@ class Tile:
         product = max(self.columns / 2, (ROWS + self.columns) * 32 / SHARED_BYTES)
         products = self.consumers * ceil_div(layer.in_channels, 16) * taps * product
         steps = ceil_div(layer.in_channels, DEPTH) * taps
-        pixel = PIXEL_CYCLES if layer.in_channels >= FEW_CHANNELS else NARROW_PIXEL_CYCLES
-        copies = 0.0 if layer.flat else self.rows * steps * pixel
+        copies = 0.0 if layer.flat else self.rows * taps * _pixel_cycles(layer.in_channels)
         loaded = (self.stage_bytes - 16) * steps
         stored = 2.0 * self.rows * min(self.columns, layer.out_channels)
         return max(products, copies), loaded, stored
@@ -162,7 +168,7 @@ class Tile:
             return None
         choices = product((True, False), ((2, ENOUGH_STAGES), (1, FEWEST_STAGES)))
         for resident, (buffers, fewest) in choices:
-            if self.columns // STORED_COLUMNS % buffers:
+            if ceil_div(self.columns, BOX_COLUMNS) % buffers:
                 continue  # a tile's first would be the one that the last has just been stored of
             if resident and not (self.layer.dense and self.column_tiles == 1):
                 continue  # tiles have different weights
@@ -172,6 +178,13 @@ class Tile:
             if stages >= (ENOUGH_STAGES if resident else fewest):
                 return replace(tile, stages=stages)
         return None
+
+
+def _pixel_cycles(channels: int) -> float:
+    """Of a pixel's copies for a tap, in im2col mode."""
+    whole, rest = divmod(channels, DEPTH)
+    last = HALF_PIXEL_CYCLES if rest >= DEPTH // 2 else NARROW_PIXEL_CYCLES
+    return whole * PIXEL_CYCLES + (last if rest else 0.0)
 
 
 def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
@@ -185,10 +198,12 @@ def image_cycles(layer: Layer, gpu: Gpu) -> float:
 
 
 def _tiles(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
-    choices = product(CONSUMERS, COLUMNS, range(1, MOST_BLOCKS + 1))
+    own = round_up(layer.out_channels, COLUMN_STEP)
+    widths = [columns for columns in COLUMNS if columns < own]
+    if own <= COLUMNS[-1]:
+        widths.append(own)
+    choices = product(CONSUMERS, widths, range(1, MOST_BLOCKS + 1))
     for consumers, columns, blocks in choices:
-        if columns >= 2 * layer.out_channels and columns > COLUMNS[0]:
-            continue
         tile = Tile(layer, consumers, columns, blocks).fitted(gpu)
         if tile is not None:
             yield tile

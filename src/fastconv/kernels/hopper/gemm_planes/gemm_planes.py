@@ -30,7 +30,7 @@ SOURCE = "hopper/gemm_planes/gemm_planes.cuh"
 MOST_TAPS = 32
 MOST_PHASE_UNITS = 9  # each of which is compiled
 MOST_PHASES = 16  # likewise
-LEAST_CHANNELS = 8
+LEAST_CHANNELS = 8  # of a product
 PRODUCER_REGISTERS = 40
 EXPLAINED = 5  # tiles
 
@@ -76,8 +76,8 @@ def _check(layer: Layer, gpu: Gpu) -> None:
         raise Declined("tensors that are not aligned to 16 bytes")
     if problem.groups > 1:
         raise Declined(f"{problem.groups} groups")
-    if min(channels) < LEAST_CHANNELS:
-        raise Declined(f"{min(channels)} channels, fewer than {LEAST_CHANNELS}")
+    if layer.in_channels < LEAST_CHANNELS:
+        raise Declined(f"{layer.in_channels} channels, fewer than {LEAST_CHANNELS}")
     if layer.taps > MOST_TAPS:
         raise Declined(f"{layer.taps} taps, more than {MOST_TAPS}")
     phases = layer.axes[0].phases * layer.axes[1].phases

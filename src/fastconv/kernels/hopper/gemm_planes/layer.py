@@ -13,7 +13,8 @@ from fastconv.kernels.lazy import lazy
 from fastconv.problem import Problem
 
 CHUNK = 32  # channels that are copied at once
-FEW_PIXELS = 256  # of a plane that fits shared memory whole
+FEW_PIXELS = 256  # of a plane that fits shared memory whole, and a box
+FEW_BULK_PIXELS = 324  # of one that no box can have
 SOME_POSITIONS = 128  # of a small tile
 MOST_BYTES = 100 * 1024  # of a chunk's rows that such a tile needs
 MOST_STRIDED_BYTES = 72 * 1024

@@ -11,7 +11,7 @@ from math import gcd
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, TensorMap
 from fastconv.kernels.hopper.block import CONSUMERS
-from fastconv.kernels.hopper.gemm_planes.layer import FEW_PIXELS, Layer
+from fastconv.kernels.hopper.gemm_planes.layer import FEW_BULK_PIXELS, FEW_PIXELS, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
 
@@ -89,11 +89,12 @@ def _flat_cuts(layer: Layer) -> Iterator[Cut]:
 
 def _whole_cuts(layer: Layer) -> Iterator[Cut]:
     pixels, width = layer.in_pixels, layer.in_size[1]
-    if pixels > FEW_PIXELS:
-        return
     if pixels % 4:
-        if layer.in_channels * pixels % 4 == 0 and layer.chunk * pixels % 32 == 0:
+        fits = pixels <= FEW_BULK_PIXELS and layer.chunk * pixels % 32 == 0
+        if fits and layer.in_channels * pixels % 4 == 0:
             yield Cut("whole", 1, width, pixels, bulk=True)
+        return
+    if pixels > FEW_PIXELS:
         return
     spread = [pitch for pitch in range(pixels, MOST_BOX + 1, 4) if pitch % 16 == 8]
     yield Cut("whole", 1, width, spread[0] if spread else pixels)
