@@ -247,9 +247,14 @@ def test_tensor_maps(example: ModuleType, hand_made: Any, name: str) -> None:
 
 def test_maps_that_the_driver_refuses(example: ModuleType, hand_made: Any) -> None:
     case = tensor_maps.cases(0)[NAMES[0]]
-    tensors = {"output": torch.empty(case.boxes_shape, dtype=torch.int32, device="cuda")}
+    memory = torch.zeros(case.memory.numel() + 1, dtype=case.memory.dtype, device="cuda")
+    tensors = {
+        "tensor": memory[1:],  # maps begin at multiples of 16 bytes
+        "coordinates": case.coordinates.to("cuda"),
+        "output": torch.empty(case.boxes_shape, dtype=torch.int32, device="cuda"),
+    }
     with pytest.raises(RuntimeError, match="launch of load_boxes: cudaErrorInvalidValue"):
-        example.run(hand_made, NAMES[0], tensors)  # without the tensor
+        example.run(hand_made, NAMES[0], tensors)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
