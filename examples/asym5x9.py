@@ -3485,6 +3485,8 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// It may overtake this thread's loads from shared memory, unless something has used what they
+// loaded: an asynchronous copy that waits for the barrier would write under them.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
