@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -237,6 +238,7 @@ LARGE_ELEMENTS = 4e9
 # Of all problems that are drawn, beside those of the population.
 NARROW = 0.1
 DENSE = 0.15
+DENSE_MODES = ("tf32", "float16", "bfloat16")
 
 
 # --- Lines ----------------------------------------------------------------------------------------
@@ -336,17 +338,22 @@ def _dense(draw: Random, large: bool) -> Work:
     """A layer of many channels, in a pass and of a type that matrix products have, for Hopper."""
     is_real = draw.random() < 0.3
     drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
-    mode = draw.choice(("tf32", "float16", "bfloat16"))
+    work = _dense_work(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES[:2]))
+    gpu = H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS))
+    return replace(work, gpu=gpu, plain_weight=draw.random() < 0.2)
+
+
+def known() -> Iterator[Work]:
+    """The suites' layers as such, whole: those whose code people run first."""
+    layers = [workload.problem for workload in population.KNOWN if workload.groups == 1]
+    for problem, mode, direction in product(layers, DENSE_MODES, PASSES[:2]):
+        yield _dense_work(problem, mode, direction)
+
+
+def _dense_work(problem: Problem, mode: str, direction: str) -> Work:
     dtype, precision = MODES[mode]
-    return Work(
-        _case(drawn.problem),
-        getattr(planner, draw.choice(PASSES[:2])),
-        dtype,
-        channels_last=mode != "tf32",
-        gpu=H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS)),
-        precision=precision,
-        plain_weight=draw.random() < 0.2,
-    )
+    last = mode != "tf32"
+    return Work(_case(problem), getattr(planner, direction), dtype, last, precision=precision)
 
 
 def _limits(large: bool) -> tuple[float, float]:
@@ -420,13 +427,15 @@ def survey(seed: int, seconds: float) -> tuple[int, dict[Class, Found]]:
     found: dict[Class, Found] = {}
     count = 0
     while time.monotonic() < end:
-        work = drawn(draw)
+        _add(found, drawn(draw))
         count += 1
-        one = Found(cost(work), line_of(work))
-        for each in classes_of(work):
-            if each not in found or one < found[each]:
-                found[each] = one
     return count, found
+
+
+def _add(found: dict[Class, Found], work: Work) -> None:
+    one = Found(cost(work), line_of(work))
+    for each in classes_of(work):
+        found[each] = min(one, found.get(each, one))
 
 
 def missing(found: Iterable[Class], works: Iterable[Work]) -> set[Class]:
@@ -516,6 +525,8 @@ def main() -> None:
         for _, of_one in surveys:
             for each, best in of_one.items():
                 found[each] = min(best, found.get(each, best))
+        for work in known():
+            _add(found, work)
         works = read_works()
         print(f"{sum(count for count, _ in surveys)} problems of {len(found)} classes;")
         print(f"{len(missing(found, works))} of them are not among the {len(works)} there are")
