@@ -206,6 +206,17 @@ def test_images_of_one_pixel_have_either_format() -> None:
         check(Work(case, planner, torch.bfloat16, channels_last=False, gpu=FEW))
 
 
+def test_an_image_of_one_patch_has_its_own_format() -> None:
+    """Gradients of one pixel lie either way, but not the patches that they are the gradients of."""
+    problem = Problem.of((2, 3, 4, 4), (24, 3, 4, 4), (4, 4), (0, 0, 0, 0), (1, 1), 1)
+    strides = (48, 1, 12, 3)
+    last = Operands("fastconv::bfloat16", 2, False, True, strides, True)
+    assert gemm_pixels.layer_of(problem, last, FEW, transposed=True).patches
+    contiguous = Operands("fastconv::bfloat16", 2, False, False, strides, True)
+    with pytest.raises(Declined):
+        gemm_pixels.layer_of(problem, contiguous, FEW, transposed=True)
+
+
 def test_declines() -> None:
     def declined(
         case: Case,

@@ -199,6 +199,8 @@ def _layer(problem: Problem, operands: Operands, transposed: bool) -> Layer:
     is_cut = problem.stride == problem.kernel_size and not any(problem.padding)
     if (
         not (transposed and is_cut and problem.groups == 1 and operands.weight_strides == dense)
+        # The layer's own images, of which a patch may be all: not the pointwise layer's.
+        or not operands.output_channels_last
         or channels % operands.vector == 0
         or columns % operands.vector
         or width * channels % 2
