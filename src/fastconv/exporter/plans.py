@@ -164,15 +164,19 @@ def _constants(name: str, constants: Constants, others: dict[Constants, str]) ->
     like = max(alike, key=lambda other: len({*other} & {*constants}), default=())
     words = [others[like]] if like else []
     words += [f"{key}={_quoted(value)}" for key, value in constants if (key, value) not in like]
-    indent = " " * 4
-    body = textwrap.fill(
+    return f"{name} = config(\n{_filled(words, 4)}\n)"
+
+
+def _filled(words: list[str], indent: int) -> str:
+    """Arguments in lines of at most 96 characters."""
+    return textwrap.fill(
         ", ".join(words) + ",",
         96,
-        initial_indent=indent,
-        subsequent_indent=indent,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * indent,
         break_long_words=False,
+        break_on_hyphens=False,
     )
-    return f"{name} = config(\n{body}\n)"
 
 
 def _launch(launch: Launch, constants: str, gpu: Gpu) -> str:
@@ -239,16 +243,7 @@ def _argument(argument: Argument) -> str:
 def _map(of: AnyMap) -> str:
     """With all of its fields, of which the file's own class has the same ones."""
     fields = [f"{name}={_quoted(value)}" for name, value in vars(of).items()]
-    indent = " " * 20
-    body = textwrap.fill(
-        ", ".join(fields) + ",",
-        96,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return f"{type(of).__name__}(\n{body}\n{' ' * 16})"
+    return f"{type(of).__name__}(\n{_filled(fields, 20)}\n{' ' * 16})"
 
 
 def _quoted(value: Constant | tuple[int, ...]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Declined, Gpu, Operands
 from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.directed import Directed
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
 from fastconv.problem import Pair, Problem
@@ -34,30 +35,10 @@ class Patches:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Directed):
     """A pass as a product: what it reads, its taps, its positions, what it writes."""
 
-    problem: Problem
-    operands: Operands
-    transposed: bool
     patches: Patches | None = None
-
-    @property
-    def in_channels(self) -> int:
-        """That the sum goes over."""
-        return self.problem.out_channels if self.transposed else self.problem.in_channels
-
-    @property
-    def out_channels(self) -> int:
-        return self.problem.in_channels if self.transposed else self.problem.out_channels
-
-    @property
-    def in_size(self) -> Pair:
-        return self.problem.output_size if self.transposed else self.problem.input_size
-
-    @property
-    def image_size(self) -> Pair:
-        return self.problem.input_size if self.transposed else self.problem.output_size
 
     @property
     def phases(self) -> Pair:
@@ -78,15 +59,7 @@ class Layer:
     @lazy
     def reads(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """For both axes, for each phase: how far from its position each of its taps reads."""
-        problem = self.problem
-        sides = zip(
-            problem.kernel_size,
-            problem.stride,
-            problem.dilation,
-            (problem.padding.top, problem.padding.left),
-            strict=True,
-        )
-        rows, columns = (self._reads_of_axis(*side) for side in sides)
+        rows, columns = (self._reads_of_axis(*side) for side in self.sides)
         return rows, columns
 
     def _reads_of_axis(
@@ -163,7 +136,7 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
         Declined: this kernel cannot compute it.
     """
     block.check(gpu)
-    layer = _layer(problem.without_idle_dilation, operands, transposed)
+    layer = _layer(problem, operands, transposed)
     problem, operands = layer.problem, layer.operands
     if operands.scalar_bytes != 2:
         raise Declined(f"{operands.scalar}")

@@ -58,6 +58,11 @@ __device__ __forceinline__ int place_of(int flat, const Tile& tile, int batch) {
   return (image * C::image_height + row) * C::image_width + column;
 }
 
+// A lane's eight of the channels that are staged for a row.
+__device__ __forceinline__ uint4 staged_vector(const unsigned char* staged, int row, int lane) {
+  return *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
+}
+
 // Of 64 staged channels to pixels anywhere: 8 lanes have the 128 bytes of one.
 __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* output, int column,
                                         int place, int lane) {
@@ -66,14 +71,11 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * i + lane / 8;
     const int pixel = __shfl_sync(~0u, place, row);
-    const uint4 values =
-        *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
+    const uint4 values = staged_vector(staged, row, lane);
     store_if(reinterpret_cast<uint4*>(output + 1LL * pixel * C::out_channels + channel), values,
              pixel >= 0 && channel < C::out_channels);
   }
 }
-
-static_assert(kBoxes % C::buffers == 0, "tiles take all buffers in turn");
 
 // The same of patches: rows are patches, channels those of all of their pixels. A row of a patch's
 // pixels lies in one piece, which need not be aligned to more than two numbers.
@@ -84,8 +86,7 @@ __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Sca
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * i + lane / 8;
     const int patch = __shfl_sync(~0u, place, row);
-    const uint4 values =
-        *reinterpret_cast<const uint4*>(staged + row * kSpan + ((lane % 8) ^ (row % 8)) * 16);
+    const uint4 values = staged_vector(staged, row, lane);
     const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
     Scalar* const first = output +
                           1LL * (patch / C::position_columns) * C::patch_rows * C::patch_pitch +
@@ -100,6 +101,8 @@ __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Sca
     }
   }
 }
+
+static_assert(kBoxes % C::buffers == 0, "tiles take all buffers in turn");
 
 // A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,

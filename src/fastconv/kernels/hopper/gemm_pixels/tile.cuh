@@ -33,8 +33,8 @@ constexpr int kProductDepth = 16;
 constexpr int kLastProducts = ceil_div(C::in_channels - (kChunks - 1) * kDepth, kProductDepth);
 
 constexpr int kRowBytes = kTileRows * kSpan;
-constexpr int kBoxColumns =
-    64;  // that lie side by side: of weights that are read across, and of stores
+// Columns that one copy has: of weights that are read across, and of what is stored.
+constexpr int kBoxColumns = 64;
 constexpr int kBoxes = ceil_div(kTileColumns, kBoxColumns);
 constexpr int kWeightBytes = (C::transposed ? kBoxes * kBoxColumns : kTileColumns) * kSpan;
 constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);

@@ -5,8 +5,8 @@ A tile changes no bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -197,13 +197,12 @@ def image_cycles(layer: Layer, gpu: Gpu) -> float:
     return min(tile.image_cycles for tile in _tiles(layer, gpu))
 
 
-def _tiles(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
+@lru_cache(maxsize=64)
+def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
+    """All that fit; kept, for they are asked what an image takes, and then planned with."""
     own = round_up(layer.out_channels, COLUMN_STEP)
     widths = [columns for columns in COLUMNS if columns < own]
     if own <= COLUMNS[-1]:
         widths.append(own)
     choices = product(CONSUMERS, widths, range(1, MOST_BLOCKS + 1))
-    for consumers, columns, blocks in choices:
-        tile = Tile(layer, consumers, columns, blocks).fitted(gpu)
-        if tile is not None:
-            yield tile
+    return tuple(filter(None, (Tile(layer, *choice).fitted(gpu) for choice in choices)))

@@ -67,7 +67,7 @@ def _check(layer: Layer, gpu: Gpu) -> None:
     problem, operands = layer.problem, layer.operands
     block.check(gpu)
     channels = (layer.in_channels, layer.out_channels)
-    limits.check(operands, problem.groups, channels, layer.in_size, layer.out_size)
+    limits.check(operands, problem.groups, channels, layer.in_size, layer.image_size)
     if operands.scalar != "float" or operands.precision != "tf32":
         raise Declined(f"{operands.scalar} in {operands.precision}: planes are multiplied in TF32")
     if operands.input_channels_last or operands.output_channels_last:
@@ -157,8 +157,8 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "group_out": layer.out_channels,
         "in_height": in_size[0],
         "in_width": in_size[1],
-        "out_height": layer.out_size[0],
-        "out_width": layer.out_size[1],
+        "out_height": layer.image_size[0],
+        "out_width": layer.image_size[1],
         **geometry_constants(
             problem.kernel_size, problem.stride, problem.dilation, padding, operands
         ),

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.kernels.family import Operands
+from fastconv.kernels.hopper.directed import Directed
 from fastconv.kernels.lazy import lazy
-from fastconv.problem import Problem
 
 CHUNK = 32  # channels that are copied at once
 FEW_PIXELS = 256  # of a plane that fits shared memory whole, and a box
@@ -69,46 +68,19 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Directed):
     """A pass of a problem. What it reads has ``in_channels`` planes, what it writes has others."""
-
-    problem: Problem
-    operands: Operands
-    transposed: bool
-
-    @lazy
-    def in_channels(self) -> int:
-        return self.problem.out_channels if self.transposed else self.problem.in_channels
-
-    @lazy
-    def out_channels(self) -> int:
-        return self.problem.in_channels if self.transposed else self.problem.out_channels
-
-    @lazy
-    def in_size(self) -> tuple[int, int]:
-        return self.problem.output_size if self.transposed else self.problem.input_size
-
-    @lazy
-    def out_size(self) -> tuple[int, int]:
-        return self.problem.input_size if self.transposed else self.problem.output_size
 
     @lazy
     def axes(self) -> tuple[Axis, Axis]:
-        problem = self.problem
-        padding = (problem.padding.top, problem.padding.left)
-        rows, columns = (
-            Axis(*sizes, self.transposed)
-            for sizes in zip(
-                problem.kernel_size, problem.stride, problem.dilation, padding, strict=True
-            )
-        )
+        rows, columns = (Axis(*side, self.transposed) for side in self.sides)
         return rows, columns
 
     @lazy
     def grid(self) -> tuple[int, int]:
         """Positions: as many as a phase of the output has pixels."""
         rows, columns = self.axes
-        height, width = self.out_size
+        height, width = self.image_size
         return ceil_div(height, rows.phases), ceil_div(width, columns.phases)
 
     @property

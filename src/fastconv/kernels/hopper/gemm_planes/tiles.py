@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -71,8 +72,8 @@ class Cut:
 
     def conflicts(self, step: int) -> int:
         """How many lanes want the same bank, if pixels of neighbouring lanes are so far apart."""
-        banks = Counter((4 * i + t * self.pitch + g * step) % BANKS
-                        for i in range(1) for t in range(4) for g in range(8))  # fmt: skip
+        lanes = product(range(4), range(8))  # channels, pixels
+        banks = Counter((t * self.pitch + g * step) % BANKS for t, g in lanes)
         return max(banks.values())
 
 
@@ -243,19 +244,18 @@ class Tile:
     @property
     def vector(self) -> int:
         """Neighbours that a thread loads and stores at once."""
-        whole = self.cut.flat and self.layer.out_size == self.layer.grid
+        whole = self.cut.flat and self.layer.image_size == self.layer.grid
         return 2 * self.row_tiles if whole and self.shape.tile_pixels % 4 == 0 else 1
 
     @property
     def pairs(self) -> bool:
         """Whether the phases of a row are stored at once."""
-        return self.layer.axes[1].phases == 2 and self.layer.out_size[1] % 2 == 0
+        return self.layer.axes[1].phases == 2 and self.layer.image_size[1] % 2 == 0
 
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory, or None."""
         layer = self.layer
         input_stage, weight_stage = self.input_bytes + 16, self.weight_bytes + 16
-        most_weights = MOST_WEIGHT_STAGES
         if self.column_tiles == 1:
             every = self.all_weight_stages
             if every * weight_stage + 3 * input_stage <= budget:
@@ -267,13 +267,11 @@ class Tile:
         while True:
             left = budget - inputs * input_stage - weights * weight_stage
             # What is ahead of the consumers, in units.
-            wants_weights = weights < inputs * layer.units and weights < most_weights
+            wants_weights = weights < inputs * layer.units and weights < MOST_WEIGHT_STAGES
             if wants_weights and left >= weight_stage:
                 weights += 1
             elif inputs < MOST_INPUT_STAGES and inputs * layer.units < 12 and left >= input_stage:
                 inputs += 1
-            elif weights < most_weights and left >= weight_stage and weights < inputs * layer.units:
-                weights += 1
             else:
                 break
         return replace(self, input_stages=inputs, weight_stages=weights)
