@@ -236,7 +236,7 @@ GEMM_PIXELS = Anatomy(
                  "packed", "resident"),
         "multiply": ("Scalar", "transposed", "several consumers", "boxes", "part of a box",
                      "several chunks", "whole chunks", "resident"),
-        "store": ("Scalar", "dense", "patches", "boxes", "part of a box", "buffers",
+        "store": ("Scalar", "dense", "patches", "boxes", "part of a box", "buffers", "joined",
                   "several column tiles", "whole columns"),
         "pack": ("Scalar", "packed", "several taps"),
     },

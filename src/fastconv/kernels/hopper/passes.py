@@ -118,7 +118,7 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     try:
         choices.append(_correlate(ways, gpu))
     except Declined:
-        least = spread.portable_cycles(ways[0][0])
+        least = sum(map(spread.portable_cycles, ways[0]))
         choices = [one for one in choices if one.cycles < least]
         if not choices:
             raise

@@ -48,7 +48,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         (min(tiles, gpu.processors * tile.blocks), 1, 1),
         tile.threads,
         tile.shared_bytes,
-        (_input_map(tile), _weight_map(tile), _output_map(layer), "bias", "output", batch),
+        (_input_map(tile), _weight_map(tile), _output_map(tile), "bias", "output", batch),
         early=True,
     )
     weights = layer.problem.out_channels * layer.problem.in_channels
@@ -114,12 +114,17 @@ def _weight_map(tile: Tile) -> TensorMap:
     )
 
 
-def _output_map(layer: Layer) -> TensorMap:
+def _output_map(tile: Tile) -> TensorMap:
     """Of all pixels; a warp stores 16 of them."""
+    layer = tile.layer
     height, width = layer.image_size
-    sizes = (layer.out_channels, layer.problem.batch * height * width)
-    strides = (2 * layer.out_channels,)
-    box = (BOX_COLUMNS, 16)
+    pixels, pitch = layer.problem.batch * height * width, 2 * layer.out_channels
+    sizes: tuple[int, ...] = (layer.out_channels, pixels)
+    strides: tuple[int, ...] = (pitch,)
+    box: tuple[int, ...] = (BOX_COLUMNS, 16)
+    if tile.joined > 1:
+        sizes = (BOX_COLUMNS, layer.out_channels // BOX_COLUMNS, pixels)
+        strides, box = (2 * BOX_COLUMNS, pitch), (BOX_COLUMNS, tile.joined, 16)
     return TensorMap("output", layer.operands.scalar, sizes, strides, box, swizzle=128)
 
 
@@ -159,5 +164,6 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "blocks": tile.blocks,
         "stages": tile.stages,
         "buffers": tile.buffers,
+        "joined": tile.joined,
         "resident": tile.resident,
     }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bia
 // beyond the tile's last is no channel's, and not stored.
 __device__ __forceinline__ void stage_sums(const float (&sums)[kSums], unsigned char* staged,
                                            int box, int lane) {
-  const int row = lane % 16;
+  const int row = lane % 16 * C::joined + box % C::joined;  // of shared memory
 #pragma unroll
   for (int k = 0; k < 4 && box * kBoxColumns + 16 * k < kTileColumns; ++k) {
     unsigned pairs[4];
@@ -102,9 +102,20 @@ __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Sca
   }
 }
 
-static_assert(kBoxes % C::buffers == 0, "tiles take all buffers in turn");
+// The last box's column is given.
+__device__ __forceinline__ void store_boxes(const TensorMap& map, int column, int row,
+                                            const unsigned char* staged) {
+  if constexpr (C::joined > 1) {
+    tensor_store(map, {0, column / kBoxColumns + 1 - C::joined, row}, staged);
+  } else {
+    tensor_store(map, {column, row}, staged);
+  }
+}
 
-// A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time.
+static_assert(kBoxes % (C::joined * C::buffers) == 0, "tiles take all buffers in turn");
+
+// A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time; boxes
+// that are joined, at once: their pixels' channels lie side by side in memory.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
                                            const TensorMap& map, Scalar* output, const Tile& tile,
                                            int batch, int warp, int lane) {
@@ -112,17 +123,18 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
   const int place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    unsigned char* const staged = shared.staged(warp, box % C::buffers);
+    unsigned char* const staged = shared.staged(warp, box / C::joined % C::buffers);
     const int column = tile.column + box * kBoxColumns;
-    if constexpr (C::dense) {
+    if (C::dense && box % C::joined == 0) {
       bulk_store_wait_read<C::buffers - 1>();  // who did not issue any waits for none
     }
     __syncwarp();
     stage_sums(sums, staged, box, lane);
     if constexpr (C::dense) {
+      if (box % C::joined < C::joined - 1) continue;
       fence_async_shared();
       __syncwarp();
-      if (lane == 0) tensor_store(map, {column, row}, staged);
+      if (lane == 0) store_boxes(map, column, row, staged);
       bulk_store_commit();
     } else {
       __syncwarp();

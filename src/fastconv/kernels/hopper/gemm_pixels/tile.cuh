@@ -38,7 +38,7 @@ constexpr int kBoxColumns = 64;
 constexpr int kBoxes = ceil_div(kTileColumns, kBoxColumns);
 constexpr int kWeightBytes = (C::transposed ? kBoxes * kBoxColumns : kTileColumns) * kSpan;
 constexpr int kStageBytes = kRowBytes + (C::resident ? 0 : kWeightBytes);
-constexpr int kStagedBytes = 16 * kBoxColumns * 2;  // of 16 rows, a warp's
+constexpr int kStagedBytes = 16 * C::joined * kBoxColumns * 2;  // of 16 rows, a warp's
 
 // Weights of all steps may stay, where all tiles have the same.
 constexpr int kSteps = C::kernel_height * C::kernel_width * kChunks;

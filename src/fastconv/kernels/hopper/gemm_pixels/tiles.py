@@ -5,6 +5,7 @@ A tile changes no bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -41,6 +42,8 @@ HALF_PIXEL_CYCLES = 6.0  # of 64 and more
 NARROW_PIXEL_CYCLES = 10.6  # of fewer
 TILE_CYCLES = 120.0  # to end one tile and begin the next
 STORED_BYTES = 42.0  # a cycle, of a block's sums on their way out
+SINGLY_STORED_BYTES = 33.0  # the same of a single buffer, box by box
+PATCH_STORED_BYTES = 3.5  # of patches, two numbers at a time
 OVERLAP_LOSS = 0.5
 START_CYCLES = 1500.0  # of a launch
 
@@ -55,6 +58,7 @@ class Tile:
     blocks: int  # of a processor
     stages: int = 0
     buffers: int = 1
+    joined: int = 1  # boxes of columns that are stored at once
     resident: bool = False  # whether all weights stay in shared memory
 
     @property
@@ -92,7 +96,7 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        staged = 4 * self.consumers * self.buffers * WARP_BYTES
+        staged = 4 * self.consumers * self.buffers * self.joined * WARP_BYTES
         return self.resident_bytes + self.stages * self.stage_bytes + staged + BARRIER_BYTES
 
     @property
@@ -131,12 +135,19 @@ class Tile:
         stored = 2.0 * self.rows * min(self.columns, layer.out_channels)
         return max(products, copies), loaded, stored
 
+    @property
+    def _stored_bytes(self) -> float:
+        """A cycle."""
+        if self.layer.patches:
+            return PATCH_STORED_BYTES
+        return SINGLY_STORED_BYTES if self.buffers * self.joined == 1 else STORED_BYTES
+
     def _tile_cycles(self, blocks: float) -> float:
         """What a tile takes a processor that has so many blocks."""
         busy, loaded, stored = self._work
         under_way = (self.stages - 1) * (self.stage_bytes - 16)
         loading = loaded / under_way * LATENCY / blocks
-        return TILE_CYCLES + max(busy, loading) + stored / STORED_BYTES
+        return TILE_CYCLES + max(busy, loading) + stored / self._stored_bytes
 
     def _cycles(self, rounds: float, blocks: float, tiles: float, images: float) -> float:
         """Of so many rounds of tiles, of so many tiles a processor, which are so many images."""
@@ -162,17 +173,23 @@ class Tile:
         tiles = phases * self.column_tiles * rows * columns / self.rows
         return self._cycles(tiles, self.blocks, tiles, 1.0)
 
+    @property
+    def _stores(self) -> Iterator[tuple[int, int, int]]:
+        """How sums can leave, the best first: buffers, joined boxes, stages that need room too."""
+        # With an odd number of boxes, a tile's first would be staged where the last has just been.
+        if ceil_div(self.columns, BOX_COLUMNS) % 2 == 0:
+            joins = self.layer.dense and self.layer.out_channels % BOX_COLUMNS == 0
+            yield (1, 2, ENOUGH_STAGES) if joins else (2, 1, ENOUGH_STAGES)
+        yield 1, 1, FEWEST_STAGES
+
     def fitted(self, gpu: Gpu) -> Tile | None:
         """With as many stages as fit; None if too few do."""
         if self.registers > self.most_registers:
             return None
-        choices = product((True, False), ((2, ENOUGH_STAGES), (1, FEWEST_STAGES)))
-        for resident, (buffers, fewest) in choices:
-            if ceil_div(self.columns, BOX_COLUMNS) % buffers:
-                continue  # a tile's first would be the one that the last has just been stored of
+        for resident, (buffers, joined, fewest) in product((True, False), self._stores):
             if resident and not (self.layer.dense and self.column_tiles == 1):
                 continue  # tiles have different weights
-            tile = replace(self, buffers=buffers, resident=resident)
+            tile = replace(self, buffers=buffers, joined=joined, resident=resident)
             room = gpu.shared_budget(self.blocks) - tile.shared_bytes
             stages = min(room // tile.stage_bytes, MOST_STAGES)
             if stages >= (ENOUGH_STAGES if resident else fewest):
