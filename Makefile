@@ -60,7 +60,7 @@ SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-err
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=spread \
   --kernel-name kernel_substring=collect --kernel-name kernel_substring=clear \
   --kernel-name kernel_substring=scale --kernel-name kernel_substring=gemm_pixels \
-  --kernel-name kernel_substring=gemm_planes
+  --kernel-name kernel_substring=gemm_planes --kernel-name kernel_substring=gemm_weights
 CORRELATE = --kernel-name kernel_substring=correlate
 sanitize:
 	for family in "" ampere depthwise direct; do \

@@ -2045,8 +2045,8 @@ SOURCES["direct/bias_grad.cuh"] = r"""
 //
 // Each channel's values are shared out among `splits` blocks. A thread adds up every kThreads-th
 // value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
-// the blocks' sums in order: no atomics, the same bits every time. Exported files use this; the
-// package itself leaves that sum to PyTorch.
+// the blocks' sums in order: no atomics, the same bits every time. For weight gradients that do not
+// see the output's gradient as it is, and for exported files.
 #include "include/scalar.cuh"
 
 namespace fastconv {
@@ -9989,7 +9989,13 @@ SCALARS = {
 }
 
 # The CUDA driver's numbers for what maps are made of: for modes, places in these lists.
-MAPPED_TYPES = {"fastconv::float16": 6, "float": 7, "double": 8, "fastconv::bfloat16": 9}
+MAPPED_TYPES = {
+    "fastconv::float16": 6,
+    "float": 7,
+    "double": 8,
+    "fastconv::bfloat16": 9,
+    "tf32": 11,
+}
 SWIZZLES = (0, 32, 64, 128)
 PROMOTIONS = (0, 64, 128, 256)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +24,7 @@ NUMBERS = 6  # that a block reads of its box: coordinates, then the offsets of a
 
 _DTYPES = {
     "float": torch.float32,
+    "tf32": torch.float32,
     "double": torch.float64,
     "fastconv::float16": torch.float16,
     "fastconv::bfloat16": torch.bfloat16,
@@ -70,6 +71,8 @@ class Case:
 
     def _at(self, positions: np.ndarray) -> np.ndarray:
         words = _words(self.memory)
+        if self.map.scalar == "tf32":
+            words = _rounded(words)
         return np.where(positions >= 0, words[positions], 0).astype(words.dtype).view(np.int32)
 
     def _positions(self) -> Iterator[np.ndarray]:
@@ -157,9 +160,25 @@ def exported_launch(module: ModuleType, case: Case) -> Any:
     )
 
 
-def _row(draw: Random, swizzle: int) -> tuple[str, int]:
+# Float32 that TF32 rounds up, down, to even, to infinity; denormals, infinities, NaN.
+_ODD_BITS = (
+    0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0xBF803000, 0x7F7FEFFF, 0x7F7FF000, 0x00001001,
+    0x00003000, 0x007FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF,
+)  # fmt: skip
+
+
+def _rounded(words: np.ndarray) -> np.ndarray:
+    """To TF32, as an H200 was seen to do: ties to even, one NaN for all."""
+    wide = words.astype(np.uint64)
+    rounded = (wide + 0xFFF + (wide >> 13 & 1) & 0xFFFFE000).astype(np.uint32)
+    return np.where(wide & 0x7FFFFFFF > 0x7F800000, np.uint32(0x7FFFE000), rounded)
+
+
+def _row(
+    draw: Random, swizzle: int, scalars: Sequence[str] = tuple(MAPPED_SCALARS)
+) -> tuple[str, int]:
     """A type, and how many elements a row of a box has."""
-    scalar = draw.choice(list(MAPPED_SCALARS))
+    scalar = draw.choice(scalars)
     return scalar, (swizzle or 16 * draw.randint(1, 12)) // MAPPED_SCALARS[scalar]
 
 
@@ -177,7 +196,12 @@ def _memory(draw: Random, of: AnyMap) -> Tensor:
     last = sum((size - 1) * stride for size, stride in zip(of.sizes[1:], of.strides, strict=True))
     generator = torch.Generator().manual_seed(draw.getrandbits(32))
     length = last // MAPPED_SCALARS[of.scalar] + of.sizes[0]
-    return torch.randn(length, generator=generator).to(_DTYPES[of.scalar])
+    memory = torch.randn(length, generator=generator).to(_DTYPES[of.scalar])
+    if of.scalar == "tf32":
+        bits = memory.view(torch.int32).numpy().view(np.uint32)
+        for number in _ODD_BITS:
+            bits[draw.randrange(length)] = number
+    return memory
 
 
 def _case(draw: Random, of: AnyMap, coordinates: list[list[int]]) -> Case:
@@ -199,7 +223,9 @@ def _chunk(of: AnyMap) -> int:
 def _tiled(
     draw: Random, rank: int, swizzle: int, most_step: int, whole_chunks: bool = False
 ) -> TensorMap:
-    scalar, row = _row(draw, swizzle)
+    # What stores make of rounded elements is nobody's business.
+    scalars = [one for one in MAPPED_SCALARS if not (whole_chunks and one == "tf32")]
+    scalar, row = _row(draw, swizzle, scalars)
     steps = [draw.choice([1, draw.randint(1, most_step)]) for _ in range(rank - 1)]
     box = [draw.randint(1, {2: 32, 3: 8, 4: 4, 5: 3}[rank]) * step for step in steps]
     box = [max(1, span - draw.randrange(step)) for span, step in zip(box, steps, strict=True)]

@@ -33,13 +33,15 @@ def _plan(row: dict[str, Any]) -> Plan:
 
 
 def _is_needed(row: dict[str, Any]) -> bool:
-    """Of the passes that are estimated, what a training step has: not the images' gradient."""
+    """What a training step has: not the images' gradient."""
     is_first = row["workload"]["first"] == row["workload"]["count"]
-    return row["direction"] == "forward" or (row["direction"] == "input_grad" and not is_first)
+    return row["direction"] != "input_grad" or not is_first
 
 
-@pytest.mark.parametrize("name", ["h200-resnet50-bfloat16-nhwc", "h200-resnet50-tf32"])
-def test_estimates_are_near_what_was_measured(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "weight_gradients"), [("h200-resnet50-bfloat16-nhwc", 22), ("h200-resnet50-tf32", 10)]
+)
+def test_estimates_are_near_what_was_measured(name: str, weight_gradients: int) -> None:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     times = {
         f"{row['workload']['name']} {row['direction']}": (
@@ -48,6 +50,8 @@ def test_estimates_are_near_what_was_measured(name: str) -> None:
         )
         for row in filter(_is_needed, rows)
     }
-    assert len(times) == 45  # 23 layers
+    # Of weight gradients, those by matrix products; the other kernels' are rougher.
+    times = {key: both for key, both in times.items() if both[0] > 0}
+    assert len(times) == 45 + weight_gradients  # 23 layers
     far = {key: both for key, both in times.items() if abs(both[0] / both[1] - 1) > TOLERANCE}
     assert not far

@@ -456,7 +456,13 @@ MapType = IntEnum(
     "MapType",
     {
         f"CU_TENSOR_MAP_DATA_TYPE_{name}": number
-        for name, number in {"FLOAT16": 6, "FLOAT32": 7, "FLOAT64": 8, "BFLOAT16": 9}.items()
+        for name, number in {
+            "FLOAT16": 6,
+            "FLOAT32": 7,
+            "FLOAT64": 8,
+            "BFLOAT16": 9,
+            "TFLOAT32": 11,
+        }.items()
     },
 )
 Interleave = IntEnum("Interleave", {"CU_TENSOR_MAP_INTERLEAVE_NONE": 0})

@@ -31,7 +31,7 @@ PIXELS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scalar": "int"}, "int is none of float, double,"),
+        ({"scalar": "int"}, "int is none of float, tf32, double,"),
         ({"sizes": ()}, "0 sizes, not 1 to 5"),
         ({"sizes": (1,) * 6}, "6 sizes, not 1 to 5"),
         ({"sizes": (40, 0, 5)}, "sizes has 0, which is not from 1 to 4294967296"),

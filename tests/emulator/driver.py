@@ -113,7 +113,8 @@ def _numbers(of: AnyMap) -> tuple[int, ...]:
     tiled = isinstance(of, TensorMap)
     layout = (*of.sizes, *of.strides, *of.element_strides)
     box = of.box if tiled else (*of.lower, *of.upper, of.channels, of.pixels)
-    return int(not tiled), MAPPED_SCALARS[of.scalar], of.swizzle, len(of.sizes), *layout, *box
+    element = (MAPPED_SCALARS[of.scalar], int(of.scalar == "tf32"))
+    return int(not tiled), *element, of.swizzle, len(of.sizes), *layout, *box
 
 
 def _store(tensors: Mapping[str, Tensor], memory: Mapping[str, bytes]) -> None:

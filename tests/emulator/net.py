@@ -39,6 +39,7 @@ from fastconv.kernels.gpus import GPUS, H200
 from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
 from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
 from fastconv.kernels.hopper.gemm_planes import gemm_planes
+from fastconv.kernels.hopper.gemm_weights import gemm_weights
 from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
 from fastconv.kernels.tensor.layers import views
 from fastconv.problem import Problem
@@ -141,6 +142,8 @@ class Gemm(Forced):
         return f"{self.direction}{FORCED}{GEMM}{','.join(map(str, self.tile))}"
 
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        if self.direction == "weight_grad":
+            return self._weight_grad(problem, operands, gpu)
         gemm: Any = gemm_planes if operands.scalar == "float" else gemm_pixels
         transposed = self.direction == "input_grad"
         layer = gemm.layer_of(problem.without_idle_dilation, operands, gpu, transposed)
@@ -149,6 +152,20 @@ class Gemm(Forced):
             if self.tile in ((), _tile_of(plan.launches[-1].kernel)):
                 return plan
         raise Declined("a tile that does not fit")
+
+    def _weight_grad(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        layer = gemm_weights.layer_of(problem.without_idle_dilation, operands, gpu)
+        for tile in gemm_weights.tiles_of(layer, gpu):
+            plan = gemm_weights.plan(tile, gpu)
+            if self.tile in ((), _tile_of(_main_kernel(plan))):
+                return plan
+        raise Declined("a tile that does not fit")
+
+
+def _main_kernel(plan: Plan) -> Kernel:
+    """The one that a tile is of."""
+    kernels = [launch.kernel for launch in plan.launches]
+    return next((kernel for kernel in kernels if kernel.source in NAMES), kernels[0])
 
 
 def _tile_of(kernel: Kernel) -> tuple[int, ...]:
@@ -202,19 +219,23 @@ NAMES = {
     ),
     gemm_pixels.SOURCE: ("consumers", "tile_columns", "blocks"),
     gemm_planes.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
+    gemm_weights.SOURCE: (
+        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole",
+    ),
 }  # fmt: skip
-GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE)
+GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE, gemm_weights.SOURCE)
 
 
 def _forced(work: Work) -> Iterator[Work]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
-    kernel, family = work.plan.launches[0].kernel, work.plan.family
+    kernel, family = _main_kernel(work.plan), work.plan.family
     kind = Gemm if kernel.source in GEMMS else Forced
     if not isinstance(work.planner, kind):
         if family in ("hopper", "ampere"):
             yield replace(work, planner=kind(work.direction))
     elif kernel.source in NAMES and not (work.planner.tile or is_small(work)):
-        kernel = work.plan.launches[-1 if work.direction != "weight_grad" else 0].kernel
+        if work.direction != "weight_grad":
+            kernel = work.plan.launches[-1].kernel
         yield replace(work, planner=kind(work.direction, _tile_of(kernel)))
 
 
@@ -338,9 +359,13 @@ def _dense(draw: Random, large: bool) -> Work:
     """A layer of many channels, in a pass and of a type that matrix products have, for Hopper."""
     is_real = draw.random() < 0.3
     drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
-    work = _dense_work(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES[:2]))
+    work = _dense_work(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES))
     gpu = H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS))
-    return replace(work, gpu=gpu, plain_weight=draw.random() < 0.2)
+    work = replace(work, gpu=gpu, plain_weight=draw.random() < 0.2)
+    if work.direction != "weight_grad":
+        return work
+    last = work.channels_last and draw.random() < 0.7
+    return replace(work, channels_last=last, bias_grad=draw.random() < 0.5)
 
 
 def known() -> Iterator[Work]:

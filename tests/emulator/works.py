@@ -168,7 +168,8 @@ def new_output(work: Work) -> Tensor:
         "weight_grad": problem.weight_shape,
     }[work.direction]
     nan = torch.full(shape, torch.nan, dtype=work.dtype)
-    return placed(nan, work.output_format, work.aligned)
+    is_weight = work.direction == "weight_grad"
+    return placed(nan, work.weight_format if is_weight else work.output_format, work.aligned)
 
 
 def tensors_read(work: Work, tensors: Tensors) -> dict[str, Tensor]:

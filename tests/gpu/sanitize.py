@@ -30,6 +30,7 @@ import oracle
 from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import ampere, planner
+from fastconv.kernels.family import Declined
 from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
 from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
 from fastconv.problem import Problem
@@ -251,6 +252,8 @@ def gemm_checks() -> list[bool]:
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
         mock.patch.object(hopper_correlate, "image_cycles", return_value=math.inf),
+        mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
+        mock.patch.object(hopper_weight_grad, "choose_tile", side_effect=Declined("others")),
     ):
         kinds = product(GEMM_PROBLEMS.values(), GEMM_KINDS)
         return [check(Problem.of(*arguments), *kind) for arguments, kind in kinds]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import test_hopper_collect, test_hopper_weight_grad
+from emulator import test_hopper_collect, test_hopper_gemm_weights, test_hopper_weight_grad
 from emulator.test_hopper_weight_grad import MODES, TOLERANCES, put_odd_numbers
 from emulator.works import ODD_NUMBERS, Tensors, Work, float64, new_output, placed
 from fastconv import ops
@@ -31,7 +31,11 @@ pytestmark = [
 TRUNCATION = 5e-6
 
 
-WORKS = [*test_hopper_weight_grad.WORKS, *test_hopper_collect.WORKS]
+WORKS = [
+    *test_hopper_weight_grad.WORKS,
+    *test_hopper_collect.WORKS,
+    *test_hopper_gemm_weights.WORKS,
+]
 
 
 @contextmanager
@@ -52,7 +56,7 @@ def _run(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
 
     input = on_gpu(tensors.input, work.input_format)
     grad_output = on_gpu(tensors.grad_output, work.output_format)
-    grad = on_gpu(new_output(work), work.output_format)
+    grad = on_gpu(new_output(work), work.weight_format)
     bias = torch.full((work.case.weight[0],), torch.nan, dtype=work.dtype, device=CUDA)
     bias_out = bias if work.bias_grad else None
     with _planned_as(work):

@@ -24,6 +24,7 @@ _PLACEHOLDER = 1 << 20
 
 _TYPES = {
     "float": "FLOAT32",
+    "tf32": "TFLOAT32",
     "double": "FLOAT64",
     "fastconv::float16": "FLOAT16",
     "fastconv::bfloat16": "BFLOAT16",

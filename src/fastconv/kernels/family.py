@@ -42,8 +42,17 @@ class Kernel:
         )
 
 
-MAPPED_SCALARS = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
-"""Element types of mapped tensors, by their names in device code, and their bytes."""
+MAPPED_SCALARS = {
+    "float": 4,
+    "tf32": 4,
+    "double": 8,
+    "fastconv::float16": 2,
+    "fastconv::bfloat16": 2,
+}
+"""Element types of mapped tensors, by their names in device code, and their bytes.
+
+``tf32`` is float32 that loads round to TF32's mantissa: to nearest, ties to even.
+"""
 
 
 @dataclass(frozen=True)

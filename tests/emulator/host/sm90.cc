@@ -33,6 +33,7 @@ struct Load {
   unsigned char* target;
   std::vector<Piece> sources;  // those of asynchronous copies are not known any more
   std::vector<unsigned char> data;
+  bool rounds = false;  // to TF32, as it lands
 };
 
 // An arrival that waits for a thread's asynchronous copies.
@@ -153,6 +154,17 @@ void settle(Barrier& barrier) {
   ++barrier.phase;
 }
 
+// To nearest, ties to even, as an H200 does; denormals too. It makes one NaN of all.
+void round_to_tf32(unsigned char* data, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 4) {
+    uint32_t bits;
+    memcpy(&bits, &data[i], 4);
+    bits = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fffe000
+                                            : (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+    memcpy(&data[i], &bits, 4);
+  }
+}
+
 void land(Barrier& barrier, const Load& load) {
   const Site& site = load.site;
   for (const Piece& piece : load.sources) {
@@ -164,6 +176,7 @@ void land(Barrier& barrier, const Load& load) {
     fail("shared memory was written under a %s, %s:%d", site.function, site.file, site.line);
   }
   memcpy(load.target, load.data.data(), load.data.size());
+  if (load.rounds) round_to_tf32(load.target, load.data.size());
   barrier.expected_bytes -= static_cast<int>(load.data.size());
 }
 
@@ -447,7 +460,7 @@ void tensor_load(Site site, void* shared, const Box& box, void* address) {
   std::vector<Piece> pieces = checked_pieces(box, shared, static_cast<int>(data.size()));
   for (const Piece& piece : pieces) memcpy(&data[piece.offset], piece.global, piece.bytes);
   auto* const target = static_cast<unsigned char*>(shared);
-  start_loading(barrier, {site, target, std::move(pieces), std::move(data)});
+  start_loading(barrier, {site, target, std::move(pieces), std::move(data), box.map->rounds});
 }
 
 void bulk_store(Site site, void* global, const void* shared, int bytes) {

@@ -119,7 +119,7 @@ TensorMap read_tensor_map(unsigned char* begin, const char* numbers) {
   TensorMap map = {};
   map.begin = begin;
   std::istringstream from(numbers);
-  from >> map.im2col >> map.element_bytes >> map.swizzle >> map.rank;
+  from >> map.im2col >> map.element_bytes >> map.rounds >> map.swizzle >> map.rank;
   if (!from || map.rank < 1 || map.rank > kMaxRank) fail("no map of rank %d", map.rank);
   map.strides[0] = map.element_bytes;
   read(from, map.sizes, 0, map.rank);

@@ -10,6 +10,7 @@ constexpr int kMaxRank = 5;
 struct TensorMap {
   unsigned char* begin;  // the tensor, or null if it is absent
   int element_bytes;
+  bool rounds;  // to TF32, what is loaded
   int swizzle;  // bytes of the span, or 0
   int rank;
   bool im2col;
@@ -21,8 +22,8 @@ struct TensorMap {
   int channels, pixels;
 };
 
-// Makes one of numbers, separated by spaces: whether it is an im2col map, the bytes of an element
-// and of the swizzle, the rank, sizes, strides of all but the innermost dimension, element strides;
+// Makes one of numbers, separated by spaces: whether it is an im2col map, the bytes of an element,
+// whether it is rounded, bytes of the swizzle, the rank, sizes, strides of all but the innermost dimension, element strides;
 // then the box, or lower corner, upper corner, channels and pixels.
 TensorMap read_tensor_map(unsigned char* begin, const char* numbers);
 

@@ -35,7 +35,13 @@ SCALARS = {
 }
 
 # The CUDA driver's numbers for what maps are made of: for modes, places in these lists.
-MAPPED_TYPES = {"fastconv::float16": 6, "float": 7, "double": 8, "fastconv::bfloat16": 9}
+MAPPED_TYPES = {
+    "fastconv::float16": 6,
+    "float": 7,
+    "double": 8,
+    "fastconv::bfloat16": 9,
+    "tf32": 11,
+}
 SWIZZLES = (0, 32, 64, 128)
 PROMOTIONS = (0, 64, 128, 256)
 

@@ -2,8 +2,8 @@
 //
 // Each channel's values are shared out among `splits` blocks. A thread adds up every kThreads-th
 // value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
-// the blocks' sums in order: no atomics, the same bits every time. Exported files use this; the
-// package itself leaves that sum to PyTorch.
+// the blocks' sums in order: no atomics, the same bits every time. For weight gradients that do not
+// see the output's gradient as it is, and for exported files.
 #pragma once
 #include "include/scalar.cuh"
 

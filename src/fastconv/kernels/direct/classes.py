@@ -99,4 +99,14 @@ WEIGHT_GRAD = Anatomy(
     },
 )  # fmt: skip
 
-ANATOMIES = {"direct/correlate.cuh": CORRELATE, "direct/weight_grad.cuh": WEIGHT_GRAD}
+BIAS_GRAD = Anatomy(
+    sizes=frozenset({"channels", "height", "width"}),
+    chosen=lambda c: {},
+    parts={"add": ("Scalar", "channels_last")},
+)
+
+ANATOMIES = {
+    "direct/correlate.cuh": CORRELATE,
+    "direct/weight_grad.cuh": WEIGHT_GRAD,
+    "direct/bias_grad.cuh": BIAS_GRAD,
+}

@@ -298,11 +298,53 @@ GEMM_PLANES = Anatomy(
     },
 )  # fmt: skip
 
+
+def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
+    span = 16 * _vector(c) // 2  # elements of 128 bytes
+    last, taps = c["channels_last"], c["kernel_height"] * c["kernel_width"]
+    tap_columns = ceil_div(c["in_channels"], span) * span if last else c["in_channels"]
+    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["product_columns"]
+    positions = c["out_height"] * c["out_width"]
+    products = ceil_div(positions % span, span // 4) % 4
+    return {
+        "several rows": c["row_groups"] > 1,
+        "several columns": c["column_groups"] > 1,
+        "boxes": min(ceil_div(c["product_columns"], 64), 3),
+        "several taps": taps > 1,
+        "several tiles": min(ceil_div(c["out_channels"], rows), 2)
+        * min(ceil_div(taps * tap_columns, columns), 2),
+        "whole rows": c["out_channels"] % rows == 0,
+        "whole columns": taps * tap_columns % columns == 0 and c["in_channels"] == tap_columns,
+        "last products": 0 if last else products,
+        "neighbours": c["weight_stride_in"] == 1,
+    }
+
+
+GEMM_WEIGHTS = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "in_channels", "out_channels", "out_height", "out_width", "row_groups", "column_groups",
+        "product_columns", "blocks", "stages", "flush_steps",
+    },
+    chosen=_gemm_weights,
+    parts={
+        "load": ("channels_last", "flat", "several rows", "several columns", "boxes",
+                 "several taps", "whole columns", "depth"),
+        "multiply": ("Scalar", "channels_last", "bias", "several rows", "several columns", "boxes",
+                     "last products", "depth"),
+        "store": ("Scalar", "whole", "bias", "boxes", "several taps", "whole rows",
+                  "whole columns", "neighbours"),
+        "reduce": ("Scalar", "whole", "bias", "reduce_parts", "several tiles", "several taps",
+                   "whole rows", "whole columns"),
+    },
+)  # fmt: skip
+
 ANATOMIES = {
     "hopper/correlate/correlate.cuh": CORRELATE,
     "hopper/spread/spread.cuh": SPREAD,
     "hopper/gemm_pixels/gemm_pixels.cuh": GEMM_PIXELS,
     "hopper/gemm_planes/gemm_planes.cuh": GEMM_PLANES,
+    "hopper/gemm_weights/gemm_weights.cuh": GEMM_WEIGHTS,
     "hopper/collect/collect.cuh": COLLECT,
     "hopper/weight_grad/weight_grad.cuh": WEIGHT_GRAD,
 }

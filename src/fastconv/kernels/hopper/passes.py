@@ -17,6 +17,7 @@ from fastconv.kernels.hopper.collect import collect
 from fastconv.kernels.hopper.correlate import correlate
 from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
 from fastconv.kernels.hopper.gemm_planes import gemm_planes
+from fastconv.kernels.hopper.gemm_weights import gemm_weights
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.hopper.spread import spread
 from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
@@ -63,25 +64,40 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     block.check(gpu)
     limits.check(operands, problem.groups, channels, *sizes)
     limits.check_reach(problem, operands)
-    ways: list[tuple[float, Callable[[], Plan]]] = []
-    reasons = []
+    reasons: list[Declined] = []
     most = by_tiles.portable_cycles(problem, gpu) + by_tiles.BLOCK_CYCLES
-    try:
-        tile = by_tiles.choose_tile(problem, operands, gpu, most)
-        ways.append((tile.cycles(gpu), lambda: by_tiles.plan(tile, gpu)))
-    except Declined as reason:
-        reasons.append(reason)
-    try:
-        other = collect.collect_of(problem, operands, gpu)
-        ways.append((other.cycles(gpu), lambda: collect.plan(other, gpu)))
-    except Declined:
-        pass  # few layers are its
+    ways: list[_Way] = []
+    for way in (_tiles, _collect, _gemm_weights):
+        try:
+            ways.append(way(problem, operands, gpu, most))
+        except Declined as reason:
+            reasons.append(reason)
     if not ways:
         raise reasons[0]
     cycles, chosen = min(ways, key=lambda way: way[0])
     if cycles > most:
         raise Declined(by_tiles.FEW)
     return chosen()
+
+
+_Way = tuple[float, Callable[[], Plan]]
+"""Of a weight gradient: what a kernel takes, in cycles, and its plan."""
+
+
+def _tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    tile = by_tiles.choose_tile(problem, operands, gpu, most)
+    return tile.cycles(gpu), partial(by_tiles.plan, tile, gpu)
+
+
+def _collect(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    way = collect.collect_of(problem, operands, gpu)
+    return way.cycles(gpu), partial(collect.plan, way, gpu)
+
+
+def _gemm_weights(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    layer = gemm_weights.layer_of(problem.without_idle_dilation, operands, gpu)
+    tile = gemm_weights.tiles_of(layer, gpu)[0]
+    return tile.cycles(gpu), partial(gemm_weights.plan, tile, gpu)
 
 
 def alternatives(

@@ -1,0 +1,177 @@
+"""Plans weight gradients with ``gemm_weights.cuh``."""
+
+from __future__ import annotations
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import (
+    Constant,
+    Gpu,
+    Im2colMap,
+    Kernel,
+    Launch,
+    Plan,
+    TensorMap,
+    problem_constants,
+)
+from fastconv.kernels.hopper.gemm_weights.layer import layer_of
+from fastconv.kernels.hopper.gemm_weights.tiles import ROWS, Tile, tiles_of
+from fastconv.kernels.tensor.limits import REDUCE_THREADS
+
+__all__ = ["layer_of", "plan", "tiles_of"]
+
+SOURCE = "hopper/gemm_weights/gemm_weights.cuh"
+BIAS_SOURCE = "direct/bias_grad.cuh"
+BIAS_BLOCKS = 1024
+
+
+def plan(tile: Tile, gpu: Gpu) -> Plan:
+    """The launches that compute a layer so."""
+    layer = tile.layer
+    share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
+    constants = tuple(_constants(tile).items())
+    multiply = Launch(
+        Kernel(SOURCE, "gemm_weights", constants),
+        (tile.grid, 1, 1),
+        tile.threads,
+        tile.shared_bytes,
+        (_grad_map(tile), _input_map(tile), "scratch", "output", "bias_grad", *share),
+        early=True,
+    )
+    slots = tile.count * tile.run_bytes // 16
+    reduce = Launch(
+        Kernel(SOURCE, "reduce", constants),
+        (ceil_div(slots * tile.reduce_parts, REDUCE_THREADS), 1, 1),
+        REDUCE_THREADS,
+        REDUCE_THREADS * 16 if tile.reduce_parts > 1 else 0,
+        ("scratch", "output", "bias_grad", *share),
+    )
+    bias, bias_bytes = _bias(tile)
+    why = (
+        f"tensor cores: {tile.rows} by {tile.columns} channels a block, "
+        f"as a product of matrices over {layer.steps(1)} pixels"
+    )
+    return Plan(
+        (*bias, multiply, *([] if tile.is_whole else [reduce])),
+        max(tile.workspace_bytes, bias_bytes),
+        "hopper",
+        why,
+        choice=tile.name,
+        cycles=tile.cycles(gpu),
+    )
+
+
+def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
+    """Launches for the bias's gradient where copies round the output's; and their workspace."""
+    layer, problem = tile.layer, tile.layer.problem
+    if not layer.operands.bias_grad or layer.sums_bias:
+        return (), 0
+    channels = problem.out_channels
+    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * layer.positions, 4096)))
+    constants = (
+        ("Scalar", layer.operands.scalar),
+        ("channels", channels),
+        ("height", problem.output_size[0]),
+        ("width", problem.output_size[1]),
+        ("channels_last", False),
+    )
+    add = Launch(
+        Kernel(BIAS_SOURCE, "bias_grad", constants),
+        (channels * splits, 1, 1),
+        REDUCE_THREADS,
+        REDUCE_THREADS * 4,
+        ("grad_output", "scratch", splits, problem.batch),
+    )
+    reduce = Launch(
+        Kernel(BIAS_SOURCE, "bias_reduce", constants),
+        (ceil_div(channels, REDUCE_THREADS), 1, 1),
+        REDUCE_THREADS,
+        0,
+        ("scratch", "bias_grad", splits),
+    )
+    return (add, reduce), 4 * channels * splits
+
+
+def _scalar(tile: Tile) -> str:
+    """What copies make of elements."""
+    scalar = tile.layer.operands.scalar
+    return "tf32" if scalar == "float" else scalar
+
+
+def _grad_map(tile: Tile) -> TensorMap:
+    problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
+    channels, positions = problem.out_channels, tile.layer.positions
+    if tile.layer.pixels:
+        return TensorMap(
+            "grad_output",
+            _scalar(tile),
+            (channels, problem.batch * positions),
+            (channels * bytes_,),
+            (ROWS, tile.depth),
+            swizzle=128,
+            promotion=128,
+        )
+    return _plane_map("grad_output", tile, channels, tile.rows)
+
+
+def _plane_map(name: str, tile: Tile, channels: int, rows: int) -> TensorMap:
+    layer, plane = tile.layer, tile.layer.positions * tile.layer.operands.scalar_bytes
+    return TensorMap(
+        name,
+        _scalar(tile),
+        (layer.positions, channels, layer.problem.batch),
+        (plane, channels * plane),
+        (tile.depth, rows, 1),
+        swizzle=128,
+        promotion=128,
+    )
+
+
+def _input_map(tile: Tile) -> TensorMap | Im2colMap:
+    problem, of, bytes_ = tile.layer.problem, tile.layer.pixels, tile.layer.operands.scalar_bytes
+    channels = problem.in_channels
+    if of is None:
+        return _plane_map("input", tile, channels, tile.product_columns)
+    height, width = problem.input_size
+    pixel, box = channels * bytes_, tile.layer.span_elements
+    if of.flat:
+        sizes = (channels, problem.batch * height * width)
+        depth = (box, tile.depth)
+        return TensorMap("input", _scalar(tile), sizes, (pixel,), depth, swizzle=128, promotion=128)
+    return Im2colMap(
+        "input",
+        _scalar(tile),
+        (channels, width, height, problem.batch),
+        (pixel, width * pixel, height * width * pixel),
+        of.lower[::-1],
+        of.upper[::-1],
+        box,
+        tile.depth,
+        (1, *of.steps[::-1], 1),
+        swizzle=128,
+        promotion=128,
+    )
+
+
+def _constants(tile: Tile) -> dict[str, Constant]:
+    layer, problem = tile.layer, tile.layer.problem
+    return {
+        "Scalar": layer.operands.scalar,
+        "bias": layer.sums_bias,
+        "channels_last": layer.pixels is not None,
+        "flat": layer.flat,
+        "in_channels": problem.in_channels,
+        "out_channels": problem.out_channels,
+        "out_height": problem.output_size[0],
+        "out_width": problem.output_size[1],
+        **problem_constants(problem, layer.operands),
+        "row_groups": tile.row_groups,
+        "column_groups": tile.column_groups,
+        "product_columns": tile.product_columns,
+        "depth": tile.depth,
+        "blocks": tile.blocks,
+        "stages": tile.stages,
+        "flush_steps": tile.flush_steps,
+        "whole": tile.is_whole,
+        "reduce_parts": tile.reduce_parts,
+        "ties_to_even": layer.operands.scalar == "float",
+    }

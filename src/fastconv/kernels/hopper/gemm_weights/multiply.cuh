@@ -1,0 +1,188 @@
+// What consumers do: products of a run's steps, whose sums go to the workspace.
+#pragma once
+#include "hopper/gemm_weights/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kSums = C::product_columns / 2;  // of a thread
+
+// A consumer's place in a tile, and in the block.
+struct Place {
+  int row_group, column_group, warp, lane;
+
+  __device__ __forceinline__ Place() {
+    const int consumer = static_cast<int>(threadIdx.x) / 128;
+    row_group = consumer / C::column_groups;
+    column_group = consumer % C::column_groups;
+    warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    lane = static_cast<int>(threadIdx.x) % 32;
+  }
+  // Of the tile, that a thread has sums of.
+  __device__ __forceinline__ int row(int half) const {
+    return row_group * 64 + warp * 16 + lane / 4 + half * 8;
+  }
+};
+
+struct Sums {
+  float weights[1][kSums];
+  float bias[1][4];  // of four equal columns, by two
+};
+
+// Pixels lie across the sum, planes along it.
+__device__ __forceinline__ Matrix rows_of(const Shared& shared, int stage, int group) {
+  return swizzled_matrix(shared.rows(stage) + group * (kPixels ? kBoxBytes : 64 * kSpan), kBoxBytes,
+                         1024);
+}
+__device__ __forceinline__ Matrix columns_of(const Shared& shared, int stage, int group) {
+  constexpr int kGroupBytes = C::product_columns * kDepth * static_cast<int>(sizeof(Scalar));
+  return swizzled_matrix(shared.columns(stage) + group * kGroupBytes, kBoxBytes, 1024);
+}
+
+template <int kColumns>
+__device__ __forceinline__ void multiply(float (&sums)[kColumns / 2], Matrix left, Matrix right,
+                                         bool accumulate) {
+  if constexpr (sizeof(Scalar) == 4) {
+    wgmma<kColumns>(Operand{}, sums, left, right, accumulate);
+  } else {
+    wgmma<kColumns, kPixels, kPixels>(Operand{}, sums, left, right, accumulate);
+  }
+}
+
+// The sum of what `left` has, in each of eight columns.
+template <class Kind>
+__device__ __forceinline__ void multiply_ones(Kind kind, float (&sums)[4], Matrix left,
+                                              const Shared& shared, bool accumulate) {
+  if constexpr (C::bias) {
+    wgmma<8, kPixels, false>(kind, sums, left, matrix(shared.ones(), 128, 128), accumulate);
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void multiply_step(Sums& sums, const Shared& shared, int stage,
+                                              const Place& place, bool has_bias, bool accumulate) {
+  constexpr int kStep = (kPixels ? kProductDepth * kSpan : 32) / 16;
+  const Matrix rows = rows_of(shared, stage, place.row_group);
+  const Matrix columns = columns_of(shared, stage, place.column_group);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    multiply<C::product_columns>(sums.weights[0], rows + k * kStep, columns + k * kStep,
+                                 accumulate || k > 0);
+  }
+  if (has_bias) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      multiply_ones(Operand{}, sums.bias[0], rows + k * kStep, shared, accumulate || k > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// Of so many steps of a tile, from the first on.
+__device__ __forceinline__ void multiply_steps(Sums& sums, const Shared& shared, Ring& ring,
+                                               int first, int end, const Place& place,
+                                               bool has_bias) {
+  int previous = -1;
+  for (int step = first; step < end; ++step, ring.advance()) {
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    if (kPixels || kLastProducts == kProducts || step % kImageSteps < kImageSteps - 1) {
+      multiply_step<kProducts>(sums, shared, ring.stage, place, has_bias, step > first);
+    } else {
+      multiply_step<kLastProducts>(sums, shared, ring.stage, place, has_bias, step > first);
+    }
+    wgmma_wait<1>();
+    if (previous >= 0 && place.lane == 0) barrier_arrive(shared.empty(previous));
+    previous = ring.stage;
+  }
+  wgmma_wait<0>();
+  if (place.lane == 0) barrier_arrive(shared.empty(previous));
+}
+
+// Weights straight from registers, of a block that has all of a tile's steps. Columns of a group
+// have the same tap.
+__device__ __forceinline__ void store_weights(float (&sums)[kSums], const Tile& tile, Scalar* grad,
+                                              const Place& place) {
+  constexpr int kGroup = 64;
+  static_assert(kTaps == 1 || kTapColumns % kGroup == 0, "groups have one tap");
+  hold_registers(sums);
+#pragma unroll
+  for (int first = 0; first < C::product_columns; first += kGroup) {
+    const int column = tile.column + place.column_group * C::product_columns + first;
+    const int tap = kTaps == 1 ? 0 : column / kTapColumns;
+    const int input = column - tap * kTapColumns + place.lane % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int output = tile.row + place.row(half);
+      if (output >= C::out_channels || tap >= kTaps) continue;
+      Scalar* const weights =
+          grad + tensor::weight_offset(output, input, tap / C::kernel_width, tap % C::kernel_width);
+#pragma unroll
+      for (int j = 0; j < kGroup / 8 && first + 8 * j < C::product_columns; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (input + 8 * j + i >= C::in_channels) continue;
+          weights[1LL * (8 * j + i) * C::weight_stride_in] =
+              narrow<Scalar>(sums[first / 2 + 4 * j + 2 * half + i]);
+        }
+      }
+    }
+  }
+}
+
+// A row's sum lies with one lane of four, those of rows 8 apart in two of its registers.
+__device__ __forceinline__ void store_bias(float (&sums)[4], const Tile& tile, Scalar* bias_grad,
+                                           const Place& place) {
+  hold_registers(sums);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int output = tile.row + place.row(half);
+    if (place.lane % 4 == 0 && output < C::out_channels) {
+      bias_grad[output] = narrow<Scalar>(sums[2 * half]);
+    }
+  }
+}
+__device__ __forceinline__ void flush_bias(float (&sums)[4], float* totals, const Place& place,
+                                           bool set) {
+  hold_registers(sums);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* const total = totals + place.row(half);
+    if (place.lane % 4 == 0) *total = sums[2 * half] + (set ? 0.0f : *total);
+  }
+}
+
+struct Results {
+  float4* workspace;
+  Scalar* grad;
+  Scalar* bias_grad;
+};
+
+__device__ __forceinline__ void consume(const Shared& shared, const Results& results,
+                                        const Share& share) {
+  const Place place;
+  Ring ring(0);
+  for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int number) {
+    const Tile tile(run.tile);
+    const bool has_bias = tile.has_bias() && place.column_group == 0;
+    const int consumer = static_cast<int>(threadIdx.x) / 128;
+    float4* const slots = results.workspace + share.slots(static_cast<int>(blockIdx.x), number);
+    for (int step = run.first; step < run.end; step += C::flush_steps) {
+      const bool set = step == run.first;
+      Sums sums;
+      multiply_steps(sums, shared, ring, step, min(step + C::flush_steps, run.end), place,
+                     has_bias);
+      if constexpr (C::whole) {
+        store_weights(sums.weights[0], tile, results.grad, place);
+        if (has_bias) store_bias(sums.bias[0], tile, results.bias_grad, place);
+      } else {
+        flush(sums.weights, slots + consumer * kSlots * 128 + threadIdx.x % 128, set);
+        auto* const totals = reinterpret_cast<float*>(slots + kSumSlots);
+        if (has_bias) flush_bias(sums.bias[0], totals, place, set);
+      }
+    }
+  });
+}
+
+}  // namespace hopper
+}  // namespace fastconv

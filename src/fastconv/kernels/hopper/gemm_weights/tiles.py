@@ -1,0 +1,253 @@
+"""What a block multiplies at once, who does which steps of the sum, and what that should take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import gcd
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Declined, Gpu
+from fastconv.kernels.hopper.gemm_pixels.tiles import REGISTERS
+from fastconv.kernels.hopper.gemm_weights.layer import SPAN, Layer
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.tensor import limits
+
+ROWS = 64  # of a consumer
+GROUPS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4))  # of rows, of columns
+COLUMNS = (64, 128, 192, 256)  # of a product
+DEPTHS = (32, 64)  # of a step, of channels-last tensors
+MOST_BLOCKS = 2  # of a processor
+MOST_STAGES = 8
+FEWEST_STAGES = 3
+OTHER_REGISTERS = 30  # of a thread, beside its sums
+ONES_BYTES = 256
+FLUSH_PRODUCTS = 256  # that are added up in a row: tensor cores cut off what does not fit a sum
+REDUCE_PARTS = (32, 8)  # threads that add up a sum, if each has two runs of a tile at least
+WORKSPACE_BYTES = 1 << 30
+MOST_STEPS = 2**31 - 1024  # of all tiles
+# Estimates: fitted to 476 measured tiles of ResNet-50's layers and others on an H200, in cycles of
+# 1.755 GHz. See docs/kernels/hopper.md.
+SHARED_BYTES = 128.0  # a cycle, that products read of shared memory
+PRODUCT_SHARE = 0.88  # of what products and copies take by themselves
+CACHE_BYTES = 54.6  # a cycle and processor, if all of them load
+RAGGED_LOSS = 1.47  # of planes that are no multiple of 128 bytes
+MEMORY_BYTES = 19.65  # as CACHE_BYTES, of the GPU's memory
+KEPT_BYTES = 40 << 20  # of what the L2 cache keeps
+EVEN_LOSS = 1.07  # of several tiles that are at the same positions at the same time
+UNEVEN_LOSS = 1.67  # of those that are not
+LATENCY = 223.0  # of a load, as far as it is seen
+PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
+OVERLAP_LOSS = 0.64
+FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
+RUN_CYCLES = 255.0  # to begin and end one
+REDUCED_BYTES = 72.9  # a cycle and processor, that are read again
+REDUCE_CYCLES = 11000.0  # to wait for all blocks, and to launch it
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes at once, and with what."""
+
+    layer: Layer
+    row_groups: int
+    column_groups: int
+    product_columns: int
+    depth: int  # positions of a step
+    blocks: int  # of a processor
+    grid: int = 1  # blocks of all
+    stages: int = 0
+
+    @property
+    def name(self) -> str:
+        groups = f"{self.row_groups}x{self.column_groups}"
+        size = f"{self.rows}x{self.columns}x{self.depth}"
+        return f"{size} by {groups}, {self.blocks} at once, {self.grid} blocks"
+
+    @property
+    def consumers(self) -> int:
+        return self.row_groups * self.column_groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + 32
+
+    @property
+    def rows(self) -> int:
+        return ROWS * self.row_groups
+
+    @property
+    def columns(self) -> int:
+        return self.product_columns * self.column_groups
+
+    @lazy
+    def count(self) -> int:
+        """Tiles of all the weights."""
+        rows = ceil_div(self.layer.problem.out_channels, self.rows)
+        return rows * ceil_div(self.layer.columns, self.columns)
+
+    @lazy
+    def steps(self) -> int:
+        return self.layer.steps(self.depth)
+
+    @property
+    def flush_steps(self) -> int:
+        return FLUSH_PRODUCTS * self.layer.product_depth // self.depth
+
+    @property
+    def group_tiles(self) -> int:
+        """That blocks share, as few as can be."""
+        return self.count // gcd(self.count, self.grid)
+
+    @property
+    def group_blocks(self) -> int:
+        return self.grid // gcd(self.count, self.grid)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no block has steps of several tiles."""
+        return self.group_tiles == 1
+
+    @property
+    def most_runs(self) -> int:
+        """Of a block: tiles of which it has steps."""
+        if self.is_even:
+            return 1
+        steps = ceil_div(self.group_tiles * self.steps, self.group_blocks)
+        return (steps - 1) // self.steps + 2
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each block has whole tiles, and writes their weights."""
+        return self.group_blocks == 1 and self.steps <= self.flush_steps
+
+    @property
+    def run_bytes(self) -> int:
+        """Of the workspace."""
+        return self.rows * 4 * (self.columns + self.layer.sums_bias)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 0 if self.is_whole else self.grid * self.most_runs * self.run_bytes
+
+    @property
+    def reduce_parts(self) -> int:
+        runs = self.grid // self.count
+        return next((parts for parts in REDUCE_PARTS if runs >= 2 * parts), 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """With its barriers."""
+        return (self.rows + self.columns) * self.depth * self.layer.operands.scalar_bytes + 16
+
+    @property
+    def registers(self) -> int:
+        """That a thread needs."""
+        return self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
+
+    @property
+    def most_registers(self) -> int:
+        """That a thread can have: a processor's quarters have equally many, warps are dealt out."""
+        warps = ceil_div(self.blocks * self.threads // 32, 4)
+        return REGISTERS // 4 // 32 // warps // 8 * 8
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + ONES_BYTES * self.layer.sums_bias
+
+    def fitted(self, gpu: Gpu) -> Tile | None:
+        """With as many stages as fit; None if too few do."""
+        if self.registers > self.most_registers:
+            return None
+        room = gpu.shared_budget(self.blocks) - self.shared_bytes
+        stages = min(room // self.stage_bytes, MOST_STAGES)
+        return replace(self, stages=stages) if stages >= FEWEST_STAGES else None
+
+    @lazy
+    def _step_cycles(self) -> float:
+        """Of a step, if a processor has one block."""
+        layer = self.layer
+        product = max(self.product_columns / 2, (ROWS + self.product_columns) * 32 / SHARED_BYTES)
+        products = self.consumers * self.depth / layer.product_depth * product
+        boxes = 0 if layer.flat else self.columns // layer.span_elements
+        return max(products, boxes * self.depth * PIXEL_CYCLES)
+
+    def cycles(self, gpu: Gpu) -> float:
+        """What the layer takes, estimated."""
+        blocks = ceil_div(self.grid, gpu.processors)
+        steps = ceil_div(self.count * self.steps, self.grid)
+        runs = self.most_runs
+        flushes = max(runs, ceil_div(steps, self.flush_steps))
+        flushed = blocks * (runs * RUN_CYCLES + flushes * self.run_bytes / FLUSH_BYTES)
+        reduced = self.grid * runs * self.run_bytes / gpu.processors / REDUCED_BYTES
+        computed = max(self._step_cycles * PRODUCT_SHARE, LATENCY / (self.stages - 1))
+        loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
+        return (
+            limits.together(blocks * steps * computed, loaded, loss=OVERLAP_LOSS)
+            + flushed
+            + (0.0 if self.is_whole else reduced + REDUCE_CYCLES)
+        )
+
+    @property
+    def _cache_cycles(self) -> float:
+        """To load what a step needs, from the L2 cache."""
+        layer = self.layer
+        plane = layer.positions * layer.operands.scalar_bytes
+        ragged = layer.pixels is None and plane % SPAN > 0
+        return self.stage_bytes / CACHE_BYTES * (RAGGED_LOSS if ragged else 1.0)
+
+    @property
+    def _memory_cycles(self) -> float:
+        """To read both tensors from memory, of one processor."""
+        loss = 1.0
+        if self.count > 1 and self.layer.bytes > KEPT_BYTES:
+            loss = EVEN_LOSS if self.is_even else UNEVEN_LOSS
+        return loss * self.layer.bytes / MEMORY_BYTES
+
+
+def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
+    """All tiles that fit, the best first.
+
+    Raises:
+        Declined: there are none.
+    """
+    return sorted(_tiles(layer, gpu), key=lambda tile: tile.cycles(gpu))
+
+
+@lru_cache(maxsize=64)
+def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
+    depths = DEPTHS if layer.pixels else (layer.span_elements,)
+    found = []
+    for groups, depth, blocks in product(GROUPS, depths, range(1, MOST_BLOCKS + 1)):
+        for columns in _widths(layer, groups[1]):
+            tile = Tile(layer, *groups, columns, depth, blocks).fitted(gpu)
+            if tile is not None and not _is_idle(tile):
+                found += [replace(tile, grid=grid) for grid in _grids(tile, gpu)]
+    possible = tuple(
+        tile
+        for tile in found
+        if tile.workspace_bytes <= WORKSPACE_BYTES and tile.count * tile.steps < MOST_STEPS
+    )
+    if not possible:
+        raise Declined(f"weights of {layer.problem.weight_shape}, too many for a workspace")
+    return possible
+
+
+def _widths(layer: Layer, groups: int) -> list[int]:
+    """Columns of a product."""
+    own = round_up(ceil_div(layer.columns, groups), layer.span_elements if layer.pixels else 8)
+    return [columns for columns in COLUMNS if columns < own] + [own] * (own <= COLUMNS[-1])
+
+
+def _is_idle(tile: Tile) -> bool:
+    """Whether a group has no channels at all, in any tile."""
+    return tile.rows >= tile.layer.problem.out_channels + ROWS
+
+
+def _grids(tile: Tile, gpu: Gpu) -> list[int]:
+    """How many blocks share the steps: all that fit, or so many that none has two tiles' steps."""
+    room = gpu.processors * tile.blocks
+    all_steps = tile.count * tile.steps
+    even = room // tile.count * tile.count
+    return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [])})

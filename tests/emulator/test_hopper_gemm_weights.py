@@ -1,0 +1,171 @@
+"""Weight gradients as products of matrices, on the CPU: every branch, small and odd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from unittest import mock
+
+import pytest
+import torch
+
+from emulator import precompile
+from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients, put_odd_numbers
+from emulator.works import Case, Planner, Tensors, Work, assert_plain, run
+from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.hopper.gemm_weights import gemm_weights, tiles
+from fastconv.problem import Problem
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """With this kernel, even where it is not the fastest."""
+    layer = gemm_weights.layer_of(problem, operands, gpu)
+    return gemm_weights.plan(gemm_weights.tiles_of(layer, gpu)[0], gpu)
+
+
+def with_tile(*wanted: int, grid: int, products: int = tiles.FLUSH_PRODUCTS) -> Planner:
+    """The same with groups of rows and columns, columns of a product and positions of a step.
+
+    So many blocks share the steps, and flush their sums after so many products.
+    """
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        layer = gemm_weights.layer_of(problem, operands, gpu)
+        tile = next(
+            tile
+            for tile in gemm_weights.tiles_of(layer, gpu)
+            if (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth) == wanted
+        )
+        with mock.patch.object(tiles, "FLUSH_PRODUCTS", products):
+            return gemm_weights.plan(replace(tile, grid=grid), gpu)
+
+    return weight_grad
+
+
+POINTWISE = Case("pointwise", (3, 72, 10, 12), (136, 72, 1, 1))
+TAPS = Case("taps", (2, 72, 9, 11), (72, 72, 3, 3), padding=(1, 1, 1, 1))
+STRIDED = Case("strided", (3, 64, 13, 14), (64, 64, 3, 2), (2, 3), (1, 0, 2, 1), (2, 1))
+SMALL = Case("small images", (9, 40, 3, 3), (24, 40, 2, 2), padding=(0, 1, 1, 0))
+ONE_PIXEL = Case("one pixel", (70, 48, 1, 1), (16, 48, 1, 1))
+SINGLE = Case("a single position", (1, 8, 1, 1), (8, 8, 1, 1))
+PLANES = Case("planes", (3, 75, 14, 14), (133, 75, 1, 1))
+SHORT = Case("short planes", (5, 20, 2, 4), (9, 20, 1, 1))
+FEW = Case("few steps", (1, 8, 6, 4), (8, 8, 1, 1))
+
+
+def _work(
+    case: Case, mode: str, channels_last: bool, bias: bool, planner: Planner = weight_grad
+) -> Work:
+    dtype, precision, _ = MODES[mode]
+    return Work(case, planner, dtype, channels_last, True, GPU, precision, bias_grad=bias)
+
+
+WORKS = [
+    _work(POINTWISE, "bfloat16", True, True),
+    _work(POINTWISE, "float16", True, False, with_tile(2, 1, 128, 64, grid=5)),
+    _work(POINTWISE, "bfloat16", True, True, with_tile(1, 2, 64, 32, grid=4, products=4)),
+    _work(TAPS, "bfloat16", True, False, with_tile(1, 3, 192, 32, grid=3)),
+    _work(TAPS, "float16", True, True, with_tile(2, 1, 256, 64, grid=7)),
+    _work(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=50, products=4)),
+    # Whole tiles, of which a block has one or several.
+    _work(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=42)),
+    _work(POINTWISE, "float16", True, True, with_tile(1, 1, 64, 64, grid=3)),
+    _work(PLANES, "tf32", False, False, with_tile(3, 1, 80, 32, grid=1)),
+    _work(STRIDED, "float16", True, True),
+    _work(STRIDED, "bfloat16", True, False, with_tile(1, 2, 192, 32, grid=3)),
+    replace(_work(STRIDED, "bfloat16", True, False), plain_weight=True),
+    _work(SMALL, "bfloat16", True, True),
+    _work(SMALL, "float16", True, False, with_tile(1, 1, 128, 32, grid=2)),
+    _work(ONE_PIXEL, "float16", True, True),
+    _work(ONE_PIXEL, "bfloat16", False, False),
+    _work(SINGLE, "bfloat16", True, True),
+    _work(PLANES, "tf32", False, True),
+    _work(PLANES, "tf32", False, False, with_tile(3, 1, 80, 32, grid=4, products=8)),
+    _work(PLANES, "tf32", False, False, with_tile(2, 2, 40, 32, grid=40)),
+    _work(POINTWISE, "bfloat16", False, True),
+    _work(POINTWISE, "float16", False, False, with_tile(1, 1, 64, 64, grid=7)),
+    _work(SHORT, "tf32", False, True),
+    _work(SHORT, "bfloat16", False, True),
+    _work(FEW, "tf32", False, False),
+]
+
+
+PLANE_WORK = next(work for work in WORKS if work.case == PLANES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    precompile({launch.kernel for work in WORKS for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_against_float64(work: Work) -> None:
+    assert_gradients(work)
+
+
+def test_every_tile() -> None:
+    """Of some layers, at random, as many blocks as there are or fewer."""
+    draw = Random(0)
+    works = []
+    for case, mode, channels_last in (
+        (TAPS, "bfloat16", True),
+        (POINTWISE, "float16", True),
+        (PLANES, "tf32", False),
+    ):
+        work = _work(case, mode, channels_last, bias=False)
+        layer = gemm_weights.layer_of(case.problem, _operands(work), GPU)
+        for tile in draw.sample(gemm_weights.tiles_of(layer, GPU), 4):
+            groups = (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth)
+            planner = with_tile(*groups, grid=draw.randint(1, tile.grid))
+            works.append(replace(work, planner=planner))
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    for work in works:
+        assert_gradients(work)
+
+
+def _operands(work: Work) -> Operands:
+    found: list[Operands] = []
+
+    def remember(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        found.append(operands)
+        return weight_grad(problem, operands, gpu)
+
+    _ = replace(work, planner=remember).plan
+    return found[0]
+
+
+def test_channels_keep_to_themselves() -> None:
+    """What lies beside a channel in a product does not count, not even NaN."""
+    work = WORKS[0]
+    tensors = Tensors.random(work)
+    bias = torch.zeros(work.case.weight[0], dtype=work.dtype)
+    expected = run(work, tensors, bias)
+    poisoned = [5, 71]
+    tensors.grad_output[:, poisoned] = torch.nan
+    actual = run(work, tensors, bias)
+    assert actual[poisoned].isnan().all()
+    others = [i for i in range(work.case.weight[0]) if i not in poisoned]
+    assert torch.equal(actual[others], expected[others])
+
+
+@pytest.mark.parametrize("work", [WORKS[4], PLANE_WORK], ids=str)
+def test_infinity_stays_where_it_is(work: Work) -> None:
+    tensors = Tensors.random(work)
+    put_odd_numbers(tensors.input)
+    assert_plain(work, tensors)
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "channels_last", "reason"),
+    [
+        (POINTWISE, "ieee", False, "float as it is"),
+        (POINTWISE, "tf32", True, "float"),
+        (TAPS, "tf32", False, "taps"),
+        (Case("rows", (1, 8, 7, 7), (8, 8, 1, 1)), "tf32", False, "planes of 196 bytes"),
+        (Case("groups", (1, 16, 8, 8), (16, 8, 1, 1), groups=2), "tf32", False, "2 groups"),
+        (Case("odd", (1, 12, 8, 8), (16, 12, 1, 1)), "bfloat16", True, "12 channels"),
+    ],
+)
+def test_declines(case: Case, mode: str, channels_last: bool, reason: str) -> None:
+    with pytest.raises(Declined, match=reason):
+        _ = _work(case, mode, channels_last, bias=False).plan
