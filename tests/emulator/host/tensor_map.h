@@ -23,8 +23,8 @@ struct TensorMap {
 };
 
 // Makes one of numbers, separated by spaces: whether it is an im2col map, the bytes of an element,
-// whether it is rounded, bytes of the swizzle, the rank, sizes, strides of all but the innermost dimension, element strides;
-// then the box, or lower corner, upper corner, channels and pixels.
+// whether it is rounded, bytes of the swizzle, the rank, sizes, strides of all but the innermost
+// dimension, element strides; then the box, or lower corner, upper corner, channels and pixels.
 TensorMap read_tensor_map(unsigned char* begin, const char* numbers);
 
 // A tensor copy, and its part of a map.
