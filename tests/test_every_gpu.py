@@ -54,7 +54,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-DRAWN = int(os.environ.get("FASTCONV_PLANS", "290"))
+DRAWN = int(os.environ.get("FASTCONV_PLANS", "220"))
 MOST_SECONDS = 0.5  # to plan a pass, of a thread's time
 
 

@@ -722,7 +722,7 @@ any_geometry = given(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @any_geometry
 def test_any_geometry_has_a_legal_plan(**case: Any) -> None:
     _check(PASSES, **case)
@@ -754,7 +754,7 @@ def test_phases_of_far_strides() -> None:
     ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
     size=st.integers(1, 40),
     kernel=st.integers(1, 9),
