@@ -25,7 +25,7 @@ from fastconv.kernels.hopper.gemm_pixels.tiles import (
 )
 from fastconv.kernels.tensor.launches import MOST_PACK_BLOCKS, PACK_THREADS
 
-__all__ = ["image_cycles", "layer_of", "plan", "plans"]
+__all__ = ["image_cycles", "input_map", "layer_of", "plan", "plans"]
 
 SOURCE = "hopper/gemm_pixels/gemm_pixels.cuh"
 
@@ -48,7 +48,14 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         (min(tiles, gpu.processors * tile.blocks), 1, 1),
         tile.threads,
         tile.shared_bytes,
-        (_input_map(tile), _weight_map(tile), _output_map(tile), "bias", "output", batch),
+        (
+            input_map(layer, tile.rows, promotion=256),
+            _weight_map(tile),
+            _output_map(tile),
+            "bias",
+            "output",
+            batch,
+        ),
         early=True,
     )
     weights = layer.problem.out_channels * layer.problem.in_channels
@@ -75,15 +82,14 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     )
 
 
-def _input_map(tile: Tile) -> TensorMap | Im2colMap:
-    layer, scalar = tile.layer, tile.layer.operands.scalar
+def input_map(layer: Layer, pixels: int, promotion: int) -> TensorMap | Im2colMap:
+    """Copies of 128 bytes of what so many positions read at a tap, from what is read."""
+    scalar, batch = layer.operands.scalar, layer.problem.batch
     height, width = layer.in_size
-    channels, batch = layer.in_channels, layer.problem.batch
-    pixel = 2 * channels
+    channels, pixel = layer.in_channels, 2 * layer.in_channels
     if layer.flat:
-        sizes = (channels, batch * height * width)
-        box = (DEPTH, tile.rows)
-        return TensorMap("input", scalar, sizes, (pixel,), box, swizzle=128, promotion=256)
+        sizes, box = (channels, batch * height * width), (DEPTH, pixels)
+        return TensorMap("input", scalar, sizes, (pixel,), box, swizzle=128, promotion=promotion)
     return Im2colMap(
         "input",
         scalar,
@@ -92,10 +98,10 @@ def _input_map(tile: Tile) -> TensorMap | Im2colMap:
         layer.lower[::-1],
         layer.upper[::-1],
         DEPTH,
-        tile.rows,
+        pixels,
         (1, *layer.steps[::-1], 1),
         swizzle=128,
-        promotion=256,
+        promotion=promotion,
     )
 
 

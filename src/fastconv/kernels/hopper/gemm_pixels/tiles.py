@@ -12,6 +12,7 @@ from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu
+from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.gemm_pixels.layer import Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
@@ -24,7 +25,6 @@ MOST_STAGES = 8
 ENOUGH_STAGES = 4
 FEWEST_STAGES = 2
 BARRIER_BYTES = 16  # of the one for weights that stay, rounded up
-REGISTERS = 65536  # of a processor
 OTHER_REGISTERS = 30  # of a thread, beside its sums
 SCATTER_REGISTERS = 46  # the same where pixels are stored one by one
 COLUMNS = (64, 128, 192, 256)  # of a tile; or those of a layer, if it has no more
@@ -104,12 +104,6 @@ class Tile:
         """That a thread needs."""
         return self.columns // 2 + (OTHER_REGISTERS if self.layer.dense else SCATTER_REGISTERS)
 
-    @property
-    def most_registers(self) -> int:
-        """That a thread can have: a processor's quarters have equally many, warps are dealt out."""
-        warps = ceil_div(self.blocks * self.threads // 32, 4)
-        return REGISTERS // 4 // 32 // warps // 8 * 8
-
     def row_tiles(self, batch: int) -> int:
         rows, columns = self.layer.positions
         return ceil_div(batch * rows * columns, self.rows)
@@ -184,7 +178,7 @@ class Tile:
 
     def fitted(self, gpu: Gpu) -> Tile | None:
         """With as many stages as fit; None if too few do."""
-        if self.registers > self.most_registers:
+        if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         for resident, (buffers, joined, fewest) in product((True, False), self._stores):
             if resident and not (self.layer.dense and self.column_tiles == 1):

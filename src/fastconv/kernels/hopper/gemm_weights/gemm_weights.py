@@ -13,6 +13,7 @@ from fastconv.kernels.family import (
     TensorMap,
     problem_constants,
 )
+from fastconv.kernels.hopper.gemm_pixels.gemm_pixels import input_map
 from fastconv.kernels.hopper.gemm_weights.layer import layer_of
 from fastconv.kernels.hopper.gemm_weights.tiles import ROWS, Tile, tiles_of
 from fastconv.kernels.tensor.limits import REDUCE_THREADS
@@ -127,29 +128,9 @@ def _plane_map(name: str, tile: Tile, channels: int, rows: int) -> TensorMap:
 
 
 def _input_map(tile: Tile) -> TensorMap | Im2colMap:
-    problem, of, bytes_ = tile.layer.problem, tile.layer.pixels, tile.layer.operands.scalar_bytes
-    channels = problem.in_channels
-    if of is None:
-        return _plane_map("input", tile, channels, tile.product_columns)
-    height, width = problem.input_size
-    pixel, box = channels * bytes_, tile.layer.span_elements
-    if of.flat:
-        sizes = (channels, problem.batch * height * width)
-        depth = (box, tile.depth)
-        return TensorMap("input", _scalar(tile), sizes, (pixel,), depth, swizzle=128, promotion=128)
-    return Im2colMap(
-        "input",
-        _scalar(tile),
-        (channels, width, height, problem.batch),
-        (pixel, width * pixel, height * width * pixel),
-        of.lower[::-1],
-        of.upper[::-1],
-        box,
-        tile.depth,
-        (1, *of.steps[::-1], 1),
-        swizzle=128,
-        promotion=128,
-    )
+    if tile.layer.pixels:
+        return input_map(tile.layer.pixels, tile.depth, promotion=128)
+    return _plane_map("input", tile, tile.layer.problem.in_channels, tile.product_columns)
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:

@@ -9,7 +9,7 @@ from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
-from fastconv.kernels.hopper.gemm_pixels.tiles import REGISTERS
+from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.gemm_weights.layer import SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
@@ -147,18 +147,12 @@ class Tile:
         return self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
 
     @property
-    def most_registers(self) -> int:
-        """That a thread can have: a processor's quarters have equally many, warps are dealt out."""
-        warps = ceil_div(self.blocks * self.threads // 32, 4)
-        return REGISTERS // 4 // 32 // warps // 8 * 8
-
-    @property
     def shared_bytes(self) -> int:
         return self.stages * self.stage_bytes + ONES_BYTES * self.layer.sums_bias
 
     def fitted(self, gpu: Gpu) -> Tile | None:
         """With as many stages as fit; None if too few do."""
-        if self.registers > self.most_registers:
+        if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
         stages = min(room // self.stage_bytes, MOST_STAGES)
