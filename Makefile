@@ -6,7 +6,7 @@ BIN := .venv/bin
 # For the GPU targets: a Python whose PyTorch is a CUDA build, with cuda-bindings, pytest, hypothesis.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test lint types test-cpu test-net net test-gpu test-oldest-torch examples sanitize stress clean
+.PHONY: demo test lint types test-cpu test-net test-compile net test-gpu test-oldest-torch examples sanitize stress clean
 
 demo: .venv/ready
 	$(BIN)/fastconv verify
@@ -34,6 +34,10 @@ test-cpu: .venv/ready
 # SEED, other problems are planned.
 test-net: .venv/ready
 	FASTCONV_NET=$(or $(SEED),0) FASTCONV_PLANS=6000 $(BIN)/pytest tests/emulator tests/test_every_gpu.py
+
+# All kernels of the suites' layers, for all GPUs with tensor cores: hours.
+test-compile: .venv/ready
+	FASTCONV_COMPILE_ALL=1 $(BIN)/pytest tests/test_kernels_compile.py
 
 # Looks for classes of code that the net lacks, and adds problems that have them.
 net: .venv/ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,9 @@ def _process(rank: int, folder: Path) -> None:
     finally:
         dist.destroy_process_group()
     torch.save(results, folder / f"{rank}.pt")
+    # Without the interpreter's end, in which a thread of PyTorch's that still wants the interpreter
+    # aborts the process: see ops/autograd.py: wait_at_exit.
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 
 
 DRAWN = int(os.environ.get("FASTCONV_PLANS", "220"))
-MOST_SECONDS = 0.5  # to plan a pass, of a thread's time
+MOST_SECONDS = 1.0  # to plan a pass, of a thread's time, on a slow and busy machine
 
 
 @cache

@@ -400,8 +400,9 @@ def test_device_code_compiles_for_ampere_with_cuda_11() -> None:
     assert other_nvrtc.Nvrtc(path).compile(code, {}, options)[0]
 
 
-@pytest.mark.parametrize("precision", ["tf32", "ieee"])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "precision"), [("dilated5x9", "tf32"), ("asym5x9", "ieee"), ("square3x3", "tf32")]
+)
 def test_device_code_compiles_for_hopper(name: str, precision: str) -> None:
     module = exported_file.load(EXAMPLES[name])
     kernels = _kernels(module, "sm_90a", "float", precision)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from typing import Any
 
 import pytest
@@ -139,6 +139,10 @@ MODES = [
 
 # Where float32 is multiplied as float16 in two parts, which takes the most registers.
 MOST_REGISTERS = ("float", False, True, "ieee")
+
+
+ALL = "FASTCONV_COMPILE_ALL" in os.environ
+"""Whether there is time for everything: ``make test-compile``."""
 
 
 def _taken(works: Iterable[Work]) -> list[Work]:
@@ -276,13 +280,14 @@ def _serialised(log: str) -> str | None:
 @needs_nvrtc
 @pytest.mark.parametrize("suite", DENSE)
 def test_tensor_core_forward(suite: str) -> None:
-    """The founding workloads in all modes, the others in the most demanding and in one more."""
-    all_modes = suite == "founding"
+    """The founding workloads in all modes, the others in one, half of them the most demanding."""
+    all_modes = ALL or suite == "founding"
     others = [mode for mode in MODES if mode != MOST_REGISTERS]
+    turns = cycle(chain.from_iterable((MOST_REGISTERS, other) for other in others))
     works = _taken(
         Work(workload.name, workload.problem, planner.forward, *mode)
-        for workload, other in zip(SUITES[suite], cycle(others), strict=False)
-        for mode in (MODES if all_modes else [MOST_REGISTERS, other])
+        for workload, one in zip(SUITES[suite], turns, strict=False)
+        for mode in (MODES if all_modes else [one])
     )
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
     assert taken == {*MODES}
@@ -305,7 +310,7 @@ def test_tensor_core_input_grad() -> None:
 
 
 # GPUs with tensor cores that the kernels of a warp's products take, and what is compiled for them:
-# all workloads for each of them, if there is time (FASTCONV_PLANS, as for plans), or else few.
+# all workloads for each of them, if there is time, or else few.
 AMPERE = [arch for arch, gpu in GPUS.items() if gpus.number(gpu) >= 80]
 AMPERE_WORKS = [
     Work(workload.name, workload.problem, plan, *mode)
@@ -327,7 +332,7 @@ def _plans(work: Work, gpu: Gpu) -> bool:
 @pytest.mark.parametrize("arch", AMPERE)
 def test_products_of_warps(arch: str) -> None:
     works = AMPERE_WORKS
-    if "FASTCONV_PLANS" not in os.environ:
+    if not ALL:
         # Of each architecture others; a prime number apart, so of all kinds.
         first = AMPERE.index(arch) * FEW
         works = [works[(first + i) * 37 % len(works)] for i in range(FEW)]
@@ -358,7 +363,8 @@ STRIDED = {
 def test_tensor_core_strided_input_grad(name: str) -> None:
     works = [Work(name, STRIDED[name], planner.input_grad, *mode) for mode in MODES]
     assert _taken(works) == works
-    _check_tensor_core_kernels(works)
+    turn = list(STRIDED).index(name) % 2
+    _check_tensor_core_kernels(works if ALL else works[turn::2])
 
 
 # Layers of ResNet-50, whose matrix products have kernels of their own: for channels-last images in
@@ -394,7 +400,8 @@ def test_matrix_products(entry: str) -> None:
         for direction in ("forward", "input_grad")
     ]
     assert {work.planned(HOPPER).launches[-1].kernel.entry for work in works} == {entry}
-    _check_tensor_core_kernels(works)
+    # Every layer in one direction or the other.
+    _check_tensor_core_kernels(works if ALL else [*works[::4], *works[3::4]])
 
 
 @needs_nvrtc
@@ -405,7 +412,8 @@ def test_tensor_core_weight_grad() -> None:
         for workload, mode in product(FOUNDING, MODES)
     )
     assert len(works) == len(FOUNDING) * len(MODES)
-    works += [replace(work, bias_grad=True) for work in works]
+    biased = [replace(work, bias_grad=True) for work in works]
+    works = works + biased if ALL else [*works[::2], *biased[1::2]]
     _check_tensor_core_kernels(works, most_spilled=128)
 
 

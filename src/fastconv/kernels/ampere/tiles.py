@@ -138,7 +138,7 @@ class Tile:
         """Whether all blocks have the same weights."""
         return self.output_groups * self.layer.groups == 1
 
-    @property
+    @lazy
     def output_groups(self) -> int:
         return ceil_div(self.layer.group_out, self.block_channels)
 
@@ -226,14 +226,15 @@ class Tile:
 
     def fitted(self) -> Tile | None:
         """With the largest stages of weights of which enough fit shared memory; None if none do."""
+        room = self.gpu.shared_budget(1) - self.shared_bytes
         for taps in self.layer.stages_taps:
-            tile = replace(self, stage_taps=taps)
-            room = self.gpu.shared_budget(1) - tile.shared_bytes
-            stages = room // tile.weight_bytes
-            if self.alone and stages >= tile.all_weight_stages:
-                return replace(tile, weight_stages=tile.all_weight_stages)
+            stages = room // (taps * self.tap_bytes)
+            all_stages = self.layer.chunks * self.layer.taps // taps
+            if self.alone and stages >= all_stages:
+                return replace(self, stage_taps=taps, weight_stages=all_stages)
             if stages >= FEWEST_WEIGHT_STAGES:
-                return replace(tile, weight_stages=min(stages, MOST_WEIGHT_STAGES))
+                stages = min(stages, MOST_WEIGHT_STAGES)
+                return replace(self, stage_taps=taps, weight_stages=stages)
         return None
 
     @lazy
