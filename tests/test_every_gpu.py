@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 
 
 DRAWN = int(os.environ.get("FASTCONV_PLANS", "220"))
-MOST_SECONDS = 1.0  # to plan a pass, of a thread's time, on a slow and busy machine
+MOST_SECONDS = 0.75  # to plan a pass, of a thread's time, on a slow machine
 
 
 @cache
@@ -100,20 +101,34 @@ def _most_workspace(work: Work) -> float:
 
 def test_all_problems_are_planned(request: pytest.FixtureRequest) -> None:
     """For all GPUs alike, and none of them takes long."""
-    slow = {}
+    slow = []
     gc.disable()  # what other tests have left behind takes long to look through
     request.addfinalizer(gc.enable)
     for drawn in _drawn():
         for gpu in GPUS.values():
             processors = min(gpu.processors, drawn.gpu.processors)
             work = replace(drawn, gpu=replace(gpu, processors=processors))
-            start = time.thread_time()
-            work.plan  # noqa: B018  # never raises
-            seconds = time.thread_time() - start
-            if seconds > MOST_SECONDS:
-                slow[net.line_of(work)] = seconds
+            if _seconds(work) > MOST_SECONDS:
+                slow.append(work)
             _assert_fits(work)
-    assert slow == {}
+    # A machine that has too much to do may take long for anything, but not again and again.
+    seconds = {net.line_of(work): min(map(_seconds_anew, [work] * 5)) for work in slow}
+    assert {line: least for line, least in seconds.items() if least > MOST_SECONDS} == {}
+
+
+def _seconds(work: Work) -> float:
+    start = time.thread_time()
+    work.plan  # noqa: B018  # never raises
+    return time.thread_time() - start
+
+
+def _seconds_anew(work: Work) -> float:
+    """Of a plan of which nothing has been kept."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("fastconv.")]
+    for value in [value for module in modules for value in vars(module).values()]:
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    return _seconds(work)
 
 
 def test_portable_sums_have_short_levels() -> None:
