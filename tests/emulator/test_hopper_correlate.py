@@ -304,7 +304,7 @@ WORKS = [
                      (2, 3)), "bfloat16"),
 ]  # fmt: skip
 
-RUN = some(WORKS, one_in=4)
+RUN = some(WORKS, one_in=6)
 
 # Images alone and in a batch, which has other tiles.
 ALONE = [

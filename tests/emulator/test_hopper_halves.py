@@ -76,10 +76,10 @@ WORKS = [
     _work(Case("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
           "ieee", "input_grad"),
 ]  # fmt: skip
-RUN = some(WORKS, one_in=3)
+RUN = some(WORKS, one_in=4)
 
 THREE = [
-    _work(Case("three images", (3, 24, 7, 9), (72, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
+    _work(Case("three images", (3, 24, 5, 6), (40, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
     for mode in MODES
 ]
 ALONE = _work(Case("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "ieee")
@@ -152,7 +152,7 @@ def test_numbers_of_any_size_need_no_repair(work: Work, size: float) -> None:
 # What becomes of the middle one of three images, and whether it shows in a sample.
 BEYOND = {
     "small rows": lambda image: image[:, 2:6].mul_(1e-12),
-    "one small vector": lambda image: image[:8, 5, 5].mul_(1e-20),
+    "one small vector": lambda image: image[:8, 3, 5].mul_(1e-20),
     "too large for any scale": lambda image: image.mul_(1e30),
     "too small for any scale": lambda image: image.mul_(1e-30),
 }
