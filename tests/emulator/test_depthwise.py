@@ -109,7 +109,7 @@ def _banded() -> list[Work]:
 
 WORKS = _works()
 BANDED = _banded()
-RUN = [*some(WORKS, one_in=3), *some(BANDED, one_in=2)]
+RUN = [*some(WORKS, one_in=5), *some(BANDED, one_in=2)]
 
 
 @pytest.fixture(scope="module", autouse=True)

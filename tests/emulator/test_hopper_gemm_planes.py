@@ -162,7 +162,7 @@ def _random(seed: int) -> Work:
         return work
 
 
-RUN = [*some(WORKS, one_in=3), *map(_random, range(40 if ALL else 4))]
+RUN = [*some(WORKS, one_in=5), *map(_random, range(40 if ALL else 4))]
 ALONE = [_work(forward, SMALL), _work(forward, POINTWISE), _work(input_grad, STRIDED_TAPS)]
 
 

@@ -84,7 +84,7 @@ WORKS = [
           "tf32"),
 ]  # fmt: skip
 
-RUN = some(WORKS, one_in=3)
+RUN = some(WORKS, one_in=4)
 ALONE = [
     _work(forward, TALL, "tf32"),
     _work(input_grad, Case("alone", (1, 4, 5, 20), (40, 4, 3, 3)), "ieee", channels_last=True),

@@ -20,7 +20,7 @@ from fastconv.kernels.family import GEOMETRY, Kernel, Plan
 from fastconv.kernels.gpus import GPUS
 
 PROBLEMS = net.read_works()
-EMULATED = PROBLEMS if ALL else PROBLEMS[:45]
+EMULATED = PROBLEMS if ALL else PROBLEMS[:40]
 DRAWN = 20_000 if ALL else 1000
 SEED = int(os.environ.get("FASTCONV_NET") or 0)
 
