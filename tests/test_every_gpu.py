@@ -56,7 +56,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 
 
 DRAWN = int(os.environ.get("FASTCONV_PLANS", "220"))
-MOST_SECONDS = 0.75  # to plan a pass, of a thread's time, on a slow machine
+MOST_SECONDS = 0.5  # to plan a pass, of a thread's time
 
 
 @cache
@@ -124,7 +124,9 @@ def _seconds(work: Work) -> float:
 
 def _seconds_anew(work: Work) -> float:
     """Of a plan of which nothing has been kept."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("fastconv.")]
+    modules = [
+        module for name, module in sys.modules.items() if name.startswith("fastconv.kernels")
+    ]
     for value in [value for module in modules for value in vars(module).values()]:
         if hasattr(value, "cache_clear"):
             value.cache_clear()

@@ -91,7 +91,7 @@ class Compiler:
     def set(
         self, seconds: float = 0, status: int = 0, words: str = "some words", held: bool = False
     ) -> None:
-        """What it does, if it is not ``held`` until ``go`` exists."""
+        """What it does from now on; if it is ``held``, not before ``go`` exists."""
         wait = f"while ! test -e {self.go}; do sleep 0.05; done" if held else f"sleep {seconds}"
         self.path.write_text(
             f'#!/bin/sh\necho "$*" >> {self._log}\n{wait}\necho {shlex.quote(words)}\n'

@@ -34,6 +34,10 @@ class Layer(layers.Layer):
         choices = [n for n in divisors(self.taps) if n * self.k_steps <= most]
         return [n for n in sorted(choices, reverse=True) if n % self.period_taps == 0]
 
+    def weight_stages(self, taps: int) -> int:
+        """All that there are, if each has so many taps."""
+        return self.chunks * self.taps // taps
+
     @lazy
     def period_taps(self) -> int:
         """Taps after which it repeats when the sums of numbers in two parts are flushed.

@@ -126,7 +126,7 @@ class Tile:
 
     @property
     def all_weight_stages(self) -> int:
-        return self.layer.chunks * self.layer.taps // self.stage_taps
+        return self.layer.weight_stages(self.stage_taps)
 
     @property
     def resident(self) -> bool:
@@ -229,7 +229,7 @@ class Tile:
         room = self.gpu.shared_budget(1) - self.shared_bytes
         for taps in self.layer.stages_taps:
             stages = room // (taps * self.tap_bytes)
-            all_stages = self.layer.chunks * self.layer.taps // taps
+            all_stages = self.layer.weight_stages(taps)
             if self.alone and stages >= all_stages:
                 return replace(self, stage_taps=taps, weight_stages=all_stages)
             if stages >= FEWEST_WEIGHT_STAGES:
