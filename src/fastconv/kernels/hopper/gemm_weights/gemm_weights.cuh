@@ -1,17 +1,23 @@
 // A weight gradient as a product of matrices: output channels by positions of all images, and
 // positions by input channels at a tap. See docs/kernels/hopper.md.
 #pragma once
-#include "hopper/gemm_weights/load.cuh"
+#include "hopper/gemm_weights/gather.cuh"
 #include "hopper/gemm_weights/multiply.cuh"
 #include "hopper/gemm_weights/reduce.cuh"
 
 namespace fastconv {
 namespace hopper {
 
+using GradOutput = Source<C::grad_copied>;
+using Input = Source<C::input_copied>;
+using Sources = SourcesOf<C::grad_copied, C::input_copied>;
+constexpr int kCopiers = C::grad_copied || C::input_copied ? 1 : 0;  // lanes
+constexpr int kGatherers = C::input_copied ? 0 : C::loaders;         // warps
+
 __device__ __forceinline__ void begin(const Shared& shared) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::stages; ++stage) {
-      barrier_init(shared.full(stage), 1);
+      barrier_init(shared.full(stage), kCopiers + kGatherers);
       barrier_init(shared.empty(stage), kConsumerWarps);
     }
     barrier_init_fence();
@@ -25,28 +31,43 @@ __device__ __forceinline__ void begin(const Shared& shared) {
   __syncthreads();
 }
 
+template <class Sources>
+__device__ __forceinline__ void prefetch(const Sources& sources) {
+  if (threadIdx.x != 32 * kConsumerWarps) return;
+  if constexpr (C::grad_copied) tensor_map_prefetch(sources.grad_output);
+  if constexpr (C::input_copied) tensor_map_prefetch(sources.input);
+}
+
+template <class Sources>
+__device__ __forceinline__ void load_steps(const Shared& shared, const Sources& sources,
+                                           const Share& share, int batch) {
+  if constexpr (kGatherers > 0) {
+    gather_steps(shared, sources, share, batch);
+  } else if (is_elected()) {
+    copy_steps(shared, sources, share);
+  }
+}
+
 }  // namespace hopper
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
-    gemm_weights(const __grid_constant__ fastconv::TensorMap grad_output,
-                 const __grid_constant__ fastconv::TensorMap input, float4* workspace,
+    gemm_weights(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
+                 const __grid_constant__ fastconv::hopper::Input input, float4* workspace,
                  Config::Scalar* grad, Config::Scalar* bias_grad, int group_tiles, int group_blocks,
                  int most_runs, int batch) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Share share(batch, group_tiles, group_blocks, most_runs);
-  if (threadIdx.x == kThreads - 32) {
-    fastconv::tensor_map_prefetch(grad_output);
-    fastconv::tensor_map_prefetch(input);
-  }
+  const Sources sources{grad_output, input};
+  prefetch(sources);
   begin(shared);
   fastconv::wait_for_earlier_launch();
   if constexpr (Config::whole) fastconv::allow_later_launch();
-  if (static_cast<int>(threadIdx.x) / 32 == kConsumerWarps) {
-    if (fastconv::is_elected()) load_steps(shared, {grad_output, input}, share);
-  } else {
+  if (static_cast<int>(threadIdx.x) / 32 < kConsumerWarps) {
     consume(shared, {workspace, grad, bias_grad}, share);
+  } else {
+    load_steps(shared, sources, share, batch);
   }
 }
 

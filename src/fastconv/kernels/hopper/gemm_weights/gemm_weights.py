@@ -35,7 +35,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         (tile.grid, 1, 1),
         tile.threads,
         tile.shared_bytes,
-        (_grad_map(tile), _input_map(tile), "scratch", "output", "bias_grad", *share),
+        (_grad_source(tile), _input_source(tile), "scratch", "output", "bias_grad", *share),
         early=True,
     )
     slots = tile.count * tile.run_bytes // 16
@@ -98,10 +98,12 @@ def _scalar(tile: Tile) -> str:
     return "tf32" if scalar == "float" else scalar
 
 
-def _grad_map(tile: Tile) -> TensorMap:
+def _grad_source(tile: Tile) -> TensorMap | str:
     problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
     channels, positions = problem.out_channels, tile.layer.positions
-    if tile.layer.pixels:
+    if not tile.layer.grad_copied:
+        return "grad_output"
+    if tile.layer.channels_last:
         return TensorMap(
             "grad_output",
             _scalar(tile),
@@ -127,7 +129,9 @@ def _plane_map(name: str, tile: Tile, channels: int, rows: int) -> TensorMap:
     )
 
 
-def _input_map(tile: Tile) -> TensorMap | Im2colMap:
+def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
+    if tile.layer.gathered:
+        return "input"
     if tile.layer.pixels:
         return input_map(tile.layer.pixels, tile.depth, promotion=128)
     return _plane_map("input", tile, tile.layer.problem.in_channels, tile.product_columns)
@@ -138,10 +142,17 @@ def _constants(tile: Tile) -> dict[str, Constant]:
     return {
         "Scalar": layer.operands.scalar,
         "bias": layer.sums_bias,
-        "channels_last": layer.pixels is not None,
+        "channels_last": layer.channels_last,
+        "grad_copied": layer.grad_copied,
+        "input_copied": layer.input_copied,
         "flat": layer.flat,
-        "in_channels": problem.in_channels,
-        "out_channels": problem.out_channels,
+        "few": layer.few,
+        "joined": layer.joined,
+        "groups": problem.groups,
+        "group_in": problem.in_channels // problem.groups,
+        "group_out": problem.out_channels // problem.groups,
+        "in_height": problem.input_size[0],
+        "in_width": problem.input_size[1],
         "out_height": problem.output_size[0],
         "out_width": problem.output_size[1],
         **problem_constants(problem, layer.operands),
@@ -150,6 +161,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "product_columns": tile.product_columns,
         "depth": tile.depth,
         "blocks": tile.blocks,
+        "loaders": tile.loaders,
         "stages": tile.stages,
         "flush_steps": tile.flush_steps,
         "whole": tile.is_whole,

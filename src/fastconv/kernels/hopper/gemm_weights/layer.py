@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Operands
@@ -13,40 +13,88 @@ from fastconv.kernels.tensor import limits
 from fastconv.problem import Problem
 
 SPAN = 128  # bytes of a row of shared memory
+OCTET = 8  # columns that have one tap, but for few channels
 MOST_POSITIONS = 2**31 - 1024  # of all images
+MOST_FEW_COLUMNS = 1024  # taps and channels together, each of which has instructions of its own
+MOST_FEW_WIDTH = 32  # taps of a kernel row, a bit each
+MOST_JOINED = 64  # channels of groups that are multiplied as one
 
 
 @dataclass(frozen=True)
 class Layer:
     """A weight gradient: rows are output channels, columns are input channels, tap after tap.
 
-    Of channels-last tensors, positions are pixels of all images one after the other, and of the
-    input, tensor copies have what they read at a tap. Of planes, they are an image's pixels.
+    Both operands come by tensor copies, or warps gather what those cannot bring: the input, or
+    both. Positions are output pixels of all images one after the other; of planes that are copied,
+    an image's.
     """
 
     problem: Problem
     operands: Operands
-    pixels: pixels.Layer | None  # the forward pass, of channels-last tensors
+    pixels: pixels.Layer | None  # the forward pass without groups, of copied channels-last tensors
+    input_copied: bool
+    grad_copied: bool
 
     @property
     def span_elements(self) -> int:
         return SPAN // self.operands.scalar_bytes
 
     @property
+    def gathered(self) -> bool:
+        return not self.input_copied
+
+    @property
+    def channels_last(self) -> bool:
+        return self.operands.input_channels_last or self.pixels is not None
+
+    @property
     def flat(self) -> bool:
-        return self.pixels is None or self.pixels.flat
+        """Whether all images are one matrix, or planes are copied."""
+        return self.input_copied and (self.pixels is None or self.pixels.flat)
 
     @property
     def taps(self) -> int:
         return self.problem.kernel_size[0] * self.problem.kernel_size[1]
 
+    @lazy
+    def joined(self) -> int:
+        """Groups that are multiplied as one, of whose weights most are then not stored."""
+        groups = self.problem.groups
+        widest = max(self.problem.in_channels, self.problem.out_channels) // groups
+        fitting = range(1, MOST_JOINED // widest + 1)
+        return max((many for many in fitting if groups % many == 0), default=1)
+
+    @property
+    def groups(self) -> int:
+        return self.problem.groups // self.joined
+
+    @property
+    def group_in(self) -> int:
+        return self.problem.in_channels // self.groups
+
+    @property
+    def group_out(self) -> int:
+        return self.problem.out_channels // self.groups
+
+    @property
+    def few(self) -> bool:
+        """Whether columns are channels of taps that follow each other without a gap."""
+        return (
+            self.gathered
+            and self.group_in % OCTET > 0
+            and self.taps * self.group_in <= MOST_FEW_COLUMNS
+            and self.problem.kernel_size[1] <= MOST_FEW_WIDTH
+        )
+
     @property
     def tap_columns(self) -> int:
-        channels = self.problem.in_channels
-        return channels if self.pixels is None else round_up(channels, self.span_elements)
+        if self.few:
+            return self.group_in
+        return round_up(self.group_in, self.span_elements if self.pixels else OCTET)
 
     @property
     def columns(self) -> int:
+        """Of a group."""
         return self.taps * self.tap_columns
 
     @lazy
@@ -57,7 +105,7 @@ class Layer:
     def steps(self, depth: int) -> int:
         """Of a tile's sum, each of so many positions."""
         batch = self.problem.batch
-        if self.pixels is None:
+        if self.input_copied and self.pixels is None:
             return batch * ceil_div(self.positions, depth)
         return ceil_div(batch * self.positions, depth)
 
@@ -68,7 +116,7 @@ class Layer:
 
     @property
     def sums_bias(self) -> bool:
-        """Whether products give the bias's gradient: not if copies round what they copy."""
+        """Whether products give the bias's gradient: not if operands are rounded."""
         return self.operands.bias_grad and self.operands.scalar_bytes == 2
 
     @lazy
@@ -90,27 +138,37 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     block.check(gpu)
     if problem.batch * problem.output_size[0] * problem.output_size[1] > MOST_POSITIONS:
         raise Declined(f"{problem.batch} images of {problem.output_size}, 2^31 pixels and more")
+    channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
+    limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
+    if limits.parts(operands) > 1:
+        raise Declined(f"{operands.scalar} as it is")
     # Images of one pixel lie in memory either way.
-    last = operands.input_channels_last or problem.input_size == (1, 1)
-    if operands.scalar_bytes == 2 and last:
-        return Layer(problem, operands, pixels.layer_of(problem, operands, gpu, transposed=False))
-    _check_planes(problem, operands)
-    return Layer(problem, operands, None)
-
-
-def _check_planes(problem: Problem, operands: Operands) -> None:
+    in_last = operands.input_channels_last or problem.input_size == (1, 1)
+    out_last = operands.output_channels_last or problem.output_size == (1, 1)
+    if operands.scalar_bytes == 2 and in_last and out_last:
+        return _of_pixels(problem, operands, gpu)
     if operands.input_channels_last or operands.output_channels_last:
         raise Declined(f"{operands.scalar}, channels-last")
-    if operands.scalar == "double" or limits.parts(operands) > 1:
-        raise Declined(f"{operands.scalar} as it is")
-    if not operands.aligned:
-        raise Declined("tensors that are not aligned")
-    if problem.groups > 1:
-        raise Declined(f"{problem.groups} groups")
-    if problem.kernel_size != (1, 1) or problem.stride != (1, 1) or any(problem.padding):
-        raise Declined("planes that taps read from elsewhere")
-    channels = (problem.in_channels, problem.out_channels)
-    limits.check(operands, 1, channels, problem.input_size, problem.output_size)
+    copied = _has_copied_planes(problem, operands)
+    return Layer(problem, operands, None, input_copied=copied, grad_copied=copied)
+
+
+def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """Of channels-last tensors: the output's gradient is copied, and the input where it can be."""
+    group_out, group_in = problem.weight_shape[0] // problem.groups, problem.weight_shape[1]
+    if not operands.aligned or group_out % operands.vector:
+        raise Declined(f"{group_out} channels that are not aligned")
+    try:
+        whole = pixels.layer_of(replace(problem, groups=1), operands, gpu, transposed=False)
+    except Declined:
+        whole = None
+    if whole is None or group_in % operands.vector:
+        return Layer(problem, operands, None, input_copied=False, grad_copied=True)
+    return Layer(problem, operands, whole, input_copied=True, grad_copied=True)
+
+
+def _has_copied_planes(problem: Problem, operands: Operands) -> bool:
+    """Whether copies bring what positions read: they begin at multiples of 16 bytes."""
     plane = problem.input_size[0] * problem.input_size[1] * operands.scalar_bytes
-    if plane % 16:
-        raise Declined(f"planes of {plane} bytes, not a multiple of 16")
+    moved = problem.kernel_size != (1, 1) or problem.stride != (1, 1) or any(problem.padding)
+    return operands.aligned and problem.groups == 1 and not moved and plane % 16 == 0

@@ -29,15 +29,17 @@ struct Sums {
   float bias[1][4];  // of four equal columns, by two
 };
 
-// Pixels lie across the sum, planes along it.
 __device__ __forceinline__ Matrix rows_of(const Shared& shared, int stage, int group) {
-  return swizzled_matrix(shared.rows(stage) + group * (kPixels ? kBoxBytes : 64 * kSpan), kBoxBytes,
-                         1024);
+  return swizzled_matrix(shared.rows(stage) + group * (kRowsAcross ? kBoxBytes : 64 * kSpan),
+                         kBoxBytes, 1024);
 }
 __device__ __forceinline__ Matrix columns_of(const Shared& shared, int stage, int group) {
   constexpr int kGroupBytes = C::product_columns * kDepth * static_cast<int>(sizeof(Scalar));
   return swizzled_matrix(shared.columns(stage) + group * kGroupBytes, kBoxBytes, 1024);
 }
+// From a product to the next, along the sum.
+template <bool kAcross>
+constexpr int kNext = (kAcross ? kProductDepth * kSpan : 32) / 16;
 
 template <int kColumns>
 __device__ __forceinline__ void multiply(float (&sums)[kColumns / 2], Matrix left, Matrix right,
@@ -45,7 +47,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kColumns / 2], Matrix lef
   if constexpr (sizeof(Scalar) == 4) {
     wgmma<kColumns>(Operand{}, sums, left, right, accumulate);
   } else {
-    wgmma<kColumns, kPixels, kPixels>(Operand{}, sums, left, right, accumulate);
+    wgmma<kColumns, kRowsAcross, kColumnsAcross>(Operand{}, sums, left, right, accumulate);
   }
 }
 
@@ -54,26 +56,26 @@ template <class Kind>
 __device__ __forceinline__ void multiply_ones(Kind kind, float (&sums)[4], Matrix left,
                                               const Shared& shared, bool accumulate) {
   if constexpr (C::bias) {
-    wgmma<8, kPixels, false>(kind, sums, left, matrix(shared.ones(), 128, 128), accumulate);
+    wgmma<8, kRowsAcross, false>(kind, sums, left, matrix(shared.ones(), 128, 128), accumulate);
   }
 }
 
 template <int kCount>
 __device__ __forceinline__ void multiply_step(Sums& sums, const Shared& shared, int stage,
                                               const Place& place, bool has_bias, bool accumulate) {
-  constexpr int kStep = (kPixels ? kProductDepth * kSpan : 32) / 16;
   const Matrix rows = rows_of(shared, stage, place.row_group);
   const Matrix columns = columns_of(shared, stage, place.column_group);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    multiply<C::product_columns>(sums.weights[0], rows + k * kStep, columns + k * kStep,
-                                 accumulate || k > 0);
+    multiply<C::product_columns>(sums.weights[0], rows + k * kNext<kRowsAcross>,
+                                 columns + k * kNext<kColumnsAcross>, accumulate || k > 0);
   }
   if (has_bias) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      multiply_ones(Operand{}, sums.bias[0], rows + k * kStep, shared, accumulate || k > 0);
+      multiply_ones(Operand{}, sums.bias[0], rows + k * kNext<kRowsAcross>, shared,
+                    accumulate || k > 0);
     }
   }
   wgmma_commit();
@@ -86,7 +88,7 @@ __device__ __forceinline__ void multiply_steps(Sums& sums, const Shared& shared,
   int previous = -1;
   for (int step = first; step < end; ++step, ring.advance()) {
     barrier_wait(shared.full(ring.stage), ring.parity);
-    if (kPixels || kLastProducts == kProducts || step % kImageSteps < kImageSteps - 1) {
+    if (kOfAllImages || kLastProducts == kProducts || step % kImageSteps < kImageSteps - 1) {
       multiply_step<kProducts>(sums, shared, ring.stage, place, has_bias, step > first);
     } else {
       multiply_step<kLastProducts>(sums, shared, ring.stage, place, has_bias, step > first);
@@ -99,34 +101,18 @@ __device__ __forceinline__ void multiply_steps(Sums& sums, const Shared& shared,
   if (place.lane == 0) barrier_arrive(shared.empty(previous));
 }
 
-// Weights straight from registers, of a block that has all of a tile's steps. Columns of a group
-// have the same tap.
+// Weights straight from registers, of a block that has all of a tile's steps.
 __device__ __forceinline__ void store_weights(float (&sums)[kSums], const Tile& tile, Scalar* grad,
                                               const Place& place) {
-  constexpr int kGroup = 64;
-  static_assert(kTaps == 1 || kTapColumns % kGroup == 0, "groups have one tap");
+  constexpr bool kOneTap = kTapColumns % 8 == 0;  // of eight columns
   hold_registers(sums);
 #pragma unroll
-  for (int first = 0; first < C::product_columns; first += kGroup) {
-    const int column = tile.column + place.column_group * C::product_columns + first;
-    const int tap = kTaps == 1 ? 0 : column / kTapColumns;
-    const int input = column - tap * kTapColumns + place.lane % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int output = tile.row + place.row(half);
-      if (output >= C::out_channels || tap >= kTaps) continue;
-      Scalar* const weights =
-          grad + tensor::weight_offset(output, input, tap / C::kernel_width, tap % C::kernel_width);
-#pragma unroll
-      for (int j = 0; j < kGroup / 8 && first + 8 * j < C::product_columns; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (input + 8 * j + i >= C::in_channels) continue;
-          weights[1LL * (8 * j + i) * C::weight_stride_in] =
-              narrow<Scalar>(sums[first / 2 + 4 * j + 2 * half + i]);
-        }
-      }
-    }
+  for (int j = 0; j < kSums; ++j) {
+    const int first = tile.column + place.column_group * C::product_columns + j / 4 * 8;
+    const int column = first + place.lane % 4 * 2 + j % 2;
+    const int tap = kTaps == 1 ? 0 : (kOneTap ? first : column) / kTapColumns;
+    store_weight(grad, tile, tile.row + place.row(j / 2 % 2), tap, column - tap * kTapColumns,
+                 sums[j]);
   }
 }
 
@@ -136,9 +122,9 @@ __device__ __forceinline__ void store_bias(float (&sums)[4], const Tile& tile, S
   hold_registers(sums);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int output = tile.row + place.row(half);
-    if (place.lane % 4 == 0 && output < C::out_channels) {
-      bias_grad[output] = narrow<Scalar>(sums[2 * half]);
+    const int row = tile.row + place.row(half);
+    if (place.lane % 4 == 0 && row < kOut) {
+      bias_grad[tile.group * kOut + row] = narrow<Scalar>(sums[2 * half]);
     }
   }
 }

@@ -37,18 +37,16 @@ __device__ __forceinline__ float4 part_of(const float4* workspace, const Share& 
   return total;
 }
 
-// One of four neighbouring sums of a thread: which weight it is.
-__device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int slot, int element,
-                                             float value) {
+// One of four neighbouring sums of a thread.
+__device__ __forceinline__ void store_sum(Scalar* grad, const Tile& tile, int slot, int element,
+                                          float value) {
   const int thread = slot % 128, consumer = slot / 128 / kSlots;
-  const int output = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 +
-                     thread % 32 / 4 + element / 2 * 8;
+  const int row = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 + thread % 32 / 4 +
+                  element / 2 * 8;
   const int column = tile.column + consumer % C::column_groups * C::product_columns +
                      slot / 128 % kSlots * 8 + thread % 4 * 2 + element % 2;
-  const int tap = column / kTapColumns, input = column - tap * kTapColumns;
-  if (output >= C::out_channels || tap >= kTaps || input >= C::in_channels) return;
-  grad[tensor::weight_offset(output, input, tap / C::kernel_width, tap % C::kernel_width)] =
-      narrow<Scalar>(value);
+  const int tap = column / kTapColumns;
+  store_weight(grad, tile, row, tap, column - tap * kTapColumns, value);
 }
 
 __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, const Tile& tile,
@@ -57,10 +55,10 @@ __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, cons
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (slot < kSumSlots) {
-      store_weight(grad, tile, slot, i, values[i]);
+      store_sum(grad, tile, slot, i, values[i]);
     } else if (const int row = tile.row + (slot - kSumSlots) * 4 + i;
-               tile.has_bias() && row < C::out_channels) {
-      bias_grad[row] = narrow<Scalar>(values[i]);
+               tile.has_bias() && row < kOut) {
+      bias_grad[tile.group * kOut + row] = narrow<Scalar>(values[i]);
     }
   }
 }

@@ -13,34 +13,44 @@ using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
 
-// Rows of the product are output channels; its columns input channels, tap after tap.
+// Rows of the product are output channels; its columns input channels, tap after tap. Both are of
+// one group, or of a few narrow ones that are multiplied as if they were one.
 constexpr int kTileRows = 64 * C::row_groups;
 constexpr int kTileColumns = C::product_columns * C::column_groups;
 constexpr int kConsumers = C::row_groups * C::column_groups;  // warpgroups
 constexpr int kConsumerWarps = 4 * kConsumers;
-constexpr int kThreads = 128 * kConsumers + 32;
+constexpr int kThreads = 128 * kConsumers + 32 * C::loaders;
 constexpr int kTaps = C::kernel_height * C::kernel_width;
+constexpr int kOut = C::joined * C::group_out;
+constexpr int kIn = C::joined * C::group_in;
 
-// A step of the sum: kDepth positions, which are output pixels. Of channels-last tensors, those of
-// all images one after the other, 128 bytes of channels of each; of planes, 128 bytes of an image.
-constexpr bool kPixels = C::channels_last;
+// A step of the sum: kDepth positions, which are output pixels. An operand's elements come by
+// tensor copies, or warps gather them. They lie along the sum, 128 bytes of each channel; or
+// across it, as copies bring pixels of channels-last tensors, 128 bytes of channels of each.
+constexpr bool kRowsAcross = C::grad_copied && C::channels_last;
+constexpr bool kColumnsAcross = C::input_copied && C::channels_last;
 constexpr int kSpan = 128;
 constexpr int kSpanElements = kSpan / static_cast<int>(sizeof(Scalar));
-constexpr int kDepth = kPixels ? C::depth : kSpanElements;
-constexpr int kPositions = C::out_height * C::out_width;   // of an image
-constexpr int kImageSteps = ceil_div(kPositions, kDepth);  // of planes
+constexpr int kDepth = kColumnsAcross ? C::depth : kSpanElements;
+constexpr int kPositions = C::out_height * C::out_width;  // of an image
+// Positions of all images one after the other, or, of planes that are copied, an image's.
+constexpr bool kOfAllImages = C::channels_last || !C::input_copied;
+constexpr int kImageSteps = ceil_div(kPositions, kDepth);
 constexpr int kProductDepth = 32 / static_cast<int>(sizeof(Scalar));
 constexpr int kProducts = kDepth / kProductDepth;  // of a step
 constexpr int kLastProducts =                      // of an image's last
     ceil_div(kPositions - (kImageSteps - 1) * kDepth, kProductDepth);
 constexpr int kBoxBytes = kDepth * kSpan;  // of a copy of pixels
 
-constexpr int kTapColumns = kPixels ? round_up(C::in_channels, kSpanElements) : C::in_channels;
-constexpr int kRowTiles = ceil_div(C::out_channels, kTileRows);
+constexpr int kTapColumns = kColumnsAcross ? round_up(kIn, kSpanElements)
+                            : C::few       ? kIn
+                                           : round_up(kIn, 8);
+constexpr int kRowTiles = ceil_div(kOut, kTileRows);
 constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
-constexpr int kTiles = kRowTiles * kColumnTiles;
-static_assert(kPixels || kTaps == 1, "planes have one tap");
-static_assert(!kPixels || C::product_columns % kSpanElements == 0, "products have whole boxes");
+constexpr int kGroupTiles = kRowTiles * kColumnTiles;
+constexpr int kTiles = C::groups / C::joined * kGroupTiles;
+static_assert(kOfAllImages || kTaps == 1, "copied planes have one tap");
+static_assert(!kColumnsAcross || C::product_columns % kSpanElements == 0, "boxes are whole");
 
 constexpr int kRowBytes = kTileRows * kDepth * static_cast<int>(sizeof(Scalar));
 constexpr int kColumnBytes = kTileColumns * kDepth * static_cast<int>(sizeof(Scalar));
@@ -65,13 +75,25 @@ struct Shared {
 };
 
 struct Tile {
-  int row, column;  // the first
+  int group, row, column;  // of joined groups; the first of the group's
 
-  __device__ __forceinline__ explicit Tile(int number)
-      : row(number / kColumnTiles * kTileRows), column(number % kColumnTiles * kTileColumns) {}
-
+  __device__ __forceinline__ explicit Tile(int number) : group(number / kGroupTiles) {
+    const int in_group = number - group * kGroupTiles;
+    row = in_group / kColumnTiles * kTileRows;
+    column = in_group % kColumnTiles * kTileColumns;
+  }
   __device__ __forceinline__ bool has_bias() const { return C::bias && column == 0; }
 };
+
+// The weight that a sum is, if it is one. Its tap and channel are `column` of a tile's group.
+__device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row, int tap,
+                                             int channel, float sum) {
+  const bool own = C::joined == 1 || row / C::group_out == channel / C::group_in;
+  if (row >= kOut || tap >= kTaps || channel >= kIn || !own) return;
+  const int input = C::joined == 1 ? channel : channel % C::group_in;
+  grad[tensor::weight_offset(tile.group * kOut + row, input, tap / C::kernel_width,
+                             tap % C::kernel_width)] = narrow<Scalar>(sum);
+}
 
 // The workspace, in units of 16 bytes: for each run its consumers' sums, then those of the bias.
 constexpr int kSlots = C::product_columns / 8;  // of a thread
@@ -88,7 +110,7 @@ struct Share {
   int most_runs;                  // of a block
 
   __device__ __forceinline__ Share(int batch, int group_tiles, int group_blocks, int most_runs)
-      : steps(kPixels ? ceil_div(batch * kPositions, kDepth) : batch * kImageSteps),
+      : steps(kOfAllImages ? ceil_div(batch * kPositions, kDepth) : batch * kImageSteps),
         group_steps(group_tiles * steps),
         group_blocks(group_blocks),
         least(group_steps / group_blocks),

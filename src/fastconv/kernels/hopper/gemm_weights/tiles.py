@@ -10,18 +10,20 @@ from math import gcd
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.hopper import block
-from fastconv.kernels.hopper.gemm_weights.layer import SPAN, Layer
+from fastconv.kernels.hopper.gemm_weights.layer import OCTET, SPAN, Layer
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
 
 ROWS = 64  # of a consumer
 GROUPS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4))  # of rows, of columns
 COLUMNS = (64, 128, 192, 256)  # of a product
-DEPTHS = (32, 64)  # of a step, of channels-last tensors
+DEPTHS = (32, 64)  # of a step, of pixels that are copied
+LOADERS = (4, 8)  # warps, of what is gathered
 MOST_BLOCKS = 2  # of a processor
 MOST_STAGES = 8
 FEWEST_STAGES = 3
 OTHER_REGISTERS = 30  # of a thread, beside its sums
+GATHER_REGISTERS = 50  # beside what is under way
 ONES_BYTES = 256
 FLUSH_PRODUCTS = 256  # that are added up in a row: tensor cores cut off what does not fit a sum
 REDUCE_PARTS = (32, 8)  # threads that add up a sum, if each has two runs of a tile at least
@@ -38,6 +40,8 @@ KEPT_BYTES = 40 << 20  # of what the L2 cache keeps
 EVEN_LOSS = 1.07  # of several tiles that are at the same positions at the same time
 UNEVEN_LOSS = 1.67  # of those that are not
 LATENCY = 223.0  # of a load, as far as it is seen
+GATHER_CYCLES = 1.5  # of a warp's access to memory or shared memory
+GATHER_LATENCY = 1000.0  # of the loads of a step
 PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
 OVERLAP_LOSS = 0.64
 FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
@@ -56,6 +60,7 @@ class Tile:
     product_columns: int
     depth: int  # positions of a step
     blocks: int  # of a processor
+    loaders: int = 1  # warps
     grid: int = 1  # blocks of all
     stages: int = 0
 
@@ -63,7 +68,8 @@ class Tile:
     def name(self) -> str:
         groups = f"{self.row_groups}x{self.column_groups}"
         size = f"{self.rows}x{self.columns}x{self.depth}"
-        return f"{size} by {groups}, {self.blocks} at once, {self.grid} blocks"
+        gathered = f", {self.loaders} gather" if self.layer.gathered else ""
+        return f"{size} by {groups}{gathered}, {self.blocks} at once, {self.grid} blocks"
 
     @property
     def consumers(self) -> int:
@@ -71,7 +77,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 128 * self.consumers + 32
+        return 128 * self.consumers + 32 * self.loaders
 
     @property
     def rows(self) -> int:
@@ -84,8 +90,9 @@ class Tile:
     @lazy
     def count(self) -> int:
         """Tiles of all the weights."""
-        rows = ceil_div(self.layer.problem.out_channels, self.rows)
-        return rows * ceil_div(self.layer.columns, self.columns)
+        layer = self.layer
+        of_group = ceil_div(layer.group_out, self.rows) * ceil_div(layer.columns, self.columns)
+        return layer.groups * of_group
 
     @lazy
     def steps(self) -> int:
@@ -137,6 +144,12 @@ class Tile:
         return next((parts for parts in REDUCE_PARTS if runs >= 2 * parts), 1)
 
     @property
+    def gathered_rows(self) -> int:
+        """Rows of a stage that loaders write."""
+        layer = self.layer
+        return (0 if layer.grad_copied else self.rows) + (self.columns if layer.gathered else 0)
+
+    @property
     def stage_bytes(self) -> int:
         """With its barriers."""
         return (self.rows + self.columns) * self.depth * self.layer.operands.scalar_bytes + 16
@@ -144,7 +157,9 @@ class Tile:
     @property
     def registers(self) -> int:
         """That a thread needs."""
-        return self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
+        consumer = self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
+        values = self.gathered_rows * 4 // self.layer.operands.scalar_bytes // self.loaders
+        return max(consumer, values + GATHER_REGISTERS if self.layer.gathered else 0)
 
     @property
     def shared_bytes(self) -> int:
@@ -164,8 +179,20 @@ class Tile:
         layer = self.layer
         product = max(self.product_columns / 2, (ROWS + self.product_columns) * 32 / SHARED_BYTES)
         products = self.consumers * self.depth / layer.product_depth * product
+        if layer.gathered:
+            return max(products, self._gather_cycles)
         boxes = 0 if layer.flat else self.columns // layer.span_elements
         return max(products, boxes * self.depth * PIXEL_CYCLES)
+
+    @property
+    def _gather_cycles(self) -> float:
+        """Of a step's loads and stores, in which each warp's 128 bytes of a load count."""
+        layer = self.layer
+        step = layer.problem.stride[1]
+        if layer.channels_last:
+            step *= layer.problem.in_channels
+        lines = self.columns * min(1 + step, 33) + 2 * (self.gathered_rows - self.columns)
+        return GATHER_CYCLES * (self.gathered_rows + lines)
 
     def cycles(self, gpu: Gpu) -> float:
         """What the layer takes, estimated."""
@@ -175,7 +202,10 @@ class Tile:
         flushes = max(runs, ceil_div(steps, self.flush_steps))
         flushed = blocks * (runs * RUN_CYCLES + flushes * self.run_bytes / FLUSH_BYTES)
         reduced = self.grid * runs * self.run_bytes / gpu.processors / REDUCED_BYTES
-        computed = max(self._step_cycles * PRODUCT_SHARE, LATENCY / (self.stages - 1))
+        waited = LATENCY / (self.stages - 1)
+        if self.layer.gathered:
+            waited = GATHER_LATENCY / min(self.blocks, blocks)
+        computed = max(self._step_cycles * PRODUCT_SHARE, waited)
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
         return (
             limits.together(blocks * steps * computed, loaded, loss=OVERLAP_LOSS)
@@ -188,7 +218,7 @@ class Tile:
         """To load what a step needs, from the L2 cache."""
         layer = self.layer
         plane = layer.positions * layer.operands.scalar_bytes
-        ragged = layer.pixels is None and plane % SPAN > 0
+        ragged = layer.input_copied and layer.pixels is None and plane % SPAN > 0
         return self.stage_bytes / CACHE_BYTES * (RAGGED_LOSS if ragged else 1.0)
 
     @property
@@ -212,10 +242,13 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 @lru_cache(maxsize=64)
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     depths = DEPTHS if layer.pixels else (layer.span_elements,)
+    loaders = LOADERS if layer.gathered else (1,)
     found = []
-    for groups, depth, blocks in product(GROUPS, depths, range(1, MOST_BLOCKS + 1)):
-        for columns in _widths(layer, groups[1]):
-            tile = Tile(layer, *groups, columns, depth, blocks).fitted(gpu)
+    for groups, depth, blocks, warps in product(
+        GROUPS, depths, range(1, MOST_BLOCKS + 1), loaders
+    ):
+        for columns in _widths(layer, groups[1], warps):
+            tile = Tile(layer, *groups, columns, depth, blocks, warps).fitted(gpu)
             if tile is not None and not _is_idle(tile):
                 found += [replace(tile, grid=grid) for grid in _grids(tile, gpu)]
     possible = tuple(
@@ -228,15 +261,16 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     return possible
 
 
-def _widths(layer: Layer, groups: int) -> list[int]:
-    """Columns of a product."""
-    own = round_up(ceil_div(layer.columns, groups), layer.span_elements if layer.pixels else 8)
+def _widths(layer: Layer, groups: int, loaders: int) -> list[int]:
+    """Columns of a product: whole boxes, or as many octets as loaders."""
+    unit = layer.span_elements if layer.pixels else OCTET * loaders
+    own = round_up(ceil_div(layer.columns, groups), unit)
     return [columns for columns in COLUMNS if columns < own] + [own] * (own <= COLUMNS[-1])
 
 
 def _is_idle(tile: Tile) -> bool:
     """Whether a group has no channels at all, in any tile."""
-    return tile.rows >= tile.layer.problem.out_channels + ROWS
+    return tile.rows >= tile.layer.group_out + ROWS
 
 
 def _grids(tile: Tile, gpu: Gpu) -> list[int]:
