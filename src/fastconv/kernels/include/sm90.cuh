@@ -295,6 +295,13 @@ __device__ __forceinline__ void hold_registers(unsigned (&operands)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(operands[i])::"memory");
 }
 
+// Keeps the compiler from taking an address apart, so that what is added to it later is part of the
+// loads, and not kept in registers of its own.
+template <class T>
+__device__ __forceinline__ void hold_address(const T*& address) {
+  asm volatile("" : "+l"(address));
+}
+
 // A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
 // each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
 // `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.

@@ -133,6 +133,8 @@ template <int kCount>
 inline void hold_registers(float (&)[kCount]) {}
 template <int kCount>
 inline void hold_registers(unsigned (&)[kCount]) {}
+template <class T>
+inline void hold_address(const T*&) {}
 
 using Matrix = unsigned long long;
 

@@ -101,15 +101,20 @@ struct Gatherer {
   template <bool kStores>
   __device__ __forceinline__ void move_rows(unsigned char* target) {
     const int first = tile.row + warp * kWarpRows;
+    const Scalar* sources[kLanePositions];
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      sources[i] = positions[i].grad + first * kPositions;
+      hold_address(sources[i]);
+    }
 #pragma unroll
     for (int row = 0; row < kWarpRows; ++row) {
       if constexpr (kStores) store(target, row, row);
+      const bool is_row = kOut % kTileRows == 0 || first + row < kOut;
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        const Position& at = positions[i];
-        const bool valid = at.exists && (kOut % kTileRows == 0 || first + row < kOut);
         bits[row][i] =
-            tensor::load_bits(at.grad + 1LL * first * kPositions + row * kPositions, valid);
+            tensor::load_bits(sources[i] + row * kPositions, is_row && positions[i].exists);
       }
     }
   }
@@ -124,21 +129,22 @@ struct Gatherer {
       const int tap = at / kTapColumns, channel = at - tap * kTapColumns;
       const int tap_row = tap / C::kernel_width, tap_column = tap % C::kernel_width;
       const Scalar* sources[kLanePositions];
-      bool valid[kLanePositions];
+      bool read[kLanePositions];
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        sources[i] = positions[i].input(tap_row, tap_column) + channel * kChannelStride;
-        valid[i] =
-            tap < kTaps && positions[i].has_row(tap_row) && positions[i].has_column(tap_column);
+        const Position& position = positions[i];
+        sources[i] = position.input(tap_row, tap_column) + channel * kChannelStride;
+        hold_address(sources[i]);
+        read[i] = tap < kTaps && position.has_row(tap_row) && position.has_column(tap_column);
       }
 #pragma unroll
       for (int j = 0; j < kOfTap; ++j) {
         if constexpr (kStores) store(target, first + j, kWarpRows + first + j);
+        const bool is_channel = kIn == kTapColumns || channel + j < kIn;
 #pragma unroll
         for (int i = 0; i < kLanePositions; ++i) {
-          const bool exists = valid[i] && (kIn == kTapColumns || channel + j < kIn);
           bits[kWarpRows + first + j][i] =
-              tensor::load_bits(sources[i] + j * kChannelStride, exists);
+              tensor::load_bits(sources[i] + j * kChannelStride, is_channel && read[i]);
         }
       }
     }
@@ -148,8 +154,13 @@ struct Gatherer {
   template <bool kStores, int kFirst>
   __device__ __forceinline__ void move_few_columns(unsigned char* target) {
     unsigned read[kLanePositions], of_row[kLanePositions];
+    Position held[kLanePositions];
 #pragma unroll
-    for (int i = 0; i < kLanePositions; ++i) read[i] = columns_read(positions[i]);
+    for (int i = 0; i < kLanePositions; ++i) {
+      read[i] = columns_read(positions[i]);
+      held[i] = positions[i];
+      hold_address(held[i].first_tap);
+    }
 #pragma unroll
     for (int j = 0; j < kWarpColumns; ++j) {
       const int tap = (kFirst + j) / kIn, channel = (kFirst + j) % kIn;
@@ -158,12 +169,11 @@ struct Gatherer {
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
         if (j == 0 || (tap_column == 0 && channel == 0)) {
-          of_row[i] = positions[i].has_row(tap_row) ? read[i] : 0;
+          of_row[i] = held[i].has_row(tap_row) ? read[i] : 0;
         }
-        const Scalar* const source =
-            positions[i].input(tap_row, tap_column) + channel * kChannelStride;
-        const bool exists = tap < kTaps && (of_row[i] >> tap_column & 1);
-        bits[kWarpRows + j][i] = tensor::load_bits(source, exists);
+        bits[kWarpRows + j][i] =
+            tensor::load_bits(held[i].input(tap_row, tap_column) + channel * kChannelStride,
+                              tap < kTaps && (of_row[i] >> tap_column & 1));
       }
     }
   }
