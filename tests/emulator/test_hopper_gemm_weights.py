@@ -24,12 +24,15 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def with_tile(
-    *wanted: int, grid: int, products: int = tiles.FLUSH_PRODUCTS, loaders: int = 0
+    *wanted: int,
+    grid: int,
+    products: int = tiles.FLUSH_PRODUCTS,
+    teams: tuple[int, int] | None = None,
 ) -> Planner:
     """The same with groups of rows and columns, columns of a product and positions of a step.
 
-    So many blocks share the steps, and flush their sums after so many products; so many warps
-    gather, if that is given.
+    So many blocks share the steps, and flush their sums after so many products; such teams of
+    warps gather, if they are given.
     """
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -38,7 +41,7 @@ def with_tile(
             tile
             for tile in gemm_weights.tiles_of(layer, gpu)
             if (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth) == wanted
-            and loaders in (0, tile.loaders)
+            and teams in (None, (tile.teams, tile.team_warps))
         )
         with mock.patch.object(tiles, "FLUSH_PRODUCTS", products):
             return gemm_weights.plan(replace(tile, grid=grid), gpu)
@@ -105,8 +108,8 @@ WORKS = [
     _work(STRIDED_PLANES, "tf32", False, False),
     _work(STRIDED_PLANES, "float16", False, True),
     _work(PADDED, "tf32", False, True),
-    _work(PADDED, "tf32", False, False, with_tile(2, 1, 192, 32, grid=3, loaders=8)),
-    _work(PADDED, "tf32", False, False, with_tile(1, 2, 128, 32, grid=5, products=4)),
+    _work(PADDED, "tf32", False, False, with_tile(2, 1, 192, 32, grid=3, teams=(2, 4))),
+    _work(PADDED, "tf32", False, False, with_tile(1, 2, 64, 32, grid=5, products=4, teams=(1, 8))),
     _work(PADDED, "bfloat16", False, True),
     _work(STRIDED, "tf32", False, True),
     _work(STRIDED, "tf32", False, False, with_tile(1, 1, 256, 32, grid=2)),
@@ -114,7 +117,7 @@ WORKS = [
     _work(FIRST, "tf32", False, True),
     _work(FIRST, "tf32", False, False, with_tile(1, 1, 64, 32, grid=3)),
     _work(FIRST, "bfloat16", False, True),
-    _work(FIRST, "bfloat16", True, True),
+    _work(FIRST, "bfloat16", True, True, with_tile(1, 1, 128, 64, grid=5, teams=(2, 4))),
     _work(FIRST, "float16", True, False, with_tile(1, 2, 64, 64, grid=2, products=8)),
     _work(ONE_CHANNEL, "tf32", False, False),
     _work(ONE_CHANNEL, "float16", True, True),

@@ -3,7 +3,8 @@
 //
 // A lane has a position of a step (two of 16-bit types), which is four bytes of each row of a
 // stage: a warp loads a channel's neighbours at once, and writes them side by side, swizzled as a
-// copy would. The loads of a step are under way while those of the step before are written.
+// copy would. The loads of a step are under way while those of the step before are written; and
+// teams of warps take turns, for a warp that waits for one of its loads waits for all.
 #pragma once
 #include "hopper/gemm_weights/load.cuh"
 
@@ -11,8 +12,9 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kLanePositions = 4 / static_cast<int>(sizeof(Scalar));
-constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / C::loaders;
-constexpr int kWarpColumns = kTileColumns / C::loaders;
+constexpr int kTeamWarps = C::loaders / C::teams;
+constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / kTeamWarps;
+constexpr int kWarpColumns = kTileColumns / kTeamWarps;
 
 // Elements of the input from a channel to the next, and from a pixel to the next in a row.
 constexpr int kInPixels = C::in_height * C::in_width;
@@ -43,16 +45,26 @@ struct Position {
     first_tap = sources.input + 1LL * number * kInChannels * kInPixels +
                 (group * kIn * kChannelStride + (row * C::in_width + column) * kPixelStride);
   }
-  __device__ __forceinline__ bool has_row(int tap) const {
-    return exists && static_cast<unsigned>(row + tap * C::dilation_height) < C::in_height;
+  // Whether what lies so far from its first tap is in the image.
+  __device__ __forceinline__ bool has_row(int offset) const {
+    return exists && static_cast<unsigned>(row + offset) < C::in_height;
   }
-  __device__ __forceinline__ bool has_column(int tap) const {
-    return static_cast<unsigned>(column + tap * C::dilation_width) < C::in_width;
+  __device__ __forceinline__ bool has_column(int offset) const {
+    return static_cast<unsigned>(column + offset) < C::in_width;
   }
-  // What it reads there, of the group's first channel.
-  __device__ __forceinline__ const Scalar* input(int tap_row, int tap_column) const {
-    const int y = tap_row * C::dilation_height, x = tap_column * C::dilation_width;
-    return first_tap + (y * C::in_width + x) * kPixelStride;
+};
+
+// How far from a position's first tap another one is.
+struct Tap {
+  int row, column;
+
+  __device__ __forceinline__ explicit Tap(int tap)
+      : row(tap / C::kernel_width * C::dilation_height),
+        column(tap % C::kernel_width * C::dilation_width) {}
+
+  // Elements, of the first channel.
+  __device__ __forceinline__ int offset() const {
+    return (row * C::in_width + column) * kPixelStride;
   }
 };
 
@@ -60,9 +72,36 @@ struct Position {
 __device__ __forceinline__ unsigned columns_read(const Position& position) {
   unsigned bits = 0;
 #pragma unroll
-  for (int tap = 0; tap < C::kernel_width; ++tap) bits |= position.has_column(tap) ? 1u << tap : 0;
+  for (int tap = 0; tap < C::kernel_width; ++tap) {
+    bits |= position.has_column(tap * C::dilation_width) ? 1u << tap : 0;
+  }
   return bits;
 }
+
+// Eight columns, which have the same tap: a lane knows one octet, and tells the others.
+struct Octet {
+  int offset = 0, row = kNowhere, column = 0, channels = 0;
+  static constexpr int kNowhere = 1 << 30;  // beyond all images
+
+  __device__ __forceinline__ Octet() = default;
+  __device__ __forceinline__ explicit Octet(int first_column) {
+    const Column first(first_column);
+    if (first.channel >= kIn) return;
+    const Tap tap(first.tap);
+    offset = tap.offset() + first.channel * kChannelStride;
+    row = tap.row;
+    column = tap.column;
+    channels = kIn - first.channel;
+  }
+  __device__ __forceinline__ Octet of_lane(int lane) const {
+    Octet octet;
+    octet.offset = __shfl_sync(~0u, offset, lane);
+    octet.row = __shfl_sync(~0u, row, lane);
+    octet.column = __shfl_sync(~0u, column, lane);
+    if constexpr (kIn % 8 > 0) octet.channels = __shfl_sync(~0u, channels, lane);
+    return octet;
+  }
+};
 
 // A warp's share of a tile: so many rows of a stage, then so many columns.
 template <class Sources>
@@ -70,6 +109,7 @@ struct Gatherer {
   const Sources& sources;
   const Tile& tile;
   int warp, lane, end;
+  Octet octet;  // the lane's
   Position positions[kLanePositions];
   unsigned bits[kWarpRows + kWarpColumns][kLanePositions];  // under way
 
@@ -78,7 +118,9 @@ struct Gatherer {
         tile(tile),
         warp(warp),
         lane(static_cast<int>(threadIdx.x) % 32),
-        end(batch * kPositions) {}
+        end(batch * kPositions) {
+    if constexpr (kOctets) octet = Octet(tile.column + warp * kWarpColumns + lane * 8);
+  }
 
   // A step's positions; of none, no position exists.
   __device__ __forceinline__ void find(int step, bool exists) {
@@ -98,8 +140,7 @@ struct Gatherer {
     }
   }
 
-  template <bool kStores>
-  __device__ __forceinline__ void move_rows(unsigned char* target) {
+  __device__ __forceinline__ void load_rows() {
     const int first = tile.row + warp * kWarpRows;
     const Scalar* sources[kLanePositions];
 #pragma unroll
@@ -109,7 +150,6 @@ struct Gatherer {
     }
 #pragma unroll
     for (int row = 0; row < kWarpRows; ++row) {
-      if constexpr (kStores) store(target, row, row);
       const bool is_row = kOut % kTileRows == 0 || first + row < kOut;
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
@@ -119,28 +159,21 @@ struct Gatherer {
     }
   }
 
-  // Columns of the same tap are loaded from one address on.
-  template <bool kStores>
-  __device__ __forceinline__ void move_columns(unsigned char* target) {
-    constexpr int kOfTap = gcd(kTapColumns, kWarpColumns);
+  __device__ __forceinline__ void load_columns() {
 #pragma unroll
-    for (int first = 0; first < kWarpColumns; first += kOfTap) {
-      const int at = tile.column + warp * kWarpColumns + first;
-      const int tap = at / kTapColumns, channel = at - tap * kTapColumns;
-      const int tap_row = tap / C::kernel_width, tap_column = tap % C::kernel_width;
+    for (int first = 0; first < kWarpColumns; first += 8) {
+      const Octet at = octet.of_lane(first / 8);
       const Scalar* sources[kLanePositions];
       bool read[kLanePositions];
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        const Position& position = positions[i];
-        sources[i] = position.input(tap_row, tap_column) + channel * kChannelStride;
+        sources[i] = positions[i].first_tap + at.offset;
         hold_address(sources[i]);
-        read[i] = tap < kTaps && position.has_row(tap_row) && position.has_column(tap_column);
+        read[i] = positions[i].has_row(at.row) && positions[i].has_column(at.column);
       }
 #pragma unroll
-      for (int j = 0; j < kOfTap; ++j) {
-        if constexpr (kStores) store(target, first + j, kWarpRows + first + j);
-        const bool is_channel = kIn == kTapColumns || channel + j < kIn;
+      for (int j = 0; j < 8; ++j) {
+        const bool is_channel = kIn % 8 == 0 || j < at.channels;
 #pragma unroll
         for (int i = 0; i < kLanePositions; ++i) {
           bits[kWarpRows + first + j][i] =
@@ -150,89 +183,108 @@ struct Gatherer {
     }
   }
 
-  // The same if each column has a tap of its own, known when this is compiled.
-  template <bool kStores, int kFirst>
-  __device__ __forceinline__ void move_few_columns(unsigned char* target) {
+  // The same if each column has a tap of its own, known when this is compiled: from kFirst on.
+  template <int kFirst>
+  __device__ __forceinline__ void load_few_columns() {
+    const Scalar* sources[kLanePositions];
     unsigned read[kLanePositions], of_row[kLanePositions];
-    Position held[kLanePositions];
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
       read[i] = columns_read(positions[i]);
-      held[i] = positions[i];
-      hold_address(held[i].first_tap);
+      sources[i] = positions[i].first_tap;
+      hold_address(sources[i]);
     }
 #pragma unroll
     for (int j = 0; j < kWarpColumns; ++j) {
-      const int tap = (kFirst + j) / kIn, channel = (kFirst + j) % kIn;
-      const int tap_row = tap / C::kernel_width, tap_column = tap % C::kernel_width;
-      if constexpr (kStores) store(target, j, kWarpRows + j);
+      const int number = (kFirst + j) / kIn, channel = (kFirst + j) % kIn;
+      const int tap_column = number % C::kernel_width;
+      const Tap tap(number);
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
         if (j == 0 || (tap_column == 0 && channel == 0)) {
-          of_row[i] = held[i].has_row(tap_row) ? read[i] : 0;
+          of_row[i] = positions[i].has_row(tap.row) ? read[i] : 0;
         }
         bits[kWarpRows + j][i] =
-            tensor::load_bits(held[i].input(tap_row, tap_column) + channel * kChannelStride,
-                              tap < kTaps && (of_row[i] >> tap_column & 1));
+            tensor::load_bits(sources[i] + tap.offset() + channel * kChannelStride,
+                              number < kTaps && (of_row[i] >> tap_column & 1));
       }
     }
   }
 
-  // Stores what is under way to a stage, and loads the positions that were found.
-  template <bool kStores, int kFirst>
-  __device__ __forceinline__ void move(const Shared& shared, int stage) {
-    move_rows<kStores>(shared.rows(stage) + warp * kWarpRows * kSpan);
-    unsigned char* const columns = shared.columns(stage) + warp * kWarpColumns * kSpan;
+  // The positions that were found. Of few channels, kFirst is the warp's first column.
+  template <int kFirst>
+  __device__ __forceinline__ void load() {
+    load_rows();
     if constexpr (C::few) {
-      move_few_columns<kStores, kFirst>(columns);
+      load_few_columns<kFirst>();
     } else {
-      move_columns<kStores>(columns);
+      load_columns();
     }
+  }
+  // To a stage, what was loaded.
+  __device__ __forceinline__ void store(const Shared& shared, int stage) const {
+    unsigned char* const rows = shared.rows(stage) + warp * kWarpRows * kSpan;
+#pragma unroll
+    for (int row = 0; row < kWarpRows; ++row) store(rows, row, row);
+    unsigned char* const columns = shared.columns(stage) + warp * kWarpColumns * kSpan;
+#pragma unroll
+    for (int j = 0; j < kWarpColumns; ++j) store(columns, j, kWarpRows + j);
   }
 };
 
-// A warp's share of a run's steps. Of few channels, kFirst is its first column.
+// A warp's share of a run's steps, of which it begins with the `ahead`-th, and is then ahead of the
+// next run's.
 template <int kFirst, class Sources>
 __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, const Run& run,
-                                           Gatherer<Sources>& gatherer) {
-  gatherer.find(run.first, true);
-  gatherer.template move<false, kFirst>(shared, 0);
-  for (int step = run.first; step < run.end; ++step, ring.advance()) {
-    gatherer.find(step + 1, step + 1 < run.end);
+                                           int& ahead, Gatherer<Sources>& gatherer) {
+  int step = run.first + ahead;
+  gatherer.find(step, step < run.end);
+  gatherer.template load<kFirst>();
+  for (; step < run.end; step += C::teams) {
+    const int next = step + C::teams;
+    gatherer.find(next, next < run.end);
     barrier_wait(shared.empty(ring.stage), ring.parity);
     if constexpr (C::grad_copied) {
       if (gatherer.warp == 0 && is_elected()) {
         copy_step(shared, gatherer.sources, ring.stage, gatherer.tile, step);
       }
     }
-    gatherer.template move<true, kFirst>(shared, ring.stage);
+    gatherer.store(shared, ring.stage);
+    gatherer.template load<kFirst>();
     fence_async_shared();
     __syncwarp();
     if (gatherer.lane == 0) barrier_arrive(shared.full(ring.stage));
+#pragma unroll
+    for (int i = 0; i < C::teams; ++i) ring.advance();
   }
+  ahead = step - run.end;
 }
 
 // The same of a warp's `number`-th share of columns, counted through all tiles of a group.
 template <int kNumber, class Sources>
 __device__ __forceinline__ void gather_share(int number, const Shared& shared, Ring& ring,
-                                             const Run& run, Gatherer<Sources>& gatherer) {
-  constexpr int kLast = C::few ? kColumnTiles * C::loaders - 1 : 0;
+                                             const Run& run, int& ahead,
+                                             Gatherer<Sources>& gatherer) {
+  constexpr int kLast = C::few ? kColumnTiles * kTeamWarps - 1 : 0;
   if (kNumber == kLast || number == kNumber) {
-    gather_run<kNumber * kWarpColumns>(shared, ring, run, gatherer);
+    gather_run<kNumber * kWarpColumns>(shared, ring, run, ahead, gatherer);
   } else {
-    gather_share<min_of(kNumber + 1, kLast)>(number, shared, ring, run, gatherer);
+    gather_share<min_of(kNumber + 1, kLast)>(number, shared, ring, run, ahead, gatherer);
   }
 }
 
 template <class Sources>
 __device__ __forceinline__ void gather_steps(const Shared& shared, const Sources& sources,
                                              const Share& share, int batch) {
+  const int number = static_cast<int>(threadIdx.x) / 32 - kConsumerWarps;
+  const int warp = number % kTeamWarps;
+  int ahead = number / kTeamWarps;  // a team's first step
   Ring ring(1);
-  const int warp = static_cast<int>(threadIdx.x) / 32 - kConsumerWarps;
+  for (int i = 0; i < ahead; ++i) ring.advance();
   for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {
     const Tile tile(run.tile);
     Gatherer<Sources> gatherer(sources, tile, warp, batch);
-    gather_share<0>(tile.column / kWarpColumns + warp, shared, ring, run, gatherer);
+    gather_share<0>(tile.column / kWarpColumns + warp, shared, ring, run, ahead, gatherer);
   });
 }
 

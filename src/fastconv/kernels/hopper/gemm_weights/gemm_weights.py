@@ -162,6 +162,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "depth": tile.depth,
         "blocks": tile.blocks,
         "loaders": tile.loaders,
+        "teams": tile.teams,
         "stages": tile.stages,
         "flush_steps": tile.flush_steps,
         "whole": tile.is_whole,

@@ -31,9 +31,12 @@ class Layer:
 
     problem: Problem
     operands: Operands
-    pixels: pixels.Layer | None  # the forward pass without groups, of copied channels-last tensors
+    channels_last: bool
     input_copied: bool
     grad_copied: bool
+    pixels: pixels.Layer | None = (
+        None  # the forward pass, without groups, of pixels that are copied
+    )
 
     @property
     def span_elements(self) -> int:
@@ -44,13 +47,9 @@ class Layer:
         return not self.input_copied
 
     @property
-    def channels_last(self) -> bool:
-        return self.operands.input_channels_last or self.pixels is not None
-
-    @property
     def flat(self) -> bool:
         """Whether all images are one matrix, or planes are copied."""
-        return self.input_copied and (self.pixels is None or self.pixels.flat)
+        return self.input_copied and (not self.pixels or self.pixels.flat)
 
     @property
     def taps(self) -> int:
@@ -105,7 +104,7 @@ class Layer:
     def steps(self, depth: int) -> int:
         """Of a tile's sum, each of so many positions."""
         batch = self.problem.batch
-        if self.input_copied and self.pixels is None:
+        if self.input_copied and not self.channels_last:
             return batch * ceil_div(self.positions, depth)
         return ceil_div(batch * self.positions, depth)
 
@@ -142,15 +141,21 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
     if limits.parts(operands) > 1:
         raise Declined(f"{operands.scalar} as it is")
-    # Images of one pixel lie in memory either way.
-    in_last = operands.input_channels_last or problem.input_size == (1, 1)
-    out_last = operands.output_channels_last or problem.output_size == (1, 1)
-    if operands.scalar_bytes == 2 and in_last and out_last:
-        return _of_pixels(problem, operands, gpu)
-    if operands.input_channels_last or operands.output_channels_last:
+    # Images of one pixel, or of one channel, lie in memory either way.
+    in_either = problem.input_size == (1, 1) or problem.in_channels == 1
+    out_either = problem.output_size == (1, 1) or problem.out_channels == 1
+    in_last, out_last = operands.input_channels_last, operands.output_channels_last
+    has_planes = (in_either or not in_last) and (out_either or not out_last)
+    if operands.scalar_bytes == 2 and (in_last or in_either) and (out_last or out_either):
+        try:
+            return _of_pixels(problem, operands, gpu)
+        except Declined:
+            if not has_planes:
+                raise
+    if not has_planes:
         raise Declined(f"{operands.scalar}, channels-last")
     copied = _has_copied_planes(problem, operands)
-    return Layer(problem, operands, None, input_copied=copied, grad_copied=copied)
+    return Layer(problem, operands, False, input_copied=copied, grad_copied=copied)
 
 
 def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
@@ -163,8 +168,8 @@ def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
     except Declined:
         whole = None
     if whole is None or group_in % operands.vector:
-        return Layer(problem, operands, None, input_copied=False, grad_copied=True)
-    return Layer(problem, operands, whole, input_copied=True, grad_copied=True)
+        return Layer(problem, operands, True, input_copied=False, grad_copied=True)
+    return Layer(problem, operands, True, input_copied=True, grad_copied=True, pixels=whole)
 
 
 def _has_copied_planes(problem: Problem, operands: Operands) -> bool:

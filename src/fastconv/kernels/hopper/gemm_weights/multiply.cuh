@@ -109,10 +109,10 @@ __device__ __forceinline__ void store_weights(float (&sums)[kSums], const Tile& 
 #pragma unroll
   for (int j = 0; j < kSums; ++j) {
     const int first = tile.column + place.column_group * C::product_columns + j / 4 * 8;
-    const int column = first + place.lane % 4 * 2 + j % 2;
-    const int tap = kTaps == 1 ? 0 : (kOneTap ? first : column) / kTapColumns;
-    store_weight(grad, tile, tile.row + place.row(j / 2 % 2), tap, column - tap * kTapColumns,
-                 sums[j]);
+    const int in_octet = place.lane % 4 * 2 + j % 2;
+    Column column(kOneTap ? first : first + in_octet);
+    if constexpr (kOneTap) column.channel += in_octet;
+    store_weight(grad, tile, tile.row + place.row(j / 2 % 2), column, sums[j]);
   }
 }
 

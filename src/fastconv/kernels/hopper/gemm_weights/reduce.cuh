@@ -45,8 +45,7 @@ __device__ __forceinline__ void store_sum(Scalar* grad, const Tile& tile, int sl
                   element / 2 * 8;
   const int column = tile.column + consumer % C::column_groups * C::product_columns +
                      slot / 128 % kSlots * 8 + thread % 4 * 2 + element % 2;
-  const int tap = column / kTapColumns;
-  store_weight(grad, tile, row, tap, column - tap * kTapColumns, value);
+  store_weight(grad, tile, row, Column(column), value);
 }
 
 __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, const Tile& tile,

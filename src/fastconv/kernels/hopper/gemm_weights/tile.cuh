@@ -13,8 +13,8 @@ using tensor::Operand;
 using Ring = tensor::Ring<C::stages>;
 using tensor::Scalar;
 
-// Rows of the product are output channels; its columns input channels, tap after tap. Both are of
-// one group, or of a few narrow ones that are multiplied as if they were one.
+// Rows of the product are output channels; its columns input channels at taps. Both are of one
+// group, or of a few narrow ones that are multiplied as if they were one.
 constexpr int kTileRows = 64 * C::row_groups;
 constexpr int kTileColumns = C::product_columns * C::column_groups;
 constexpr int kConsumers = C::row_groups * C::column_groups;  // warpgroups
@@ -45,6 +45,7 @@ constexpr int kBoxBytes = kDepth * kSpan;  // of a copy of pixels
 constexpr int kTapColumns = kColumnsAcross ? round_up(kIn, kSpanElements)
                             : C::few       ? kIn
                                            : round_up(kIn, 8);
+constexpr bool kOctets = !C::input_copied && !C::few;
 constexpr int kRowTiles = ceil_div(kOut, kTileRows);
 constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
 constexpr int kGroupTiles = kRowTiles * kColumnTiles;
@@ -85,14 +86,33 @@ struct Tile {
   __device__ __forceinline__ bool has_bias() const { return C::bias && column == 0; }
 };
 
-// The weight that a sum is, if it is one. Its tap and channel are `column` of a tile's group.
-__device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row, int tap,
-                                             int channel, float sum) {
+// What a column of the product is: tap after tap, if copies bring their channels, or if those are
+// few; otherwise eight channels of all taps, then the next eight, for what neighbouring taps read
+// is then found in the L1 cache.
+struct Column {
+  int tap, channel;
+
+  __device__ __forceinline__ explicit Column(int column) {
+    if constexpr (kOctets) {
+      const int octet = column / (8 * kTaps), in_octet = column - octet * 8 * kTaps;
+      tap = in_octet / 8;
+      channel = octet * 8 + in_octet % 8;
+    } else {
+      tap = column / kTapColumns;
+      channel = column - tap * kTapColumns;
+    }
+  }
+};
+
+// The weight that a sum is, if it is one.
+__device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row,
+                                             const Column& column, float sum) {
+  const int channel = column.channel;
   const bool own = C::joined == 1 || row / C::group_out == channel / C::group_in;
-  if (row >= kOut || tap >= kTaps || channel >= kIn || !own) return;
+  if (row >= kOut || column.tap >= kTaps || channel >= kIn || !own) return;
   const int input = C::joined == 1 ? channel : channel % C::group_in;
-  grad[tensor::weight_offset(tile.group * kOut + row, input, tap / C::kernel_width,
-                             tap % C::kernel_width)] = narrow<Scalar>(sum);
+  grad[tensor::weight_offset(tile.group * kOut + row, input, column.tap / C::kernel_width,
+                             column.tap % C::kernel_width)] = narrow<Scalar>(sum);
 }
 
 // The workspace, in units of 16 bytes: for each run its consumers' sums, then those of the bias.

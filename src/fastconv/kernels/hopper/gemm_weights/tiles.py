@@ -18,12 +18,13 @@ ROWS = 64  # of a consumer
 GROUPS = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4))  # of rows, of columns
 COLUMNS = (64, 128, 192, 256)  # of a product
 DEPTHS = (32, 64)  # of a step, of pixels that are copied
-LOADERS = (4, 8)  # warps, of what is gathered
+TEAMS = ((1, 4), (1, 8), (2, 4))  # of warps that gather, and how many each has
+MOST_GATHERED_STAGES = 4  # what is left of shared memory is the L1 cache
 MOST_BLOCKS = 2  # of a processor
 MOST_STAGES = 8
 FEWEST_STAGES = 3
 OTHER_REGISTERS = 30  # of a thread, beside its sums
-GATHER_REGISTERS = 50  # beside what is under way
+GATHER_REGISTERS = 46  # beside what is under way
 ONES_BYTES = 256
 FLUSH_PRODUCTS = 256  # that are added up in a row: tensor cores cut off what does not fit a sum
 REDUCE_PARTS = (32, 8)  # threads that add up a sum, if each has two runs of a tile at least
@@ -40,8 +41,9 @@ KEPT_BYTES = 40 << 20  # of what the L2 cache keeps
 EVEN_LOSS = 1.07  # of several tiles that are at the same positions at the same time
 UNEVEN_LOSS = 1.67  # of those that are not
 LATENCY = 223.0  # of a load, as far as it is seen
-GATHER_CYCLES = 1.5  # of a warp's access to memory or shared memory
+GATHER_CYCLES = 1.3  # of a warp's access to 128 bytes of memory or shared memory
 GATHER_LATENCY = 1000.0  # of the loads of a step
+GATHERED_BYTES = 22.0  # as CACHE_BYTES, of what is gathered
 PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
 OVERLAP_LOSS = 0.64
 FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
@@ -60,7 +62,8 @@ class Tile:
     product_columns: int
     depth: int  # positions of a step
     blocks: int  # of a processor
-    loaders: int = 1  # warps
+    teams: int = 1  # of warps that load
+    team_warps: int = 1
     grid: int = 1  # blocks of all
     stages: int = 0
 
@@ -68,7 +71,7 @@ class Tile:
     def name(self) -> str:
         groups = f"{self.row_groups}x{self.column_groups}"
         size = f"{self.rows}x{self.columns}x{self.depth}"
-        gathered = f", {self.loaders} gather" if self.layer.gathered else ""
+        gathered = f", {self.teams}x{self.team_warps} gather" if self.layer.gathered else ""
         return f"{size} by {groups}{gathered}, {self.blocks} at once, {self.grid} blocks"
 
     @property
@@ -78,6 +81,11 @@ class Tile:
     @property
     def threads(self) -> int:
         return 128 * self.consumers + 32 * self.loaders
+
+    @property
+    def loaders(self) -> int:
+        """Warps."""
+        return self.teams * self.team_warps
 
     @property
     def rows(self) -> int:
@@ -158,7 +166,7 @@ class Tile:
     def registers(self) -> int:
         """That a thread needs."""
         consumer = self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
-        values = self.gathered_rows * 4 // self.layer.operands.scalar_bytes // self.loaders
+        values = self.gathered_rows * 4 // self.layer.operands.scalar_bytes // self.team_warps
         return max(consumer, values + GATHER_REGISTERS if self.layer.gathered else 0)
 
     @property
@@ -170,7 +178,8 @@ class Tile:
         if self.registers > block.most_registers(self.blocks, self.threads):
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
-        stages = min(room // self.stage_bytes, MOST_STAGES)
+        most = MOST_GATHERED_STAGES if self.layer.gathered else MOST_STAGES
+        stages = min(room // self.stage_bytes, most)
         return replace(self, stages=stages) if stages >= FEWEST_STAGES else None
 
     @lazy
@@ -204,7 +213,8 @@ class Tile:
         reduced = self.grid * runs * self.run_bytes / gpu.processors / REDUCED_BYTES
         waited = LATENCY / (self.stages - 1)
         if self.layer.gathered:
-            waited = GATHER_LATENCY / min(self.blocks, blocks)
+            turns = self.teams * min(self.blocks, blocks)
+            waited = (self._gather_cycles + GATHER_LATENCY) / turns
         computed = max(self._step_cycles * PRODUCT_SHARE, waited)
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
         return (
@@ -217,9 +227,21 @@ class Tile:
     def _cache_cycles(self) -> float:
         """To load what a step needs, from the L2 cache."""
         layer = self.layer
+        if layer.gathered:
+            return self._gathered_bytes / GATHERED_BYTES
         plane = layer.positions * layer.operands.scalar_bytes
-        ragged = layer.input_copied and layer.pixels is None and plane % SPAN > 0
+        ragged = layer.pixels is None and plane % SPAN > 0
         return self.stage_bytes / CACHE_BYTES * (RAGGED_LOSS if ragged else 1.0)
+
+    @property
+    def _gathered_bytes(self) -> float:
+        """Of a step: what neighbouring taps read comes once, in lines of which all is loaded."""
+        layer = self.layer
+        taps = min(layer.taps, max(1, self.columns // (layer.group_in if layer.few else OCTET)))
+        channels = self.columns / taps
+        stride = min(layer.problem.stride[1], 4)
+        rows = min(taps, layer.problem.kernel_size[0]) if layer.taps > 1 else 1
+        return (self.rows + channels * rows * stride) * SPAN
 
     @property
     def _memory_cycles(self) -> float:
@@ -242,13 +264,11 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 @lru_cache(maxsize=64)
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     depths = DEPTHS if layer.pixels else (layer.span_elements,)
-    loaders = LOADERS if layer.gathered else (1,)
+    teams = TEAMS if layer.gathered else ((1, 1),)
     found = []
-    for groups, depth, blocks, warps in product(
-        GROUPS, depths, range(1, MOST_BLOCKS + 1), loaders
-    ):
-        for columns in _widths(layer, groups[1], warps):
-            tile = Tile(layer, *groups, columns, depth, blocks, warps).fitted(gpu)
+    for groups, depth, blocks, team in product(GROUPS, depths, range(1, MOST_BLOCKS + 1), teams):
+        for columns in _widths(layer, groups[1], team[1]):
+            tile = Tile(layer, *groups, columns, depth, blocks, *team).fitted(gpu)
             if tile is not None and not _is_idle(tile):
                 found += [replace(tile, grid=grid) for grid in _grids(tile, gpu)]
     possible = tuple(
@@ -261,9 +281,9 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     return possible
 
 
-def _widths(layer: Layer, groups: int, loaders: int) -> list[int]:
-    """Columns of a product: whole boxes, or as many octets as loaders."""
-    unit = layer.span_elements if layer.pixels else OCTET * loaders
+def _widths(layer: Layer, groups: int, warps: int) -> list[int]:
+    """Columns of a product: whole boxes, or as many octets as warps."""
+    unit = layer.span_elements if layer.pixels else OCTET * warps
     own = round_up(ceil_div(layer.columns, groups), unit)
     return [columns for columns in COLUMNS if columns < own] + [own] * (own <= COLUMNS[-1])
 
