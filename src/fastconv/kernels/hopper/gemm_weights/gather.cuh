@@ -139,8 +139,8 @@ struct Gatherer {
       *reinterpret_cast<unsigned*>(target) = bits[index][0] | bits[index][1] << 16;
     }
   }
-
-  __device__ __forceinline__ void load_rows() {
+  template <bool kStores>
+  __device__ __forceinline__ void move_rows(unsigned char* target) {
     const int first = tile.row + warp * kWarpRows;
     const Scalar* sources[kLanePositions];
 #pragma unroll
@@ -150,6 +150,7 @@ struct Gatherer {
     }
 #pragma unroll
     for (int row = 0; row < kWarpRows; ++row) {
+      if constexpr (kStores) store(target, row, row);
       const bool is_row = kOut % kTileRows == 0 || first + row < kOut;
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
@@ -159,7 +160,8 @@ struct Gatherer {
     }
   }
 
-  __device__ __forceinline__ void load_columns() {
+  template <bool kStores>
+  __device__ __forceinline__ void move_columns(unsigned char* target) {
 #pragma unroll
     for (int first = 0; first < kWarpColumns; first += 8) {
       const Octet at = octet.of_lane(first / 8);
@@ -173,6 +175,7 @@ struct Gatherer {
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
+        if constexpr (kStores) store(target, first + j, kWarpRows + first + j);
         const bool is_channel = kIn % 8 == 0 || j < at.channels;
 #pragma unroll
         for (int i = 0; i < kLanePositions; ++i) {
@@ -184,8 +187,8 @@ struct Gatherer {
   }
 
   // The same if each column has a tap of its own, known when this is compiled: from kFirst on.
-  template <int kFirst>
-  __device__ __forceinline__ void load_few_columns() {
+  template <bool kStores, int kFirst>
+  __device__ __forceinline__ void move_few_columns(unsigned char* target) {
     const Scalar* sources[kLanePositions];
     unsigned read[kLanePositions], of_row[kLanePositions];
 #pragma unroll
@@ -196,6 +199,7 @@ struct Gatherer {
     }
 #pragma unroll
     for (int j = 0; j < kWarpColumns; ++j) {
+      if constexpr (kStores) store(target, j, kWarpRows + j);
       const int number = (kFirst + j) / kIn, channel = (kFirst + j) % kIn;
       const int tap_column = number % C::kernel_width;
       const Tap tap(number);
@@ -211,24 +215,17 @@ struct Gatherer {
     }
   }
 
-  // The positions that were found. Of few channels, kFirst is the warp's first column.
-  template <int kFirst>
-  __device__ __forceinline__ void load() {
-    load_rows();
-    if constexpr (C::few) {
-      load_few_columns<kFirst>();
-    } else {
-      load_columns();
-    }
-  }
-  // To a stage, what was loaded.
-  __device__ __forceinline__ void store(const Shared& shared, int stage) const {
-    unsigned char* const rows = shared.rows(stage) + warp * kWarpRows * kSpan;
-#pragma unroll
-    for (int row = 0; row < kWarpRows; ++row) store(rows, row, row);
+  // Stores to a stage what was loaded, and loads the positions that were found. Of few channels,
+  // kFirst is the warp's first column.
+  template <bool kStores, int kFirst>
+  __device__ __forceinline__ void move(const Shared& shared, int stage) {
+    move_rows<kStores>(shared.rows(stage) + warp * kWarpRows * kSpan);
     unsigned char* const columns = shared.columns(stage) + warp * kWarpColumns * kSpan;
-#pragma unroll
-    for (int j = 0; j < kWarpColumns; ++j) store(columns, j, kWarpRows + j);
+    if constexpr (C::few) {
+      move_few_columns<kStores, kFirst>(columns);
+    } else {
+      move_columns<kStores>(columns);
+    }
   }
 };
 
@@ -239,7 +236,7 @@ __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, con
                                            int& ahead, Gatherer<Sources>& gatherer) {
   int step = run.first + ahead;
   gatherer.find(step, step < run.end);
-  gatherer.template load<kFirst>();
+  gatherer.template move<false, kFirst>(shared, 0);
   for (; step < run.end; step += C::teams) {
     const int next = step + C::teams;
     gatherer.find(next, next < run.end);
@@ -249,8 +246,7 @@ __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, con
         copy_step(shared, gatherer.sources, ring.stage, gatherer.tile, step);
       }
     }
-    gatherer.store(shared, ring.stage);
-    gatherer.template load<kFirst>();
+    gatherer.template move<true, kFirst>(shared, ring.stage);
     fence_async_shared();
     __syncwarp();
     if (gatherer.lane == 0) barrier_arrive(shared.full(ring.stage));
