@@ -298,19 +298,15 @@ FAULTY_EARLY = {
 
 # Two blocks of a cluster, each of which reads what the other has written.
 CLUSTER = """
-  const int thread = static_cast<int>(threadIdx.x), other = 1 - cluster_rank();
+  const int thread = static_cast<int>(threadIdx.x), at = 63 - thread, other = 1 - cluster_rank();
   tile[thread] = in[i];
   cluster_sync();  // the first
-  out[i] = load_from_block(tile + 63 - thread, other);
+  const float4 four = load_from_block(reinterpret_cast<float4*>(tile + at / 4 * 4), other);
+  out[i] = (&four.x)[at % 4];
   cluster_sync();  // the last
 """
 SOUND_CLUSTERS = {
     "cluster": ("", ""),
-    "cluster_vectors": (
-        "out[i] = load_from_block(tile + 63 - thread, other)",
-        "const float4 four = load_from_block(reinterpret_cast<float4*>(tile + 60 - thread / 4 * 4),"
-        " other); out[i] = (&four.x)[3 - thread % 4]",
-    ),
     "cluster_without_exited_threads": (
         "cluster_sync();  // the last",
         "if (thread == 5 || i == n - 1) cluster_sync();",
@@ -332,18 +328,15 @@ FAULTY_CLUSTERS = {
         r"waits in cluster_sync, .*\n +threads 6 to 6 of block 1: waits in __syncthreads",
     ),
     "cluster_read_of_no_block": (
-        ("63 - thread, other", "63 - thread, 2"),
+        ("at / 4 * 4), other", "at / 4 * 4), 2"),
         "load_from_block: block 2 of a cluster of 2",
     ),
     "cluster_read_of_global_memory": (
-        ("tile + 63 - thread, other", "in + i, other"),
+        ("float4*>(tile + at / 4 * 4)", "const float4*>(in)"),
         "load_from_block: .* does not lie in shared memory",
     ),
     "cluster_read_misaligned": (
-        (
-            "load_from_block(tile + 63 - thread, other)",
-            "load_from_block(reinterpret_cast<float4*>(tile + thread), other).w",
-        ),
+        ("tile + at / 4 * 4", "tile + thread"),
         r"thread 1\n.*misaligned address",
     ),
 }

@@ -334,20 +334,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// What another block of the cluster has in its shared memory where `shared` lies in this one's.
-__device__ __forceinline__ float load_from_block(const float* shared, int rank) {
-  float value;
-  asm volatile(
-      "{\n"
-      ".reg .u32 address;\n"
-      "mapa.shared::cluster.u32 address, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [address];\n"
-      "}"
-      : "=f"(value)
-      : "r"(shared_address(shared)), "r"(rank)
-      : "memory");
-  return value;
-}
+// Four floats of another block of the cluster: what its shared memory has where `shared` lies in
+// this one's.
 __device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
   float4 value;
   asm volatile(

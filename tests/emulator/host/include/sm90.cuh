@@ -157,10 +157,6 @@ inline void cluster_sync(emulator::Site site = emulator::here("cluster_sync")) {
   emulator::cluster_barrier(site);
 }
 
-inline float load_from_block(const float* shared, int rank,
-                             emulator::Site site = emulator::here("load_from_block")) {
-  return *static_cast<const float*>(emulator::in_block(site, shared, rank));
-}
 inline float4 load_from_block(const float4* shared, int rank,
                               emulator::Site site = emulator::here("load_from_block")) {
   return *static_cast<const float4*>(emulator::in_block(site, shared, rank));
