@@ -157,7 +157,7 @@ __device__ __forceinline__ void flush_bias(float (&sums)[4], float* totals, cons
 // them are done.
 __device__ __forceinline__ void put_sums(Sums& sums, const Shared& shared, const Place& place,
                                          bool has_bias) {
-  constexpr int kBarrier = 15;
+  constexpr int kBarrier = 1;
   wait_at(kBarrier, 128 * kConsumers);
   hold_registers(sums.weights[0]);
   const int column = place.column_group * C::product_columns + place.lane % 4 * 2;
