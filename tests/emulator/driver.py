@@ -90,6 +90,7 @@ def _execute(
         order = "reverse" if reverse else "forward"
         command = [_runtime(), _library(launch.kernel), order]
         command += map(str, (*launch.grid, launch.block, launch.shared_bytes, int(launch.early)))
+        command.append(str(dict(launch.kernel.constants).get("cluster", 1)))
         places = {name: f"{name}:{len(memory[name])}:{_offset(tensors[name])}" for name in names}
         command += (_argument(argument, places) for argument in launch.arguments)
         output = _call(_title(launch.kernel), command, b"".join(memory[name] for name in names))

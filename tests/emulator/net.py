@@ -220,7 +220,7 @@ NAMES = {
     gemm_pixels.SOURCE: ("consumers", "tile_columns", "blocks"),
     gemm_planes.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
     gemm_weights.SOURCE: (
-        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole",
+        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
     ),
 }  # fmt: skip
 GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE, gemm_weights.SOURCE)

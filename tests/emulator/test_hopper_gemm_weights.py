@@ -13,6 +13,7 @@ from emulator import precompile
 from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients, put_odd_numbers
 from emulator.works import Case, Planner, Tensors, Work, assert_plain, run
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
+from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.gemm_weights import gemm_weights, tiles
 from fastconv.problem import Problem
 
@@ -36,17 +37,39 @@ def with_tile(
     """
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        layer = gemm_weights.layer_of(problem, operands, gpu)
-        tile = next(
-            tile
-            for tile in gemm_weights.tiles_of(layer, gpu)
-            if (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth) == wanted
-            and teams in (None, (tile.teams, tile.team_warps))
-        )
+        tile = _tile(wanted, problem, operands, gpu, teams)
         with mock.patch.object(tiles, "FLUSH_PRODUCTS", products):
             return gemm_weights.plan(replace(tile, grid=grid), gpu)
 
     return weight_grad
+
+
+def in_clusters(*wanted: int, cluster: int) -> Planner:
+    """The same with so many blocks for each tile, which add up their sums by themselves."""
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        tile = _tile(wanted, problem, operands, gpu).in_clusters(cluster)
+        assert tile is not None
+        return gemm_weights.plan(tile, gpu)
+
+    return weight_grad
+
+
+def _tile(
+    wanted: tuple[int, ...],
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+    teams: tuple[int, int] | None = None,
+) -> tiles.Tile:
+    layer = gemm_weights.layer_of(problem, operands, gpu)
+    return next(
+        tile
+        for tile in gemm_weights.tiles_of(layer, gpu)
+        if (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth) == wanted
+        and tile.cluster == 1
+        and teams in (None, (tile.teams, tile.team_warps))
+    )
 
 
 POINTWISE = Case("pointwise", (3, 72, 10, 12), (136, 72, 1, 1))
@@ -129,6 +152,28 @@ WORKS = [
     _work(POINTWISE_GROUPS, "tf32", False, False),
     _work(POINTWISE_GROUPS, "float16", True, True),
 ]
+CLUSTERS = [
+    _work(POINTWISE, "bfloat16", True, True, in_clusters(2, 1, 128, 64, cluster=2)),
+    _work(POINTWISE, "float16", True, True, in_clusters(1, 2, 64, 32, cluster=8)),
+    _work(POINTWISE, "bfloat16", False, True, in_clusters(1, 1, 72, 64, cluster=4)),
+    _work(TAPS, "bfloat16", True, True, in_clusters(1, 3, 128, 32, cluster=2)),
+    _work(TAPS, "float16", True, False, in_clusters(2, 1, 256, 64, cluster=4)),
+    replace(
+        _work(STRIDED, "bfloat16", True, True, in_clusters(1, 1, 128, 32, cluster=2)),
+        plain_weight=True,
+    ),
+    _work(SMALL, "float16", True, True, in_clusters(1, 1, 64, 32, cluster=2)),
+    # As many steps as blocks.
+    _work(ONE_PIXEL, "bfloat16", True, True, in_clusters(1, 1, 64, 32, cluster=2)),
+    _work(PLANES, "tf32", False, True, in_clusters(2, 1, 80, 32, cluster=8)),
+    _work(PLANES, "tf32", False, False, in_clusters(2, 2, 40, 32, cluster=4)),
+    _work(SHORT, "tf32", False, True, in_clusters(1, 1, 24, 32, cluster=4)),
+    _work(PADDED, "tf32", False, False, in_clusters(2, 1, 192, 32, cluster=4)),
+    _work(FIRST, "bfloat16", True, True, in_clusters(1, 1, 128, 64, cluster=2)),
+    _work(NARROW_GROUPS, "bfloat16", True, True, in_clusters(1, 1, 128, 64, cluster=2)),
+    _work(POINTWISE_GROUPS, "tf32", False, False, in_clusters(1, 1, 64, 32, cluster=2)),
+]
+WORKS += CLUSTERS
 
 
 PLANE_WORK = next(work for work in WORKS if work.case == PLANES)
@@ -158,13 +203,57 @@ def test_every_tile() -> None:
     ):
         work = _work(case, mode, channels_last, bias=False)
         layer = gemm_weights.layer_of(case.problem, _operands(work), GPU)
-        for tile in draw.sample(gemm_weights.tiles_of(layer, GPU), 4):
-            groups = (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth)
-            planner = with_tile(*groups, grid=draw.randint(1, tile.grid))
+        plain = [tile for tile in gemm_weights.tiles_of(layer, GPU) if tile.cluster == 1]
+        for tile in draw.sample(plain, 4):
+            planner = with_tile(*_groups(tile), grid=draw.randint(1, tile.grid))
+            works.append(replace(work, planner=planner))
+        clusters = [tile for tile in gemm_weights.tiles_of(layer, H200) if tile.cluster > 1]
+        for tile in draw.sample(clusters, 2):
+            planner = in_clusters(*_groups(tile), cluster=tile.cluster)
             works.append(replace(work, planner=planner))
     precompile({launch.kernel for work in works for launch in work.plan.launches})
     for work in works:
         assert_gradients(work)
+
+
+def _groups(tile: tiles.Tile) -> tuple[int, int, int, int]:
+    return tile.row_groups, tile.column_groups, tile.product_columns, tile.depth
+
+
+@pytest.mark.parametrize("work", CLUSTERS, ids=str)
+def test_clusters_need_no_second_launch(work: Work) -> None:
+    *bias, launch = work.plan.launches
+    cluster = dict(launch.kernel.constants)["cluster"]
+    assert cluster in tiles.CLUSTERS
+    assert launch.grid[0] % cluster == 0
+    assert launch.kernel.entry == "gemm_weights"
+    assert all(one.kernel.source == gemm_weights.BIAS_SOURCE for one in bias)
+    assert bias or work.plan.scratch_bytes == 0
+    assert f"clusters of {cluster}" in work.plan.choice
+
+
+def test_clusters_that_cannot_be() -> None:
+    """Of fewer steps than blocks, of too many in a row, of sums that do not fit; of two waves."""
+
+    def tile(case: Case, groups: tuple[int, int], columns: int, depth: int) -> tiles.Tile:
+        layer = gemm_weights.layer_of(
+            case.problem, _operands(_work(case, "bfloat16", True, False)), GPU
+        )
+        fitted = tiles.Tile(layer, *groups, columns, depth, blocks=1).fitted(GPU)
+        assert fitted is not None
+        return fitted
+
+    few = tile(ONE_PIXEL, (1, 1), 64, 32)  # 3 steps
+    assert few.in_clusters(2) is not None
+    assert few.in_clusters(4) is None
+    with mock.patch.object(tiles, "FLUSH_PRODUCTS", 2):
+        assert few.in_clusters(2) is None
+    wide = tile(Case("large", (8, 256, 16, 16), (256, 256, 1, 1)), (2, 1), 256, 64)
+    assert wide.in_clusters(2) is not None
+    assert replace(wide, stages=2).in_clusters(2) is None  # 132 KiB of sums, 96 KiB of stages
+    for gpu, has_room in ((H200, True), (GPU, False)):  # for two blocks of each tile at once
+        found = gemm_weights.tiles_of(wide.layer, gpu)
+        assert any(one.cluster > 1 for one in found) == has_room
 
 
 def _operands(work: Work) -> Operands:

@@ -11,6 +11,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // There is no __shared__: kernels call fastconv::shared_memory().
 

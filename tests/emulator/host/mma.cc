@@ -14,13 +14,13 @@ struct Lane {
   const unsigned char* row;
   unsigned left[4], right[2];
 };
-Lane lanes_of_warps[1024 / kLanes][kLanes];
+Lane lanes_of_warps[kMostClusterBlocks][1024 / kLanes][kLanes];
 
 // All lanes put something in, then all read what they need of it, then all go on.
 template <class Put, class Read>
 void together(Site site, const Put& put, const Read& read) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  Lane* const lanes = lanes_of_warps[threadIdx.x / kLanes];
+  Lane* const lanes = lanes_of_warps[cluster_rank][threadIdx.x / kLanes];
   put(lanes[lane]);
   exchange(site, ~0u, 0, lane);
   read(lanes, lane);

@@ -96,6 +96,7 @@ constexpr int kReturnAddress = 11;
 namespace emulator {
 
 Shared shared;
+int cluster_rank;
 
 namespace {
 
@@ -133,26 +134,13 @@ struct Thread {
   bool waited = false;  // for the launch before this one
 };
 
-// A tensor, or the shared memory.
+// A tensor, or a block's shared memory.
 struct Buffer {
   std::string name;
   unsigned char* begin;
   ptrdiff_t bytes;
+  bool is_tensor;
 };
-
-decltype(emulator_run_thread)* run_thread;
-std::vector<Argument> arguments;
-std::vector<Buffer> buffers;
-std::vector<Thread> threads;
-std::vector<unsigned> exchanging;  // of each warp, the lanes that wait in an operation of the warp
-Thread* running = nullptr;
-bool reverse;
-bool early;  // the launch before this one may be under way
-bool tensors_are_shown = true;
-
-// Of __syncthreads.
-Site barrier_site;
-unsigned barrier_arrived, barrier_generation;
 
 // Of a barrier that some of the threads have.
 struct NamedBarrier {
@@ -160,7 +148,34 @@ struct NamedBarrier {
   std::set<const Thread*> come;
   unsigned generation = 0;
 };
-std::map<int, NamedBarrier> named_barriers;
+
+// One of a cluster, all of which run together.
+struct Block {
+  unsigned number;  // of the grid's
+  Shared shared;
+  std::vector<Thread> threads;
+  std::vector<unsigned> exchanging;  // of each warp, the lanes that wait in an operation of it
+  bool begun, ended;
+
+  // Of __syncthreads.
+  Site barrier_site;
+  unsigned barrier_arrived, barrier_generation = 0;
+
+  std::map<int, NamedBarrier> named_barriers;
+};
+
+decltype(emulator_run_thread)* run_thread;
+std::vector<Argument> arguments;
+std::vector<Buffer> buffers;
+std::vector<Block> cluster;
+Block* block = nullptr;  // whose threads run, one of the cluster's
+Thread* running = nullptr;
+bool reverse;
+bool early;  // the launch before this one may be under way
+bool tensors_are_shown = true;
+
+// Of cluster_barrier: threads of all blocks.
+unsigned cluster_arrived, cluster_generation;
 
 // Of wait_long.
 unsigned long_waits, long_generation;
@@ -180,14 +195,14 @@ void print_place() {
 }
 
 // Memory of exactly this size between poisoned zones, `offset` bytes after a multiple of 1024.
-unsigned char* allocate(const char* name, ptrdiff_t bytes, ptrdiff_t offset) {
+unsigned char* allocate(const char* name, ptrdiff_t bytes, ptrdiff_t offset, bool is_tensor) {
   const ptrdiff_t total = (kGuardBytes + offset + bytes + kGuardBytes + 1023) / 1024 * 1024;
   auto* const memory = static_cast<unsigned char*>(aligned_alloc(1024, total));
   if (!memory) fail("no memory for %s", name);
   unsigned char* const begin = memory + kGuardBytes + offset;
   __asan_poison_memory_region(memory, begin - memory);
   __asan_poison_memory_region(begin + bytes, memory + total - (begin + bytes));
-  buffers.push_back({name, begin, bytes});
+  buffers.push_back({name, begin, bytes, is_tensor});
   return begin;
 }
 
@@ -196,7 +211,7 @@ unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset)
   for (const Buffer& buffer : buffers) {
     if (buffer.name == name) return buffer.begin;
   }
-  unsigned char* const begin = allocate(name, bytes, offset);
+  unsigned char* const begin = allocate(name, bytes, offset, true);
   if (fread(begin, 1, bytes, stdin) != size_t(bytes)) fail("%s is cut short", name);
   return begin;
 }
@@ -206,7 +221,7 @@ void show_tensors(bool shown) {
   if (shown == tensors_are_shown) return;
   tensors_are_shown = shown;
   for (const Buffer& buffer : buffers) {
-    if (buffer.begin == shared.begin) continue;
+    if (!buffer.is_tensor) continue;
     if (shown) {
       __asan_unpoison_memory_region(buffer.begin, buffer.bytes);
     } else {
@@ -235,7 +250,7 @@ void resume(Thread& thread) {
   void* fake_stack;
   show_tensors(!early || thread.waited);
   running = &thread;
-  threadIdx = {static_cast<unsigned>(&thread - threads.data()), 0, 0};
+  threadIdx = {static_cast<unsigned>(&thread - block->threads.data()), 0, 0};
   __sanitizer_start_switch_fiber(&fake_stack, thread.stack, kStackBytes);
   emulator_switch(&scheduler_stack_pointer, thread.stack_pointer);
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
@@ -245,13 +260,34 @@ void resume(Thread& thread) {
 // The i-th of n in the order of this run.
 int in_order(int i, int n) { return reverse ? n - 1 - i : i; }
 
+// Has everything that is a block's own be this one's.
+void enter(Block& one) {
+  const unsigned row = one.number / gridDim.x;
+  block = &one;
+  blockIdx = {one.number % gridDim.x, row % gridDim.y, row / gridDim.y};
+  cluster_rank = static_cast<int>(&one - cluster.data());
+  shared = one.shared;
+}
+
+// Calls visit() in each block of the cluster, in order; returns whether any call did.
+template <class Visit>
+bool in_each_block(const Visit& visit) {
+  const int blocks = static_cast<int>(cluster.size());
+  bool any = false;
+  for (int i = 0; i < blocks; ++i) {
+    enter(cluster[in_order(i, blocks)]);
+    any |= visit();
+  }
+  return any;
+}
+
 // Lets every thread of a warp that can go on do so once; returns whether there was any.
 bool run_warp(int warp) {
   bool any = false;
   for (int i = 0; i < kWarp; ++i) {
     const size_t index = warp * kWarp + in_order(i, kWarp);
-    if (index >= threads.size()) continue;
-    Thread& thread = threads[index];
+    if (index >= block->threads.size()) continue;
+    Thread& thread = block->threads[index];
     if (thread.exited || (thread.ready && !thread.ready(thread.context))) continue;
     thread.ready = nullptr;
     resume(thread);
@@ -266,22 +302,34 @@ std::string state(const Thread& thread) {
          std::to_string(thread.site.line);
 }
 
-[[noreturn]] void fail_stuck() {
-  std::string states;
+// What the block's threads do, a line for neighbours that do the same.
+std::string states() {
+  const std::vector<Thread>& threads = block->threads;
+  const std::string of = cluster.size() > 1 ? " of block " + std::to_string(cluster_rank) : "";
+  std::string text;
   for (size_t i = 0, first = 0; i < threads.size(); ++i) {
     if (i + 1 < threads.size() && state(threads[i]) == state(threads[i + 1])) continue;
-    states += "\n  threads " + std::to_string(first) + " to " + std::to_string(i) + ": " +
-              state(threads[i]);
+    text += "\n  threads " + std::to_string(first) + " to " + std::to_string(i) + of + ": " +
+            state(threads[i]);
     first = i + 1;
   }
-  fail("deadlock: no thread can go on%s%s", states.c_str(), sm90_describe_barriers());
+  return text + sm90_describe_barriers();
+}
+
+[[noreturn]] void fail_stuck() {
+  std::string text;
+  for (Block& one : cluster) {
+    enter(one);
+    text += states();
+  }
+  fail("deadlock: no thread can go on%s", text.c_str());
 }
 
 // For when no thread can go on: finishes what takes long on hardware; returns whether there was
 // any. First copies, then the rest: a thread that only waits for copies goes on meanwhile.
 bool finish_something() {
   show_tensors(true);
-  if (sm90_advance()) return true;
+  if (in_each_block(sm90_advance)) return true;
   if (long_waits == 0) return false;
   long_waits = 0;
   ++long_generation;
@@ -312,15 +360,13 @@ void deliver(Thread* warp, unsigned mask) {
   }
 }
 
-// Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
-// two barriers, then, whichever of two warps runs first in one order runs last in the other.
-void run_block() {
-  const int warps = (static_cast<int>(threads.size()) + kWarp - 1) / kWarp;
+void begin_block() {
   sm90_begin_block();
   memset(shared.begin, kPoison, shared.bytes);
-  barrier_arrived = 0;
-  exchanging.assign(warps, 0);
-  for (Thread& thread : threads) {
+  block->begun = block->ended = false;
+  block->barrier_arrived = 0;
+  block->exchanging.assign((block->threads.size() + kWarp - 1) / kWarp, 0);
+  for (Thread& thread : block->threads) {
     unsigned char* const stack = thread.stack;
     thread = {};
     thread.stack = stack;
@@ -329,47 +375,101 @@ void run_block() {
     saved[kReturnAddress] = reinterpret_cast<void*>(start);
     thread.stack_pointer = saved;
   }
-  for (bool any = true; any;) {
-    any = false;
-    for (int i = 0; i < warps; ++i) {
-      while (run_warp(in_order(i, warps))) any = true;
-    }
-    if (barrier_arrived == threads.size()) {
-      barrier_arrived = 0;
-      ++barrier_generation;
-      any = true;
-    }
-    if (!any) any = finish_something();
-  }
-  for (const Thread& thread : threads) {
-    if (!thread.exited) fail_stuck();
-  }
-  for (const auto& [number, barrier] : named_barriers) {
+}
+
+void end_block() {
+  block->ended = true;
+  for (const auto& [number, barrier] : block->named_barriers) {
     if (!barrier.come.empty()) fail("some threads came to barrier %d for nobody", number);
   }
-  named_barriers.clear();
+  block->named_barriers.clear();
   show_tensors(true);
-  if (early && std::none_of(threads.begin(), threads.end(),
+  if (early && std::none_of(block->threads.begin(), block->threads.end(),
                             [](const Thread& thread) { return thread.waited; })) {
     fail("an early launch, and no thread of the block calls wait_for_earlier_launch");
   }
   sm90_end_block();
 }
 
-void run_grid() {
-  const size_t page = sysconf(_SC_PAGESIZE);
-  threads.resize(blockDim.x);
-  for (Thread& thread : threads) {
-    void* const stack = mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stack == MAP_FAILED || mprotect(stack, page, PROT_NONE)) fail("no memory for stacks");
-    thread.stack = static_cast<unsigned char*>(stack) + page;
+size_t count_exited() {
+  return std::count_if(block->threads.begin(), block->threads.end(),
+                       [](const Thread& thread) { return thread.exited; });
+}
+
+// Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
+// two barriers, then, whichever of two warps runs first in one order runs last in the other.
+// Returns whether any thread went on, or can now.
+bool run_warps() {
+  const int warps = static_cast<int>(block->exchanging.size());
+  bool any = false;
+  block->begun = true;
+  for (int i = 0; i < warps; ++i) {
+    while (run_warp(in_order(i, warps))) any = true;
   }
-  const int blocks = static_cast<int>(gridDim.x * gridDim.y * gridDim.z);
-  for (int i = 0; i < blocks; ++i) {
-    const unsigned block = in_order(i, blocks);
-    blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
-    run_block();
+  if (block->barrier_arrived == block->threads.size()) {
+    block->barrier_arrived = 0;
+    ++block->barrier_generation;
+    any = true;
+  }
+  return any;
+}
+
+// The same for a block among others: as far as it can before the next does.
+bool run_block() {
+  if (block->ended) return false;
+  bool any = false;
+  while (run_warps()) any = true;
+  if (count_exited() == block->threads.size()) end_block();
+  return any;
+}
+
+// Lets threads go on that wait for the cluster's, if all that have not exited do; returns whether
+// there are any.
+bool pass_cluster_barrier() {
+  size_t awaited = 0;
+  for (Block& one : cluster) {
+    enter(one);
+    awaited += one.threads.size() - count_exited();
+  }
+  if (awaited == 0 || cluster_arrived < awaited) return false;
+  cluster_arrived = 0;
+  ++cluster_generation;
+  return true;
+}
+
+void run_cluster() {
+  cluster_arrived = 0;
+  for (Block& one : cluster) {
+    enter(one);
+    begin_block();
+  }
+  while (in_each_block(run_block) || pass_cluster_barrier() || finish_something()) {
+  }
+  for (const Block& one : cluster) {
+    if (!one.ended) fail_stuck();
+  }
+}
+
+unsigned char* new_stack() {
+  const size_t page = sysconf(_SC_PAGESIZE);
+  void* const stack = mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stack == MAP_FAILED || mprotect(stack, page, PROT_NONE)) fail("no memory for stacks");
+  return static_cast<unsigned char*>(stack) + page;
+}
+
+void run_grid() {
+  const int size = static_cast<int>(cluster.size());
+  for (Block& one : cluster) {
+    one.shared = {allocate("shared memory", shared.bytes, 0, false), shared.bytes};
+    one.threads.resize(blockDim.x);
+    for (Thread& thread : one.threads) thread.stack = new_stack();
+  }
+  const int clusters = static_cast<int>(gridDim.x * gridDim.y * gridDim.z) / size;
+  for (int i = 0; i < clusters; ++i) {
+    const int first = in_order(i, clusters) * size;
+    for (int rank = 0; rank < size; ++rank) cluster[rank].number = first + rank;
+    run_cluster();
   }
 }
 
@@ -404,8 +504,7 @@ void wait_long(Site site) {
 bool is_near_tensor(const void* address) {
   for (const Buffer& buffer : buffers) {
     const ptrdiff_t offset = static_cast<const unsigned char*>(address) - buffer.begin;
-    if (buffer.begin != shared.begin && -kGuardBytes <= offset &&
-        offset < buffer.bytes + kGuardBytes) {
+    if (buffer.is_tensor && -kGuardBytes <= offset && offset < buffer.bytes + kGuardBytes) {
       return true;
     }
   }
@@ -413,21 +512,44 @@ bool is_near_tensor(const void* address) {
 }
 
 void barrier(Site site) {
-  if (barrier_arrived == 0) barrier_site = site;
-  if (site.line != barrier_site.line || !same(site.file, barrier_site.file)) {
-    fail("barrier divergence: other threads wait in %s, %s:%d", barrier_site.function,
-         barrier_site.file, barrier_site.line);
+  Block& own = *block;
+  const Site& first = own.barrier_site;
+  if (own.barrier_arrived == 0) own.barrier_site = site;
+  if (site.line != first.line || !same(site.file, first.file)) {
+    fail("barrier divergence: other threads wait in %s, %s:%d", first.function, first.file,
+         first.line);
   }
-  ++barrier_arrived;
-  const unsigned generation = barrier_generation;
-  wait(site, [=] { return barrier_generation != generation; });
+  ++own.barrier_arrived;
+  const unsigned generation = own.barrier_generation;
+  wait(site, [&own, generation] { return own.barrier_generation != generation; });
+}
+
+void cluster_barrier(Site site) {
+  ++cluster_arrived;
+  const unsigned generation = cluster_generation;
+  wait(site, [=] { return cluster_generation != generation; });
+}
+
+const void* in_block(Site site, const void* address, int rank) {
+  const ptrdiff_t offset = static_cast<const unsigned char*>(address) - shared.begin;
+  if (offset < 0 || offset >= ptrdiff_t(shared.bytes)) {
+    fail("%s: %p does not lie in shared memory", site.function, address);
+  }
+  if (rank < 0 || rank >= static_cast<int>(cluster.size())) {
+    fail("%s: block %d of a cluster of %zu", site.function, rank, cluster.size());
+  }
+  const Block& other = cluster[rank];
+  if (!other.begun) fail("%s: block %d of the cluster may not have begun", site.function, rank);
+  if (other.ended) fail("%s: block %d of the cluster has ended", site.function, rank);
+  return other.shared.begin + offset;
 }
 
 void named_barrier(Site site, int number, int count, bool waits) {
-  if (number < 1 || number > 15 || count % kWarp || count > static_cast<int>(threads.size())) {
+  if (number < 1 || number > 15 || count % kWarp ||
+      count > static_cast<int>(block->threads.size())) {
     fail("barrier %d of %d threads: there are 15, of whole warps", number, count);
   }
-  NamedBarrier& barrier = named_barriers[number];
+  NamedBarrier& barrier = block->named_barriers[number];
   if (barrier.come.empty()) barrier.threads = count;
   if (barrier.threads != count) {
     fail("barrier %d is of %d threads, but others came for %d", number, count, barrier.threads);
@@ -443,6 +565,7 @@ void named_barrier(Site site, int number, int count, bool waits) {
 
 Exchange exchange(Site site, unsigned mask, unsigned long long value, int source) {
   Thread& self = *running;
+  std::vector<Thread>& threads = block->threads;
   Thread* const warp = threads.data() + threadIdx.x / kWarp * kWarp;
   const size_t lanes = threads.data() + threads.size() - warp;
   const unsigned own = 1u << (&self - warp);
@@ -453,7 +576,7 @@ Exchange exchange(Site site, unsigned mask, unsigned long long value, int source
   self.value = value;
   self.source = source;
 
-  unsigned& waiting = exchanging[threadIdx.x / kWarp];
+  unsigned& waiting = block->exchanging[threadIdx.x / kWarp];
   waiting |= own;
   if ((waiting & mask) == mask && agree(warp, self)) {
     deliver(warp, mask);
@@ -564,24 +687,29 @@ Argument read_argument(const std::string& text) {
 }  // namespace emulator
 
 // Arguments: the kernel's library, the order (forward or reverse), the grid, the block, the bytes
-// of shared memory, whether it is an early launch, then the kernel's own. The tensors' contents
-// come from stdin and go back to stdout, each once, in the order of the arguments.
+// of shared memory, whether it is an early launch, the blocks of a cluster, then the kernel's own.
+// The tensors' contents come from stdin and go back to stdout, each once, in the order of the
+// arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
-  if (argc < 9) fail("too few arguments");
+  if (argc < 10) fail("too few arguments");
   run_thread = load_kernel(argv[1]);
   reverse = !strcmp(argv[2], "reverse");
   gridDim = {unsigned(atoi(argv[3])), unsigned(atoi(argv[4])), unsigned(atoi(argv[5]))};
   blockDim = {unsigned(atoi(argv[6])), 1, 1};
   shared.bytes = atoi(argv[7]);
   early = atoi(argv[8]);
+  const int blocks = atoi(argv[9]);
   if (!gridDim.x || !gridDim.y || !gridDim.z || gridDim.y > 65535 || gridDim.z > 65535 ||
       !blockDim.x || blockDim.x > 1024 || shared.bytes > 227 * 1024) {
     fail("CUDA refuses such a launch");
   }
-  for (int i = 9; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
+  if (blocks < 1 || blocks > kMostClusterBlocks || gridDim.x % blocks) {
+    fail("CUDA refuses clusters of %d blocks in a grid of %u", blocks, gridDim.x);
+  }
+  cluster.resize(blocks);
+  for (int i = 10; i < argc; ++i) arguments.push_back(read_argument(argv[i]));
   const size_t tensors = buffers.size();
-  shared.begin = allocate("shared memory", shared.bytes, 0);
   run_grid();
   for (size_t i = 0; i < tensors; ++i) fwrite(buffers[i].begin, 1, buffers[i].bytes, stdout);
   return fflush(stdout);

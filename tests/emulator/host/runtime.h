@@ -48,6 +48,9 @@ void wait_long(Site site);
 // Waits for all threads of the block, at the same site.
 void barrier(Site site);
 
+// Waits for all threads of the cluster's blocks that have not exited.
+void cluster_barrier(Site site);
+
 // Comes to a barrier of so many threads, and waits for the others or not.
 void named_barrier(Site site, int number, int threads, bool waits);
 
@@ -60,12 +63,19 @@ struct Exchange {
 // Waits until the lanes in `mask` have called the same function with the same mask.
 Exchange exchange(Site site, unsigned mask, unsigned long long value, int source);
 
-// The shared memory of the block.
+// The shared memory of the block that runs, and the block's number in its cluster; the scheduler
+// sets them too.
 struct Shared {
   unsigned char* begin;
   unsigned bytes;
 };
 extern Shared shared;
+extern int cluster_rank;
+
+constexpr int kMostClusterBlocks = 8;  // on every GPU
+
+// Where an address in shared memory lies in another block of the cluster, which is under way.
+const void* in_block(Site site, const void* address, int rank);
 
 // Whether an address lies in a tensor, or so close to one that ASan knows.
 bool is_near_tensor(const void* address);

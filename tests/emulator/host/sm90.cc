@@ -57,7 +57,6 @@ struct WarpgroupBarrier {
   int arrived = 0;
   unsigned generation = 0;
 };
-std::map<int, WarpgroupBarrier> warpgroup_barriers;
 
 struct Store {
   Site site;
@@ -99,10 +98,16 @@ struct Thread {
   unsigned long long history = 0;  // of the warpgroup's instructions
 };
 
-std::map<unsigned, Barrier> barriers;  // by address in shared memory
-std::vector<Thread> threads;
+struct Block {
+  std::map<unsigned, Barrier> barriers;  // by address in shared memory
+  std::map<int, WarpgroupBarrier> warpgroup_barriers;
+  std::vector<Thread> threads;
+};
+Block cluster[kMostClusterBlocks];
 
-Thread& self() { return threads[threadIdx.x]; }
+// That runs.
+Block& block() { return cluster[cluster_rank]; }
+Thread& self() { return block().threads[threadIdx.x]; }
 
 bool is_multiple(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
@@ -129,8 +134,8 @@ unsigned shared_offset(const char* what, const void* address) {
 
 Barrier& find_barrier(const void* address) {
   const unsigned offset = shared_offset("the barrier", address);
-  const auto found = barriers.find(offset);
-  if (found == barriers.end()) {
+  const auto found = block().barriers.find(offset);
+  if (found == block().barriers.end()) {
     fail("the barrier at byte %u of shared memory is not initialised", offset);
   }
   return found->second;
@@ -373,6 +378,7 @@ void start(Product product, Matrix right) {
 }
 
 void check_unison() {
+  const std::vector<Thread>& threads = block().threads;
   for (size_t i = 0; i < threads.size(); ++i) {
     const size_t first = i / kWarpgroup * kWarpgroup;
     if (threads[i].history != threads[first].history) {
@@ -387,10 +393,10 @@ void barrier_init(void* barrier, int arrivals) {
   const unsigned offset = shared_offset("the barrier", barrier);
   if (!is_multiple(barrier, kBarrierBytes)) fail("misaligned barrier at byte %u", offset);
   if (arrivals < 1 || arrivals > kMaxCount) fail("a barrier for %d arrivals", arrivals);
-  if (barriers.count(offset)) fail("the barrier at byte %u is initialised twice", offset);
+  if (block().barriers.count(offset)) fail("the barrier at byte %u is initialised twice", offset);
   touch(barrier, kBarrierBytes);
   __asan_poison_memory_region(barrier, kBarrierBytes);
-  barriers[offset] = {arrivals, arrivals};
+  block().barriers[offset] = {arrivals, arrivals};
 }
 
 void barrier_arrive(void* address, int expected_bytes) {
@@ -554,7 +560,7 @@ void arrive_and_wait(Site site, WarpgroupBarrier& barrier, int threads) {
 }  // namespace
 
 void warpgroup_barrier(Site site, int number) {
-  WarpgroupBarrier& barrier = warpgroup_barriers[number];
+  WarpgroupBarrier& barrier = block().warpgroup_barriers[number];
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (barrier.arrived == 0) barrier.warpgroup = warpgroup;
   if (barrier.warpgroup != warpgroup) {
@@ -564,7 +570,7 @@ void warpgroup_barrier(Site site, int number) {
 }
 
 void two_warpgroups_barrier(Site site, int number) {
-  arrive_and_wait(site, warpgroup_barriers[number], 2 * kWarpgroup);
+  arrive_and_wait(site, block().warpgroup_barriers[number], 2 * kWarpgroup);
 }
 
 void in_unison(unsigned long long what) {
@@ -574,13 +580,11 @@ void in_unison(unsigned long long what) {
 }
 
 void sm90_begin_block() {
-  for (const auto& entry : barriers) {
+  for (const auto& entry : block().barriers) {
     __asan_unpoison_memory_region(shared.begin + entry.first, kBarrierBytes);
   }
-  barriers.clear();
-  warpgroup_barriers.clear();
-  threads.clear();
-  threads.resize(blockDim.x);
+  block() = {};
+  block().threads.resize(blockDim.x);
 }
 
 // Lands the copies that arrivals wait for, and has them arrive.
@@ -600,7 +604,7 @@ static void arrive_late(unsigned address, Barrier& barrier) {
 
 bool sm90_advance() {
   bool any = false;
-  for (auto& entry : barriers) {
+  for (auto& entry : block().barriers) {
     Barrier& barrier = entry.second;
     if (barrier.waiting && !barrier.late.empty()) {
       arrive_late(entry.first, barrier);
@@ -624,7 +628,7 @@ void sm90_exit_thread() {
 }
 
 void sm90_end_block() {
-  for (const auto& entry : barriers) {
+  for (const auto& entry : block().barriers) {
     for (const Load& load : entry.second.loads) {
       fail("the block ends without waiting for %s, %s:%d", load.site.function, load.site.file,
            load.site.line);
@@ -634,7 +638,7 @@ void sm90_end_block() {
            arrival.site.file, arrival.site.line);
     }
   }
-  for (const Thread& thread : threads) {
+  for (const Thread& thread : block().threads) {
     for (const Store& store : thread.stores) finish_writing(store);
   }
   check_unison();
@@ -643,7 +647,7 @@ void sm90_end_block() {
 const char* sm90_describe_barriers() {
   static std::string text;
   text.clear();
-  for (const auto& entry : barriers) {
+  for (const auto& entry : block().barriers) {
     const Barrier& barrier = entry.second;
     text += "\n  barrier at byte " + std::to_string(entry.first) + " of shared memory: phase " +
             std::to_string(barrier.phase) + " lacks " + std::to_string(barrier.missing) + " of " +

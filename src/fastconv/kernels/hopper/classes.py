@@ -317,14 +317,23 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
         "whole columns": taps * tap_columns % columns == 0 and c["in_channels"] == tap_columns,
         "last products": 0 if last else products,
         "neighbours": c["weight_stride_in"] == 1,
+        "clusters": c["cluster"] > 1,
+        "four neighbours": c["cluster"] > 1 and _has_vectors(c, taps),
     }
+
+
+def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
+    """Whether four input channels are neighbours in the weight, at a multiple of four."""
+    far = ["in_channels", "weight_stride_out"]
+    far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
+    return c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
 
 
 GEMM_WEIGHTS = Anatomy(
     sizes=GEOMETRY
     | {
         "in_channels", "out_channels", "out_height", "out_width", "row_groups", "column_groups",
-        "product_columns", "blocks", "stages", "flush_steps",
+        "product_columns", "blocks", "stages", "flush_steps", "cluster",
     },
     chosen=_gemm_weights,
     parts={
@@ -332,10 +341,10 @@ GEMM_WEIGHTS = Anatomy(
                  "several taps", "whole columns", "depth"),
         "multiply": ("Scalar", "channels_last", "bias", "several rows", "several columns", "boxes",
                      "last products", "depth"),
-        "store": ("Scalar", "whole", "bias", "boxes", "several taps", "whole rows",
+        "store": ("Scalar", "whole", "clusters", "bias", "boxes", "several taps", "whole rows",
                   "whole columns", "neighbours"),
-        "reduce": ("Scalar", "whole", "bias", "reduce_parts", "several tiles", "several taps",
-                   "whole rows", "whole columns"),
+        "reduce": ("Scalar", "whole", "clusters", "bias", "reduce_parts", "several tiles",
+                   "several taps", "whole rows", "whole columns", "four neighbours"),
     },
 )  # fmt: skip
 

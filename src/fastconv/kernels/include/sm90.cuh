@@ -321,6 +321,42 @@ __device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading
   return matrix(start, leading, stride) | 1ull << 62;
 }
 
+// --- Clusters: blocks that run at the same time and read each other's shared memory --------------
+// Of a kernel with __cluster_dims__; the others' blocks are clusters by themselves.
+
+// Which of the cluster's blocks this is.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of the cluster's blocks, but for those that have exited. Who waits sees
+// what all of them wrote before. One is due before the first access of another block's shared
+// memory, which may not have begun, and one after the last, before that block ends.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// Four floats of another block of the cluster: what its shared memory has where `shared` lies in
+// this one's.
+__device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
+  float4 value;
+  asm volatile(
+      "{\n"
+      ".reg .u32 address;\n"
+      "mapa.shared::cluster.u32 address, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [address];\n"
+      "}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(shared_address(shared)), "r"(rank)
+      : "memory");
+  return value;
+}
+
 // --- Launches that follow each other -------------------------------------------------------------
 // Of a launch that is `early`, blocks may begin while the launch before it is still under way.
 

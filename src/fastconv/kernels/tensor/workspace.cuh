@@ -46,16 +46,19 @@ __device__ __forceinline__ float sum_of_four_lanes(float value) {
   return value;
 }
 
+__device__ __forceinline__ void add(float4& total, const float4& value) {
+  total.x += value.x;
+  total.y += value.y;
+  total.z += value.z;
+  total.w += value.w;
+}
+
 // Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
 __device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
   for (int worker = 0; worker < workers; ++worker) {
-    const float4 partial = first[worker * distance];
-    total.x += partial.x;
-    total.y += partial.y;
-    total.z += partial.z;
-    total.w += partial.w;
+    add(total, first[worker * distance]);
   }
   return total;
 }

@@ -153,6 +153,17 @@ inline Matrix swizzled_matrix(const void* start, int leading, int stride) {
   return matrix(start, leading, stride) | 1ull << 62;
 }
 
+inline int cluster_rank() { return emulator::cluster_rank; }
+
+inline void cluster_sync(emulator::Site site = emulator::here("cluster_sync")) {
+  emulator::cluster_barrier(site);
+}
+
+inline float4 load_from_block(const float4* shared, int rank,
+                              emulator::Site site = emulator::here("load_from_block")) {
+  return *static_cast<const float4*>(emulator::in_block(site, shared, rank));
+}
+
 inline void wait_for_earlier_launch(
     emulator::Site site = emulator::here("wait_for_earlier_launch")) {
   emulator::wait_for_earlier_launch(site);

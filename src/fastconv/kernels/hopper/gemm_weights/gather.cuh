@@ -7,6 +7,7 @@
 // teams of warps take turns, for a warp that waits for one of its loads waits for all.
 #pragma once
 #include "hopper/gemm_weights/load.cuh"
+#include "hopper/gemm_weights/store.cuh"
 
 namespace fastconv {
 namespace hopper {

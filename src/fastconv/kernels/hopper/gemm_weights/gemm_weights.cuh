@@ -51,11 +51,12 @@ __device__ __forceinline__ void load_steps(const Shared& shared, const Sources& 
 }  // namespace hopper
 }  // namespace fastconv
 
-extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
-    gemm_weights(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
-                 const __grid_constant__ fastconv::hopper::Input input, float4* workspace,
-                 Config::Scalar* grad, Config::Scalar* bias_grad, int group_tiles, int group_blocks,
-                 int most_runs, int batch) {
+extern "C" __global__ void __cluster_dims__(Config::cluster, 1, 1)
+    __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
+        gemm_weights(const __grid_constant__ fastconv::hopper::GradOutput grad_output,
+                     const __grid_constant__ fastconv::hopper::Input input, float4* workspace,
+                     Config::Scalar* grad, Config::Scalar* bias_grad, int group_tiles,
+                     int group_blocks, int most_runs, int batch) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Share share(batch, group_tiles, group_blocks, most_runs);
@@ -63,12 +64,13 @@ extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config:
   prefetch(sources);
   begin(shared);
   fastconv::wait_for_earlier_launch();
-  if constexpr (Config::whole) fastconv::allow_later_launch();
+  if constexpr (Config::whole || Config::cluster > 1) fastconv::allow_later_launch();
   if (static_cast<int>(threadIdx.x) / 32 < kConsumerWarps) {
     consume(shared, {workspace, grad, bias_grad}, share);
   } else {
     load_steps(shared, sources, share, batch);
   }
+  if constexpr (Config::cluster > 1) exchange(shared, grad, bias_grad);
 }
 
 extern "C" __global__ void __launch_bounds__(fastconv::hopper::kReduceThreads)

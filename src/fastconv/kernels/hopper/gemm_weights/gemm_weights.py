@@ -52,7 +52,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         f"as a product of matrices over {layer.steps(1)} pixels"
     )
     return Plan(
-        (*bias, multiply, *([] if tile.is_whole else [reduce])),
+        (*bias, multiply, *([reduce] if tile.is_reduced else [])),
         max(tile.workspace_bytes, bias_bytes),
         "hopper",
         why,
@@ -166,6 +166,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "stages": tile.stages,
         "flush_steps": tile.flush_steps,
         "whole": tile.is_whole,
+        "cluster": tile.cluster,
         "reduce_parts": tile.reduce_parts,
         "ties_to_even": layer.operands.scalar == "float",
     }

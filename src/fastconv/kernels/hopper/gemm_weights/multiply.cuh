@@ -1,6 +1,7 @@
-// What consumers do: products of a run's steps, whose sums go to the workspace.
+// What consumers do: products of a run's steps, whose sums are weights, or go to the workspace, or
+// to the block's own shared memory.
 #pragma once
-#include "hopper/gemm_weights/tile.cuh"
+#include "hopper/gemm_weights/exchange.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -138,6 +139,26 @@ __device__ __forceinline__ void flush_bias(float (&sums)[4], float* totals, cons
   }
 }
 
+// For the cluster's blocks to add up. What the consumers have multiplied lies there until all of
+// them are done.
+__device__ __forceinline__ void put_sums(Sums& sums, const Shared& shared, const Place& place,
+                                         bool has_bias) {
+  constexpr int kBarrier = 1;
+  wait_at(kBarrier, 128 * kConsumers);
+  hold_registers(sums.weights[0]);
+  const int column = place.column_group * C::product_columns + place.lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* const target = sums_of_row(shared, place.row(half)) + column;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      const float* const two = &sums.weights[0][4 * i + 2 * half];
+      *reinterpret_cast<float2*>(target + 8 * i) = make_float2(two[0], two[1]);
+    }
+  }
+  if (has_bias) flush_bias(sums.bias[0], sums_of_bias(shared), place, true);
+}
+
 struct Results {
   float4* workspace;
   Scalar* grad;
@@ -161,6 +182,8 @@ __device__ __forceinline__ void consume(const Shared& shared, const Results& res
       if constexpr (C::whole) {
         store_weights(sums.weights[0], tile, results.grad, place);
         if (has_bias) store_bias(sums.bias[0], tile, results.bias_grad, place);
+      } else if constexpr (C::cluster > 1) {
+        put_sums(sums, shared, place, has_bias);
       } else {
         flush(sums.weights, slots + consumer * kSlots * 128 + threadIdx.x % 128, set);
         auto* const totals = reinterpret_cast<float*>(slots + kSumSlots);

@@ -1,19 +1,12 @@
 // The second kernel: adds up what runs have left in the workspace.
 #pragma once
-#include "hopper/gemm_weights/tile.cuh"
+#include "hopper/gemm_weights/store.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 constexpr int kReduceThreads = 256;
 constexpr int kReduceSlots = kReduceThreads / C::reduce_parts;  // of a block
-
-__device__ __forceinline__ void add(float4& total, const float4& value) {
-  total.x += value.x;
-  total.y += value.y;
-  total.z += value.z;
-  total.w += value.w;
-}
 
 // The blocks that have steps of a tile. The first may have begun with another tile.
 struct Blocks {
@@ -32,12 +25,12 @@ __device__ __forceinline__ float4 part_of(const float4* workspace, const Share& 
 #pragma unroll 4
   for (int block = blocks.first + part; block <= blocks.last; block += C::reduce_parts) {
     const int run = block == blocks.first ? blocks.first_run : 0;
-    add(total, workspace[share.slots(block, run) + slot]);
+    tensor::add(total, workspace[share.slots(block, run) + slot]);
   }
   return total;
 }
 
-// One of four neighbouring sums of a thread.
+// One of four neighbouring sums of a thread: where in the tile it is.
 __device__ __forceinline__ void store_sum(Scalar* grad, const Tile& tile, int slot, int element,
                                           float value) {
   const int thread = slot % 128, consumer = slot / 128 / kSlots;
@@ -50,16 +43,13 @@ __device__ __forceinline__ void store_sum(Scalar* grad, const Tile& tile, int sl
 
 __device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, const Tile& tile,
                                            int slot, const float4& total) {
+  if (slot >= kSumSlots) {
+    if (tile.has_bias()) store_biases(bias_grad, tile, (slot - kSumSlots) * 4, total);
+    return;
+  }
   const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (slot < kSumSlots) {
-      store_sum(grad, tile, slot, i, values[i]);
-    } else if (const int row = tile.row + (slot - kSumSlots) * 4 + i;
-               tile.has_bias() && row < kOut) {
-      bias_grad[tile.group * kOut + row] = narrow<Scalar>(values[i]);
-    }
-  }
+  for (int i = 0; i < 4; ++i) store_sum(grad, tile, slot, i, values[i]);
 }
 
 // A block's slots, side by side; its threads take parts of their runs, which are added in order.
@@ -79,7 +69,7 @@ __device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, Sc
     __syncthreads();
     if (part > 0) return;
 #pragma unroll
-    for (int i = 1; i < C::reduce_parts; ++i) add(total, parts[i * kReduceSlots + index]);
+    for (int i = 1; i < C::reduce_parts; ++i) tensor::add(total, parts[i * kReduceSlots + index]);
   }
   if (exists) store_slot(grad, bias_grad, Tile(tile), slot, total);
 }

@@ -86,35 +86,6 @@ struct Tile {
   __device__ __forceinline__ bool has_bias() const { return C::bias && column == 0; }
 };
 
-// What a column of the product is: tap after tap, if copies bring their channels, or if those are
-// few; otherwise eight channels of all taps, then the next eight, for what neighbouring taps read
-// is then found in the L1 cache.
-struct Column {
-  int tap, channel;
-
-  __device__ __forceinline__ explicit Column(int column) {
-    if constexpr (kOctets) {
-      const int octet = column / (8 * kTaps), in_octet = column - octet * 8 * kTaps;
-      tap = in_octet / 8;
-      channel = octet * 8 + in_octet % 8;
-    } else {
-      tap = column / kTapColumns;
-      channel = column - tap * kTapColumns;
-    }
-  }
-};
-
-// The weight that a sum is, if it is one.
-__device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row,
-                                             const Column& column, float sum) {
-  const int channel = column.channel;
-  const bool own = C::joined == 1 || row / C::group_out == channel / C::group_in;
-  if (row >= kOut || column.tap >= kTaps || channel >= kIn || !own) return;
-  const int input = C::joined == 1 ? channel : channel % C::group_in;
-  grad[tensor::weight_offset(tile.group * kOut + row, input, column.tap / C::kernel_width,
-                             column.tap % C::kernel_width)] = narrow<Scalar>(sum);
-}
-
 // The workspace, in units of 16 bytes: for each run its consumers' sums, then those of the bias.
 constexpr int kSlots = C::product_columns / 8;  // of a thread
 constexpr int kSumSlots = kConsumers * kSlots * 128;

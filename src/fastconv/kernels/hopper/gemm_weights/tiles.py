@@ -26,6 +26,8 @@ FEWEST_STAGES = 3
 OTHER_REGISTERS = 30  # of a thread, beside its sums
 GATHER_REGISTERS = 46  # beside what is under way
 ONES_BYTES = 256
+BARRIER_BYTES = 16  # of a stage
+CLUSTERS = (2, 4, 8)  # blocks that add up their sums by themselves: more do not fit every GPU
 FLUSH_PRODUCTS = 256  # that are added up in a row: tensor cores cut off what does not fit a sum
 REDUCE_PARTS = (32, 8)  # threads that add up a sum, if each has two runs of a tile at least
 WORKSPACE_BYTES = 1 << 30
@@ -50,6 +52,9 @@ FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
 RUN_CYCLES = 255.0  # to begin and end one
 REDUCED_BYTES = 72.9  # a cycle and processor, that are read again
 REDUCE_CYCLES = 11000.0  # to wait for all blocks, and to launch it
+# ESTIMATE: of clusters, not fitted yet.
+EXCHANGE_CYCLES = 1500.0  # to wait for the cluster's blocks, twice
+EXCHANGE_BYTES = 25.0  # a cycle, of a block's sums through shared memory
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,15 @@ class Tile:
     team_warps: int = 1
     grid: int = 1  # blocks of all
     stages: int = 0
+    cluster: int = 1  # blocks that share a tile and add up its sums through shared memory
 
     @property
     def name(self) -> str:
         groups = f"{self.row_groups}x{self.column_groups}"
         size = f"{self.rows}x{self.columns}x{self.depth}"
         gathered = f", {self.teams}x{self.team_warps} gather" if self.layer.gathered else ""
-        return f"{size} by {groups}{gathered}, {self.blocks} at once, {self.grid} blocks"
+        clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{size} by {groups}{gathered}, {self.blocks} at once, {self.grid} blocks{clusters}"
 
     @property
     def consumers(self) -> int:
@@ -138,13 +145,23 @@ class Tile:
         return self.group_blocks == 1 and self.steps <= self.flush_steps
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether sums go to a workspace, and a second launch adds them."""
+        return self.cluster == 1 and not self.is_whole
+
+    @property
     def run_bytes(self) -> int:
-        """Of the workspace."""
+        """A run's sums."""
         return self.rows * 4 * (self.columns + self.layer.sums_bias)
 
     @property
     def workspace_bytes(self) -> int:
-        return 0 if self.is_whole else self.grid * self.most_runs * self.run_bytes
+        return self.grid * self.most_runs * self.run_bytes if self.is_reduced else 0
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What a cluster's block has of its stages for its sums, whose rows lie a bit apart."""
+        return self.rows * 4 * (self.columns // 16 * 16 + 8 + self.layer.sums_bias)
 
     @property
     def reduce_parts(self) -> int:
@@ -160,7 +177,8 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """With its barriers."""
-        return (self.rows + self.columns) * self.depth * self.layer.operands.scalar_bytes + 16
+        elements = (self.rows + self.columns) * self.depth
+        return elements * self.layer.operands.scalar_bytes + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
@@ -181,6 +199,18 @@ class Tile:
         most = MOST_GATHERED_STAGES if self.layer.gathered else MOST_STAGES
         stages = min(room // self.stage_bytes, most)
         return replace(self, stages=stages) if stages >= FEWEST_STAGES else None
+
+    def in_clusters(self, cluster: int) -> Tile | None:
+        """The same with so many blocks for each tile, a cluster, all of whose sums fit at the end.
+
+        None if a block had none of a tile's steps, or more than are added up in a row, or not the
+        shared memory.
+        """
+        room = self.stages * (self.stage_bytes - BARRIER_BYTES)
+        steps = ceil_div(self.steps, cluster)
+        if self.steps < cluster or steps > self.flush_steps or self.exchanged_bytes > room:
+            return None
+        return replace(self, grid=self.count * cluster, cluster=cluster)
 
     @lazy
     def _step_cycles(self) -> float:
@@ -207,21 +237,26 @@ class Tile:
         """What the layer takes, estimated."""
         blocks = ceil_div(self.grid, gpu.processors)
         steps = ceil_div(self.count * self.steps, self.grid)
-        runs = self.most_runs
-        flushes = max(runs, ceil_div(steps, self.flush_steps))
-        flushed = blocks * (runs * RUN_CYCLES + flushes * self.run_bytes / FLUSH_BYTES)
-        reduced = self.grid * runs * self.run_bytes / gpu.processors / REDUCED_BYTES
         waited = LATENCY / (self.stages - 1)
         if self.layer.gathered:
             turns = self.teams * min(self.blocks, blocks)
             waited = (self._gather_cycles + GATHER_LATENCY) / turns
         computed = max(self._step_cycles * PRODUCT_SHARE, waited)
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
-        return (
-            limits.together(blocks * steps * computed, loaded, loss=OVERLAP_LOSS)
-            + flushed
-            + (0.0 if self.is_whole else reduced + REDUCE_CYCLES)
-        )
+        multiplied = limits.together(blocks * steps * computed, loaded, loss=OVERLAP_LOSS)
+        return multiplied + self._end_cycles(blocks, steps, gpu)
+
+    def _end_cycles(self, blocks: int, steps: int, gpu: Gpu) -> float:
+        """Of a processor's blocks, for what is done with sums."""
+        if self.cluster > 1:
+            return EXCHANGE_CYCLES + blocks * (RUN_CYCLES + self.run_bytes / EXCHANGE_BYTES)
+        runs = self.most_runs
+        flushes = max(runs, ceil_div(steps, self.flush_steps))
+        flushed = blocks * (runs * RUN_CYCLES + flushes * self.run_bytes / FLUSH_BYTES)
+        if self.is_whole:
+            return flushed
+        reduced = self.grid * runs * self.run_bytes / gpu.processors / REDUCED_BYTES
+        return flushed + reduced + REDUCE_CYCLES
 
     @property
     def _cache_cycles(self) -> float:
@@ -271,6 +306,7 @@ def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
             tile = Tile(layer, *groups, columns, depth, blocks, *team).fitted(gpu)
             if tile is not None and not _is_idle(tile):
                 found += [replace(tile, grid=grid) for grid in _grids(tile, gpu)]
+                found += _clustered(tile, gpu)
     possible = tuple(
         tile
         for tile in found
@@ -299,3 +335,10 @@ def _grids(tile: Tile, gpu: Gpu) -> list[int]:
     all_steps = tile.count * tile.steps
     even = room // tile.count * tile.count
     return sorted({min(room, all_steps), *([min(even, all_steps)] if even else [])})
+
+
+def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
+    """With clusters for all tiles at once."""
+    room = gpu.processors * tile.blocks
+    found = (tile.in_clusters(cluster) for cluster in CLUSTERS if tile.count * cluster <= room)
+    return [one for one in found if one is not None]
