@@ -17,6 +17,10 @@ constexpr int kTeamWarps = C::loaders / C::teams;
 constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / kTeamWarps;
 constexpr int kWarpColumns = kTileColumns / kTeamWarps;
 
+// Warps of a team take turns at eight rows (or columns) each: where the i-th of a warp lies after
+// the warp's first.
+__host__ __device__ constexpr int place_of(int i) { return i / 8 * 8 * kTeamWarps + i % 8; }
+
 // Elements of the input from a channel to the next, and from a pixel to the next in a row.
 constexpr int kInPixels = C::in_height * C::in_width;
 constexpr int kInChannels = C::groups * C::group_in;
@@ -120,7 +124,7 @@ struct Gatherer {
         warp(warp),
         lane(static_cast<int>(threadIdx.x) % 32),
         end(batch * kPositions) {
-    if constexpr (kOctets) octet = Octet(tile.column + warp * kWarpColumns + lane * 8);
+    if constexpr (kOctets) octet = Octet(tile.column + warp * 8 + place_of(lane * 8));
   }
 
   // A step's positions; of none, no position exists.
@@ -133,7 +137,7 @@ struct Gatherer {
   }
   // Writes what was loaded for a row (or column) of the warp.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
-    unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
+    unsigned char* const target = first + place_of(row) * kSpan + (lane * 4 ^ row % 8 * 16);
     if constexpr (sizeof(Scalar) == 4) {
       *reinterpret_cast<float*>(target) = round_to_even_tf32(__uint_as_float(bits[index][0]));
     } else {
@@ -142,7 +146,7 @@ struct Gatherer {
   }
   template <bool kStores>
   __device__ __forceinline__ void move_rows(unsigned char* target) {
-    const int first = tile.row + warp * kWarpRows;
+    const int first = tile.row + warp * 8;
     const Scalar* sources[kLanePositions];
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
@@ -152,11 +156,11 @@ struct Gatherer {
 #pragma unroll
     for (int row = 0; row < kWarpRows; ++row) {
       if constexpr (kStores) store(target, row, row);
-      const bool is_row = kOut % kTileRows == 0 || first + row < kOut;
+      const bool is_row = kOut % kTileRows == 0 || first + place_of(row) < kOut;
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        bits[row][i] =
-            tensor::load_bits(sources[i] + row * kPositions, is_row && positions[i].exists);
+        bits[row][i] = tensor::load_bits(sources[i] + place_of(row) * kPositions,
+                                         is_row && positions[i].exists);
       }
     }
   }
@@ -201,12 +205,13 @@ struct Gatherer {
 #pragma unroll
     for (int j = 0; j < kWarpColumns; ++j) {
       if constexpr (kStores) store(target, j, kWarpRows + j);
-      const int number = (kFirst + j) / kIn, channel = (kFirst + j) % kIn;
+      const int column = kFirst + place_of(j);
+      const int number = column / kIn, channel = column % kIn;
       const int tap_column = number % C::kernel_width;
       const Tap tap(number);
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        if (j == 0 || (tap_column == 0 && channel == 0)) {
+        if (j % 8 == 0 || (tap_column == 0 && channel == 0)) {
           of_row[i] = positions[i].has_row(tap.row) ? read[i] : 0;
         }
         bits[kWarpRows + j][i] =
@@ -220,8 +225,8 @@ struct Gatherer {
   // kFirst is the warp's first column.
   template <bool kStores, int kFirst>
   __device__ __forceinline__ void move(const Shared& shared, int stage) {
-    move_rows<kStores>(shared.rows(stage) + warp * kWarpRows * kSpan);
-    unsigned char* const columns = shared.columns(stage) + warp * kWarpColumns * kSpan;
+    move_rows<kStores>(shared.rows(stage) + warp * 8 * kSpan);
+    unsigned char* const columns = shared.columns(stage) + warp * 8 * kSpan;
     if constexpr (C::few) {
       move_few_columns<kStores, kFirst>(columns);
     } else {
@@ -257,14 +262,15 @@ __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, con
   ahead = step - run.end;
 }
 
-// The same of a warp's `number`-th share of columns, counted through all tiles of a group.
+// The same of the warp that is the `number`-th, counted through all columns of a group's tiles.
 template <int kNumber, class Sources>
 __device__ __forceinline__ void gather_share(int number, const Shared& shared, Ring& ring,
                                              const Run& run, int& ahead,
                                              Gatherer<Sources>& gatherer) {
   constexpr int kLast = C::few ? kColumnTiles * kTeamWarps - 1 : 0;
   if (kNumber == kLast || number == kNumber) {
-    gather_run<kNumber * kWarpColumns>(shared, ring, run, ahead, gatherer);
+    gather_run<kNumber / kTeamWarps * kTileColumns + kNumber % kTeamWarps * 8>(shared, ring, run,
+                                                                               ahead, gatherer);
   } else {
     gather_share<min_of(kNumber + 1, kLast)>(number, shared, ring, run, ahead, gatherer);
   }
@@ -281,7 +287,8 @@ __device__ __forceinline__ void gather_steps(const Shared& shared, const Sources
   for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {
     const Tile tile(run.tile);
     Gatherer<Sources> gatherer(sources, tile, warp, batch);
-    gather_share<0>(tile.column / kWarpColumns + warp, shared, ring, run, ahead, gatherer);
+    gather_share<0>(tile.column / kTileColumns * kTeamWarps + warp, shared, ring, run, ahead,
+                    gatherer);
   });
 }
 
