@@ -308,7 +308,9 @@ __device__ __forceinline__ void hold_address(const T*& address) {
 using Matrix = unsigned long long;
 
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
-  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+  // In a cluster, an address has the block's rank in its highest bits, where other fields are.
+  const unsigned address = shared_address(start) & 0x3ffffu;
+  return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
 }
 

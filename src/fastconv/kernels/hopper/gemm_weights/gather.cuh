@@ -83,28 +83,20 @@ __device__ __forceinline__ unsigned columns_read(const Position& position) {
   return bits;
 }
 
-// Eight columns, which have the same tap: a lane knows one octet, and tells the others.
+// Eight columns, which have the same tap.
 struct Octet {
-  int offset = 0, row = kNowhere, column = 0, channels = 0;
-  static constexpr int kNowhere = 1 << 30;  // beyond all images
+  Column first;
+  Tap tap;
 
-  __device__ __forceinline__ Octet() = default;
-  __device__ __forceinline__ explicit Octet(int first_column) {
-    const Column first(first_column);
-    if (first.channel >= kIn) return;
-    const Tap tap(first.tap);
-    offset = tap.offset() + first.channel * kChannelStride;
-    row = tap.row;
-    column = tap.column;
-    channels = kIn - first.channel;
+  __device__ __forceinline__ explicit Octet(int first_column)
+      : first(first_column), tap(first.tap) {}
+
+  __device__ __forceinline__ int offset() const {
+    return tap.offset() + first.channel * kChannelStride;
   }
-  __device__ __forceinline__ Octet of_lane(int lane) const {
-    Octet octet;
-    octet.offset = __shfl_sync(~0u, offset, lane);
-    octet.row = __shfl_sync(~0u, row, lane);
-    octet.column = __shfl_sync(~0u, column, lane);
-    if constexpr (kIn % 8 > 0) octet.channels = __shfl_sync(~0u, channels, lane);
-    return octet;
+  __device__ __forceinline__ bool is_read(const Position& position) const {
+    const bool exists = kTaps * kTapColumns % kTileColumns == 0 || first.channel < kIn;
+    return exists && position.has_row(tap.row) && position.has_column(tap.column);
   }
 };
 
@@ -114,7 +106,6 @@ struct Gatherer {
   const Sources& sources;
   const Tile& tile;
   int warp, lane, end;
-  Octet octet;  // the lane's
   Position positions[kLanePositions];
   unsigned bits[kWarpRows + kWarpColumns][kLanePositions];  // under way
 
@@ -123,9 +114,7 @@ struct Gatherer {
         tile(tile),
         warp(warp),
         lane(static_cast<int>(threadIdx.x) % 32),
-        end(batch * kPositions) {
-    if constexpr (kOctets) octet = Octet(tile.column + warp * 8 + place_of(lane * 8));
-  }
+        end(batch * kPositions) {}
 
   // A step's positions; of none, no position exists.
   __device__ __forceinline__ void find(int step, bool exists) {
@@ -167,24 +156,27 @@ struct Gatherer {
 
   template <bool kStores>
   __device__ __forceinline__ void move_columns(unsigned char* target) {
+    unsigned first[1] = {static_cast<unsigned>(tile.column / 8 + warp)};
+    hold_registers(first);  // what follows from it would need more registers than instructions
 #pragma unroll
-    for (int first = 0; first < kWarpColumns; first += 8) {
-      const Octet at = octet.of_lane(first / 8);
+    for (int number = 0; number < kWarpColumns / 8; ++number) {
+      const Octet octet(static_cast<int>(first[0] + number * kTeamWarps) * 8);
       const Scalar* sources[kLanePositions];
       bool read[kLanePositions];
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        sources[i] = positions[i].first_tap + at.offset;
+        sources[i] = positions[i].first_tap + octet.offset();
         hold_address(sources[i]);
-        read[i] = positions[i].has_row(at.row) && positions[i].has_column(at.column);
+        read[i] = octet.is_read(positions[i]);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if constexpr (kStores) store(target, first + j, kWarpRows + first + j);
-        const bool is_channel = kIn % 8 == 0 || j < at.channels;
+        const int column = number * 8 + j, index = kWarpRows + column;
+        if constexpr (kStores) store(target, column, index);
+        const bool is_channel = kIn % 8 == 0 || octet.first.channel + j < kIn;
 #pragma unroll
         for (int i = 0; i < kLanePositions; ++i) {
-          bits[kWarpRows + first + j][i] =
+          bits[index][i] =
               tensor::load_bits(sources[i] + j * kChannelStride, is_channel && read[i]);
         }
       }
