@@ -8,17 +8,19 @@ namespace fastconv {
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
 // The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
-// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
-__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
-  unsigned short value;
+// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them. (Two
+// bytes have a register of their own: two halves of one would be put together as soon as the second
+// is there, and the thread would wait for it.)
+__device__ __forceinline__ unsigned load_or_zero(const unsigned short* global, bool valid) {
+  unsigned value;
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %2, 0;\n"
-      "mov.b16 %0, 0;\n"
-      "@p ld.global.nc.b16 %0, [%1];\n"
+      "mov.b32 %0, 0;\n"
+      "@p ld.global.nc.u16 %0, [%1];\n"
       "}"
-      : "=h"(value)
+      : "=r"(value)
       : "l"(global), "r"(static_cast<int>(valid)));
   return value;
 }

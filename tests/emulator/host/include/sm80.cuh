@@ -5,8 +5,8 @@
 
 namespace fastconv {
 
-inline unsigned short load_or_zero(const unsigned short* global, bool valid) {
-  return valid ? *global : static_cast<unsigned short>(0);
+inline unsigned load_or_zero(const unsigned short* global, bool valid) {
+  return valid ? *global : 0u;
 }
 inline float load_or_zero(const float* global, bool valid) { return valid ? *global : 0.0f; }
 inline uint4 load_or_zero(const uint4* global, bool valid) {

@@ -17,9 +17,11 @@ constexpr int kTeamWarps = C::loaders / C::teams;
 constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / kTeamWarps;
 constexpr int kWarpColumns = kTileColumns / kTeamWarps;
 
-// Warps of a team take turns at eight rows (or columns) each: where the i-th of a warp lies after
-// the warp's first.
-__host__ __device__ constexpr int place_of(int i) { return i / 8 * 8 * kTeamWarps + i % 8; }
+// Warps of a team take turns at eight rows each, and so at columns; but few columns are neighbours,
+// so that a warp looks at few rows of the kernel. Where the i-th of a warp lies after its first:
+constexpr int kFirstPitch = C::few ? kWarpColumns : 8;  // from a warp's first column to the next's
+__host__ __device__ constexpr int row_place(int i) { return i / 8 * 8 * kTeamWarps + i % 8; }
+__host__ __device__ constexpr int column_place(int i) { return C::few ? i : row_place(i); }
 
 // Elements of the input from a channel to the next, and from a pixel to the next in a row.
 constexpr int kInPixels = C::in_height * C::in_width;
@@ -124,9 +126,9 @@ struct Gatherer {
                         exists ? end : 0);
     }
   }
-  // Writes what was loaded for a row (or column) of the warp.
+  // Writes what was loaded for a row of a stage.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
-    unsigned char* const target = first + place_of(row) * kSpan + (lane * 4 ^ row % 8 * 16);
+    unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
     if constexpr (sizeof(Scalar) == 4) {
       *reinterpret_cast<float*>(target) = round_to_even_tf32(__uint_as_float(bits[index][0]));
     } else {
@@ -144,11 +146,11 @@ struct Gatherer {
     }
 #pragma unroll
     for (int row = 0; row < kWarpRows; ++row) {
-      if constexpr (kStores) store(target, row, row);
-      const bool is_row = kOut % kTileRows == 0 || first + place_of(row) < kOut;
+      if constexpr (kStores) store(target, row_place(row), row);
+      const bool is_row = kOut % kTileRows == 0 || first + row_place(row) < kOut;
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        bits[row][i] = tensor::load_bits(sources[i] + place_of(row) * kPositions,
+        bits[row][i] = tensor::load_bits(sources[i] + row_place(row) * kPositions,
                                          is_row && positions[i].exists);
       }
     }
@@ -172,7 +174,7 @@ struct Gatherer {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int column = number * 8 + j, index = kWarpRows + column;
-        if constexpr (kStores) store(target, column, index);
+        if constexpr (kStores) store(target, column_place(column), index);
         const bool is_channel = kIn % 8 == 0 || octet.first.channel + j < kIn;
 #pragma unroll
         for (int i = 0; i < kLanePositions; ++i) {
@@ -196,14 +198,14 @@ struct Gatherer {
     }
 #pragma unroll
     for (int j = 0; j < kWarpColumns; ++j) {
-      if constexpr (kStores) store(target, j, kWarpRows + j);
-      const int column = kFirst + place_of(j);
+      const int column = kFirst + column_place(j);
+      if constexpr (kStores) store(target, column_place(j), kWarpRows + j);
       const int number = column / kIn, channel = column % kIn;
       const int tap_column = number % C::kernel_width;
       const Tap tap(number);
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        if (j % 8 == 0 || (tap_column == 0 && channel == 0)) {
+        if (j == 0 || (tap_column == 0 && channel == 0)) {
           of_row[i] = positions[i].has_row(tap.row) ? read[i] : 0;
         }
         bits[kWarpRows + j][i] =
@@ -218,7 +220,7 @@ struct Gatherer {
   template <bool kStores, int kFirst>
   __device__ __forceinline__ void move(const Shared& shared, int stage) {
     move_rows<kStores>(shared.rows(stage) + warp * 8 * kSpan);
-    unsigned char* const columns = shared.columns(stage) + warp * 8 * kSpan;
+    unsigned char* const columns = shared.columns(stage) + warp * kFirstPitch * kSpan;
     if constexpr (C::few) {
       move_few_columns<kStores, kFirst>(columns);
     } else {
@@ -261,8 +263,8 @@ __device__ __forceinline__ void gather_share(int number, const Shared& shared, R
                                              Gatherer<Sources>& gatherer) {
   constexpr int kLast = C::few ? kColumnTiles * kTeamWarps - 1 : 0;
   if (kNumber == kLast || number == kNumber) {
-    gather_run<kNumber / kTeamWarps * kTileColumns + kNumber % kTeamWarps * 8>(shared, ring, run,
-                                                                               ahead, gatherer);
+    gather_run<kNumber / kTeamWarps * kTileColumns + kNumber % kTeamWarps * kFirstPitch>(
+        shared, ring, run, ahead, gatherer);
   } else {
     gather_share<min_of(kNumber + 1, kLast)>(number, shared, ring, run, ahead, gatherer);
   }

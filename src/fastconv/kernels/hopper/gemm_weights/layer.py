@@ -123,7 +123,8 @@ class Layer:
         """Of both tensors in memory, that are used."""
         size = self.problem.out_channels * self.positions
         read = self.problem.in_channels * self.problem.input_size[0] * self.problem.input_size[1]
-        for step, taps in zip(self.problem.stride, self.problem.kernel_size, strict=True):
+        rows, columns = zip(self.problem.stride, self.problem.kernel_size, strict=True)
+        for step, taps in (rows, columns) if self.channels_last else (rows,):
             read = round(read * min(1.0, taps / step))
         return self.problem.batch * (size + read) * self.operands.scalar_bytes
 

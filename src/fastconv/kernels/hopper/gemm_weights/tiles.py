@@ -24,10 +24,14 @@ MOST_BLOCKS = 2  # of a processor
 MOST_STAGES = 8
 FEWEST_STAGES = 3
 OTHER_REGISTERS = 30  # of a thread, beside its sums
-GATHER_REGISTERS = 46  # beside what is under way
+GATHER_REGISTERS = (46, 62)  # beside what is under way, of one position a lane and of two
 ONES_BYTES = 256
 BARRIER_BYTES = 16  # of a stage
-CLUSTERS = (2, 4, 8)  # blocks that add up their sums by themselves: more do not fit every GPU
+# Blocks that add up their sums by themselves, and the share of a GPU's processors that surely has
+# room for them at once. A cluster's processors are neighbours, and not all neighbourhoods are
+# complete: on an H200, 32 clusters of 4 took two turns.
+CLUSTERS = {2: 1.0, 4: 0.85}
+MOST_VALUES = 80  # of a lane under way: with 96, steps took a third longer
 FLUSH_PRODUCTS = 256  # that are added up in a row: tensor cores cut off what does not fit a sum
 REDUCE_PARTS = (32, 8)  # threads that add up a sum, if each has two runs of a tile at least
 WORKSPACE_BYTES = 1 << 30
@@ -43,9 +47,9 @@ KEPT_BYTES = 40 << 20  # of what the L2 cache keeps
 EVEN_LOSS = 1.07  # of several tiles that are at the same positions at the same time
 UNEVEN_LOSS = 1.67  # of those that are not
 LATENCY = 223.0  # of a load, as far as it is seen
-GATHER_CYCLES = 1.3  # of a warp's access to 128 bytes of memory or shared memory
-GATHER_LATENCY = 1000.0  # of the loads of a step
-GATHERED_BYTES = 22.0  # as CACHE_BYTES, of what is gathered
+GATHER_CYCLES = 1.55  # of a warp's access to 128 bytes of memory or shared memory
+GATHER_LATENCY = 400.0  # of the loads of a step, as far as it is seen
+FEW_SHARE = 0.8  # of loads of few channels, most of which the L1 cache has
 PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
 OVERLAP_LOSS = 0.64
 FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
@@ -175,6 +179,12 @@ class Tile:
         return (0 if layer.grad_copied else self.rows) + (self.columns if layer.gathered else 0)
 
     @property
+    def gathered_values(self) -> int:
+        """Of a step, that a lane has under way."""
+        positions = 4 // self.layer.operands.scalar_bytes
+        return self.gathered_rows * positions // self.team_warps
+
+    @property
     def stage_bytes(self) -> int:
         """With its barriers."""
         elements = (self.rows + self.columns) * self.depth
@@ -184,8 +194,10 @@ class Tile:
     def registers(self) -> int:
         """That a thread needs."""
         consumer = self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
-        values = self.gathered_rows * 4 // self.layer.operands.scalar_bytes // self.team_warps
-        return max(consumer, values + GATHER_REGISTERS if self.layer.gathered else 0)
+        if not self.layer.gathered:
+            return consumer
+        positions = 4 // self.layer.operands.scalar_bytes  # of a lane
+        return max(consumer, self.gathered_values + GATHER_REGISTERS[positions - 1])
 
     @property
     def shared_bytes(self) -> int:
@@ -194,6 +206,8 @@ class Tile:
     def fitted(self, gpu: Gpu) -> Tile | None:
         """With as many stages as fit; None if too few do."""
         if self.registers > block.most_registers(self.blocks, self.threads):
+            return None
+        if self.gathered_values > MOST_VALUES:
             return None
         room = gpu.shared_budget(self.blocks) - self.shared_bytes
         most = MOST_GATHERED_STAGES if self.layer.gathered else MOST_STAGES
@@ -218,20 +232,19 @@ class Tile:
         layer = self.layer
         product = max(self.product_columns / 2, (ROWS + self.product_columns) * 32 / SHARED_BYTES)
         products = self.consumers * self.depth / layer.product_depth * product
-        if layer.gathered:
-            return max(products, self._gather_cycles)
-        boxes = 0 if layer.flat else self.columns // layer.span_elements
+        boxes = 0 if layer.flat or layer.gathered else self.columns // layer.span_elements
         return max(products, boxes * self.depth * PIXEL_CYCLES)
 
     @property
     def _gather_cycles(self) -> float:
-        """Of a step's loads and stores, in which each warp's 128 bytes of a load count."""
+        """Of a step's loads and stores, of which each 128 bytes that a warp touches count."""
         layer = self.layer
-        step = layer.problem.stride[1]
-        if layer.channels_last:
-            step *= layer.problem.in_channels
-        lines = self.columns * min(1 + step, 33) + 2 * (self.gathered_rows - self.columns)
-        return GATHER_CYCLES * (self.gathered_rows + lines)
+        positions = 4 // layer.operands.scalar_bytes  # of a lane
+        pixel = layer.problem.in_channels if layer.channels_last else 1
+        lines = 1 + min(4 * pixel * layer.problem.stride[1] * 32 / SPAN, 32)
+        loads = self.columns * lines * (FEW_SHARE if layer.few else 1.0)
+        loads += 2 * (self.gathered_rows - self.columns)
+        return GATHER_CYCLES * (self.gathered_rows + positions * loads)
 
     def cycles(self, gpu: Gpu) -> float:
         """What the layer takes, estimated."""
@@ -239,8 +252,7 @@ class Tile:
         steps = ceil_div(self.count * self.steps, self.grid)
         waited = LATENCY / (self.stages - 1)
         if self.layer.gathered:
-            turns = self.teams * min(self.blocks, blocks)
-            waited = (self._gather_cycles + GATHER_LATENCY) / turns
+            waited = self._gather_cycles + GATHER_LATENCY / self.teams / min(self.blocks, blocks)
         computed = max(self._step_cycles * PRODUCT_SHARE, waited)
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
         multiplied = limits.together(blocks * steps * computed, loaded, loss=OVERLAP_LOSS)
@@ -263,20 +275,10 @@ class Tile:
         """To load what a step needs, from the L2 cache."""
         layer = self.layer
         if layer.gathered:
-            return self._gathered_bytes / GATHERED_BYTES
+            return 0.0  # part of what gathering takes
         plane = layer.positions * layer.operands.scalar_bytes
         ragged = layer.pixels is None and plane % SPAN > 0
         return self.stage_bytes / CACHE_BYTES * (RAGGED_LOSS if ragged else 1.0)
-
-    @property
-    def _gathered_bytes(self) -> float:
-        """Of a step: what neighbouring taps read comes once, in lines of which all is loaded."""
-        layer = self.layer
-        taps = min(layer.taps, max(1, self.columns // (layer.group_in if layer.few else OCTET)))
-        channels = self.columns / taps
-        stride = min(layer.problem.stride[1], 4)
-        rows = min(taps, layer.problem.kernel_size[0]) if layer.taps > 1 else 1
-        return (self.rows + channels * rows * stride) * SPAN
 
     @property
     def _memory_cycles(self) -> float:
@@ -339,6 +341,8 @@ def _grids(tile: Tile, gpu: Gpu) -> list[int]:
 
 def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
     """With clusters for all tiles at once."""
-    room = gpu.processors * tile.blocks
-    found = (tile.in_clusters(cluster) for cluster in CLUSTERS if tile.count * cluster <= room)
+    found = []
+    for cluster, share in CLUSTERS.items():
+        if tile.count * cluster <= share * gpu.processors * tile.blocks:
+            found.append(tile.in_clusters(cluster))
     return [one for one in found if one is not None]

@@ -37,7 +37,7 @@ __device__ __forceinline__ float load_element(const float* source, bool valid) {
 }
 template <class Half>
 __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
-  return {load_or_zero(&source->bits, valid)};
+  return {static_cast<unsigned short>(load_or_zero(&source->bits, valid))};
 }
 
 __device__ __forceinline__ bool is_below(int value, int bound) {
