@@ -79,7 +79,7 @@ def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer = layers[0]
-    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
+    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.out_channels)
     operands = layer.operands
     block.check(gpu)
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
@@ -291,7 +291,8 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         "bulk_loads": tile.bulk_loads,
         "vector_stores": operands.output_channels_last
         and operands.aligned
-        and layer.group_out % layer.vector == 0,
+        and layer.group_out % layer.vector == 0
+        and not layer.unfolds,
         "bulk_stores": tile.bulk_stores,
         "channel_groups": tile.channel_groups,
         "stack": layer.stack,
