@@ -85,6 +85,10 @@ SOURCES["hopper/correlate/correlate.cuh"] = r"""
 // share the 64 rows of a product, with zero weights where only one has a tap; or one column is
 // zero. Both are stored as one row (`interleave`).
 //
+// Phases of a stride and few channels: the phases of both axes become output channels (`out_fold`),
+// of a convolution of stride 1 with zero weights where a phase has no tap. Steps of the stride may
+// begin before the image does. What a position's phases have in memory side by side is stored so.
+//
 // Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
 // row t as kernel row t - j, for which there are zero weights above and below the kernel.
 //
@@ -106,6 +110,7 @@ SOURCES["hopper/correlate/correlate.cuh"] = r"""
 #include "hopper/correlate/multiply.cuh"
 #include "hopper/correlate/stage.cuh"
 #include "hopper/correlate/store.cuh"
+#include "hopper/correlate/store_phases.cuh"
 #include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
@@ -136,7 +141,9 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       for (int half = 0; half < 2; ++half) {
         finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
-      if constexpr (C::out_channels_last) {
+      if constexpr (kUnfolds) {
+        store_phases(sums, finish, staging, target, warpgroup, warp, lane);
+      } else if constexpr (C::out_channels_last) {
         store_pixels(sums, finish, staging, target, warpgroup, warp, lane);
       } else {
         store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
@@ -1857,301 +1864,156 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate/store.cuh"] = r"""
-// Outputs: from a consumer's registers through shared memory to global memory.
-#include "hopper/correlate/multiply.cuh"
-#include "tensor/target.cuh"
+SOURCES["hopper/correlate/store_phases.cuh"] = r"""
+// Outputs of a strided gradient whose phases are channels: from a consumer's registers through
+// shared memory to global memory, in lines.
+//
+// A line is a row of the image: of one channel, or of all if they are neighbours. A position has
+// `interleave` elements of it, and all positions of a row lie side by side: so 64 rows of a product
+// are some lines, each of which is staged as it lies in memory, and leaves in one piece.
+#include "hopper/correlate/store.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
-constexpr int kStoredPass = C::interleave * C::pass_pixels;
-static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
+constexpr int kStagedLines = C::stack * kStackLines;  // for each row of the tile's positions
+constexpr int kLineElements = C::image_width * kOutColumn;
+constexpr int kLineBegin = -C::column_begin * kOutColumn;  // in stored columns: see Line
+static_assert(!kUnfolds || (kLineBegin >= 0 && C::lead == 0 && !C::halves && !C::wraps), "");
+static_assert(!kUnfolds || !C::out_channels_last || C::groups == 1, "all channels are neighbours");
+static_assert(!kUnfolds || !C::bulk_stores || C::tile_rows == 1 ||
+                  (kLineElements % kVector == 0 && kStoredPitch % kVector == 0),
+              "several rows are aligned alike");
 
-using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
+// A line of the image that is stored, the index-th of the tile's line-th row of positions. The
+// first position may begin before it: what is stored there are padding's gradients, which nobody
+// wants.
+struct Line {
+  Scalar* start;  // stored column 0
+  bool exists;
 
-__device__ __forceinline__ void stage_pair(Scalar* target, float first, float second) {
-  const auto pair = narrow_pair(Scalar{}, first, second);
-  if constexpr (!C::bulk_stores || kStoredWidth % 2 == 0) {
-    *reinterpret_cast<Pair*>(target) = pair;
-  } else {
-    const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
-    target[0] = elements.element[0];
-    target[1] = elements.element[1];
-  }
-}
-
-// The same in a row that goes on with the next one (`wraps`), for a pixel so far past its end: kGap
-// of those count for nothing, and the others close up.
-__device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float first, float second) {
-  if constexpr (C::out_width % 2 == 0 && kGap % 2 == 0) {
-    if (past < 0) stage_pair(target, first, second);
-    if (past >= kGap) stage_pair(target - kGap, first, second);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Scalar value = narrow<Scalar>(i == 0 ? first : second);
-      if (past + i < 0) target[i] = value;
-      if (past + i >= kGap) target[i - kGap] = value;
-    }
-  }
-}
-
-// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
-// row starts as far beyond a multiple of 16 bytes as it will in global memory.
-template <bool kWrapped>
-__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
-                                           int turn, int half, const Finish& finish, int lane) {
-  const int past = lane % 4 * 2 - row_end;
-#pragma unroll
-  for (int i = 0; i < C::pass_pixels / 8; ++i) {
-    const int j = turn * (C::pass_pixels / 8) + i;
-    if (8 * j < C::pixels) {
-      Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const float first = finish(sums[4 * j + 2 * half]);
-      const float second = finish(sums[4 * j + 2 * half + 1]);
-      if constexpr (kWrapped) {
-        stage_wrapped(target, 8 * i + past, first, second);
-      } else if constexpr (C::interleave == 1) {
-        stage_pair(target, first, second);
-      } else if constexpr (C::column_sums == 2) {
-        stage_pair(target, first, finish(sums[4 * j + 2]));
-        stage_pair(target + 2, second, finish(sums[4 * j + 3]));
-      } else {
-        stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
-        stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
-      }
-    }
-  }
-}
-
-// Whether every row, and every piece of one, starts at a multiple of 16 bytes.
-constexpr bool kRowsAligned =
-    C::lead == 0 && kStoredWidth % kVector == 0 && (kStrips == 1 || kStoredColumns % kVector == 0);
-
-// Columns [begin, end) of a row: what is in whole 16 bytes by a bulk copy, the rest one by one.
-__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin,
-                                              int end) {
-  if (begin >= end) return;
-  const int shift = kRowsAligned ? 0 : misalignment(row, kVector);
-  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
-  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
-  if (aligned_begin < aligned_end) {
-    bulk_store(row + aligned_begin, staged + aligned_begin,
-               (aligned_end - aligned_begin) * kScalarBytes);
-  }
-  if constexpr (!kRowsAligned) {
-#pragma unroll 1
-    for (int x = begin; x < aligned_begin; ++x) row[x] = staged[x];
-#pragma unroll 1
-    for (int x = aligned_end; x < end; ++x) row[x] = staged[x];
-  }
-}
-
-// The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
-// begin where the row's memory has a multiple of `lead`; if the strip also `wraps`, so do the next
-// row's own, and what it has before them is stored as this row's columns beyond its end.
-struct Window {
-  Scalar* row;     // the element in the image's column 0
-  int at;          // the stored column of the turn's first pixel, were it in this line
-  int begin, end;  // stored columns
-  int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
-
-  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int turn)
-      : row(row) {
-    at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
-    beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
-    begin = target.column - (C::lead > 0 ? beyond : 0);
-    int first = C::lead > 0 ? 0 : begin;
-    int last = kStoredWidth;
-    if constexpr (C::wraps) {
-      if (y > 0) first = round_up(beyond, C::lead) - beyond;
-      if (y + 1 < C::image_height) last = round_up(last + beyond, C::lead) - beyond;
-    }
-    end = min(min(begin + kStoredColumns, at + kStoredPass), last);
-    begin = max(max(begin, first), at);
+  __device__ __forceinline__ Line(const Target& target, int index, int line) {
+    const int output = target.outputs + index % kStackLines * C::interleave;
+    const UnfoldedChannel first(output);
+    const int row = target.row + kRowStep * (line + index / kStackLines);
+    const int y = C::out_step_height * row + C::row_begin + first.row;
+    exists = output < C::group_out && row < C::out_height && y >= 0 && y < C::image_height;
+    start = target.channel_row(first.channel, y) - kLineBegin;
   }
 };
 
-constexpr int kStoringLanes = 8;  // of a warp, with bulk stores
+// Whether some tap reaches a phase of an axis.
+__device__ __forceinline__ bool is_reached(int phase, int last_tap, int taps, int step,
+                                           int kernel) {
+  bool reached = false;
+  for (int tap = 0; tap < taps; ++tap) {
+    const int at = last_tap - step * tap + phase;
+    reached = reached || (at >= 0 && at < kernel);
+  }
+  return reached;
+}
 
-// Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
-// but what they need is computed for all at once.
-__device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
+// One of a thread's two rows of a product.
+struct PhaseRow {
+  static constexpr bool kAllReached =
+      C::weight_height >= C::out_fold_height && C::weight_width >= C::out_fold_width;
+  int index;    // of its line
+  int element;  // of a position's
+  bool exists;
+  bool reached;
+
+  __device__ __forceinline__ PhaseRow(const Target& target, int product_row) {
+    const int row = row_of_column(product_row);
+    const int of_stack = row % kStackRows;
+    index = row / kStackRows * kStackLines + of_stack / C::interleave;
+    element = of_stack % C::interleave;
+    exists = of_stack < kStackLines * C::interleave;
+    if constexpr (!kAllReached) {
+      const UnfoldedChannel to(target.outputs + of_stack);
+      reached = is_reached(to.row, C::last_tap_row, C::kernel_height, C::out_step_height,
+                           C::weight_height) &&
+                is_reached(to.column, C::last_tap_column, C::kernel_width, C::out_step_width,
+                           C::weight_width);
+    }
+  }
+  // What a sum becomes: where there is no tap, there are zero weights, and maybe infinities.
+  __device__ __forceinline__ float finished(const Finish& finish, float sum) const {
+    return finish(kAllReached || reached ? sum : 0.0f);
+  }
+  // Where the first position is staged. With bulk stores, a line starts as far beyond a multiple of
+  // 16 bytes as it will in global memory.
+  __device__ __forceinline__ Scalar* staged(Scalar* staging, const Target& target) const {
+    const int shift = C::bulk_stores ? misalignment(Line(target, index, 0).start, kVector) : 0;
+    return staging + index * kLinePitch + shift + element;
+  }
+};
+
+// Whether a thread's two rows are neighbours in a line, and words of shared memory.
+constexpr bool kStagedPairs =
+    C::interleave % 2 == 0 && (!C::bulk_stores || (kLineElements % 2 == 0 && kLineBegin % 2 == 0));
+
+__device__ __forceinline__ void stage_phases(const float (&sums)[kSums], const Finish (&finish)[2],
+                                             const PhaseRow (&rows)[2], Scalar* const (&staged)[2],
                                              int turn, int lane) {
-  if (lane >= kStoringLanes) return;
 #pragma unroll
-  for (int line = 0; line < C::tile_rows; ++line) {
-    const int y = target.image_row(first, line, C::row_at);
-    if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
-    const Window window(target.row_start(first + lane, y), target, y, line, turn);
-    store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
-                  window.begin, window.end);
-  }
-  bulk_store_commit();
-}
-
-// Clears the rows beside those: of other phases, which no tap reaches.
-__device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
-  constexpr int kCleared = kRowsAligned ? kVector : 1;
-  constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
-#pragma unroll
-  for (int line = 0; line < C::tile_rows; ++line) {
-#pragma unroll kRowsAtOnce
-    for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
-      const int y = target.image_row(first, line, image_row);
-      if (!kFewRows && y >= C::image_height) break;
-      if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
-      for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
-        const Window window(target.row_start(first + i, y), target, y, line, turn);
-        for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
-          *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
-        }
-      }
-    }
-  }
-}
-
-// Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
-__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
-                                           Scalar* staging, const Target& target, int warp,
-                                           int lane) {
-  constexpr int kHalves = 2 / C::column_sums;
-  static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int first = 16 * warp + 8 * half;  // of the product's rows
-    const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
-    const int shift =
-        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
-                       : 0;
-#pragma unroll
-    for (int turn = 0; turn < kPasses; ++turn) {
-      if constexpr (C::bulk_stores) {
-        if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
-      }
-      __syncwarp();
-      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
-      Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
-      const int row_end = C::out_width - target.column + C::lead;  // in pixels
-      if (C::wraps && row_end < C::pixels) {
-        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], lane);
-      } else {
-        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], lane);
-      }
-      if constexpr (C::bulk_stores) {
-        fence_async_shared();
-        __syncwarp();
-        store_staged(buffer, target, first, turn, lane);
-        clear_beside(target, first, turn, lane);
-      } else {
-        __syncwarp();
-#pragma unroll 1
-        for (int channel = 0; channel < 8; ++channel) {
-#pragma unroll
-          for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
-            const int staged = 32 * i + lane;
-            const int line = (turn * kStoredPass + staged) / kStoredPitch;
-            const int at = (turn * kStoredPass + staged) % kStoredPitch;
-            if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
-                target.column + at < kStoredWidth && target.exists(first + channel, line)) {
-              target.store(first + channel, line, target.column + at,
-                           buffer[channel * kRowPitch + staged], true);
-            }
-          }
-        }
-      }
-    }
-  }
-}
-
-// Sums of 16 channels to pixels of 64 channels.
-template <class T>
-__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
-                                             const Finish (&finish)[2], int warp, int lane) {
-#pragma unroll
-  for (int i = 0; i < C::pass_pixels / 8; i += 2) {
+  for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
-    if constexpr (sizeof(T) == 2) {
-      // Two times 8 pixels, two times 8 channels.
-      unsigned rows[4];
+    if (8 * j >= C::pixels) break;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
-        rows[k] = narrow_pair(T{}, finish[k % 2](sums[first]), finish[k % 2](sums[first + 1]));
-      }
-      const int pixel = 8 * (i + lane / 16) + lane % 8;
-      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
-    } else {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
-        if (8 * (j + k / 4) < C::pixels) {
-          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
-              narrow<T>(finish[k / 2 % 2](sums[4 * j + k]));
+    for (int k = 0; k < 2; ++k) {
+      const int at = C::interleave * (8 * i + lane % 4 * 2 + k);
+      const float first = rows[0].finished(finish[0], sums[4 * j + k]);
+      const float second = rows[1].finished(finish[1], sums[4 * j + 2 + k]);
+      if constexpr (kStagedPairs) {
+        if (rows[0].exists) {
+          *reinterpret_cast<Pair*>(staged[0] + at) = narrow_pair(Scalar{}, first, second);
         }
+      } else {
+        if (rows[0].exists) staged[0][at] = narrow<Scalar>(first);
+        if (rows[1].exists) staged[1][at] = narrow<Scalar>(second);
       }
     }
   }
 }
 
-// Channels-last outputs: each pixel's 64 channels are neighbours. With `joint_stores`, so are those
-// of both consumers, which store them together.
-constexpr int kStoring = C::joint_stores ? kConsumers : 1;  // consumers
-static_assert(!C::joint_stores || (C::out_channels_last && C::channel_groups == kConsumers &&
-                                   kStackChannels == kOutputs && !C::turns),
-              "the same pixels at the same time");
-
-__device__ __forceinline__ void storing_sync(int warpgroup) {
-  if constexpr (C::joint_stores) {
-    two_warpgroups_sync(kConsumers);
+// What a turn has of a line, of the tile's line-th row of positions: by one lane, or by a warp.
+__device__ __forceinline__ void store_line(const Scalar* staging, const Target& target, int index,
+                                           int line, int turn, int lane) {
+  const Line to(target, index, line);
+  if (!to.exists) return;
+  const int at = target.column + turn * kStoredPass - line * kStoredPitch;  // the turn's first
+  const int begin = max(max(target.column, kLineBegin), at);
+  const int end =
+      min(min(target.column + kStoredColumns, kLineBegin + kLineElements), at + kStoredPass);
+  const Scalar* const staged = staging + index * kLinePitch - at;
+  if constexpr (C::bulk_stores) {
+    store_columns(to.start, staged + misalignment(to.start, kVector), begin, end);
   } else {
-    warpgroup_sync(warpgroup);
+    for (int x = begin + lane; x < end; x += 32) to.start[x] = staged[x];
   }
 }
 
-__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
+__device__ __forceinline__ void store_phases(const float (&sums)[kSums], const Finish (&finish)[2],
                                              Scalar* staging, const Target& target, int warpgroup,
                                              int warp, int lane) {
-  using Stored = Either<C::vector_stores, uint4, Scalar>::type;
-  constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
-  constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
-  constexpr int kStep = kStoring * 128 / kStores;          // pixels that are stored at once
-  constexpr int kAtOnce = 4;  // of a thread's stores, so that they do not wait for each other
-  const int thread = (C::joint_stores ? 128 * warpgroup : 0) + 32 * warp + lane;
-  const int channel = thread % kStores * kStored;
-  const int product_row = channel % kOutputs;
-  // Whose sums: this consumer's, or those of the one before or after it.
-  const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
-  const Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
-  Target owner = target;
-  owner.outputs += other * kOutputs;
-  const int columns = min(C::tile_columns, C::out_width - target.column);
+  constexpr int kLinesOfTile = C::tile_rows * kStagedLines;
+  const int first = 16 * warp + lane / 4;
+  const PhaseRow rows[2] = {PhaseRow(target, first), PhaseRow(target, first + 8)};
+  Scalar* const staged[2] = {rows[0].staged(staging, target), rows[1].staged(staging, target)};
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
+    if constexpr (C::bulk_stores) bulk_store_wait_read<0>();
     storing_sync(warpgroup);
-    stage_pixels(sums, staging, turn, finish, warp, lane);
+    stage_phases(sums, finish, rows, staged, turn, lane);
+    if constexpr (C::bulk_stores) fence_async_shared();
     storing_sync(warpgroup);
-    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
+    const int line = C::bulk_stores ? 4 * lane + warp : warp;
+    const int step = C::bulk_stores ? 128 : 4;
 #pragma unroll 1
-    for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
-      Stored values[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int pixel = min(first + k * kStep, count - 1);
-        values[k] = *reinterpret_cast<const Stored*>(staged + pixel * kPixelPitch);
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int pixel = turn * C::pass_pixels + first + k * kStep;
-        const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
-        const int at = pixel - line * C::pitch;
-        owner.store(product_row, line, target.column + at, values[k],
-                    first + k * kStep < count && line < C::tile_rows && at < columns &&
-                        owner.exists(product_row, line));
-      }
+    for (int i = line; i < kLinesOfTile; i += step) {
+      store_line(staging, target, i % kStagedLines, i / kStagedLines, turn, lane);
     }
+    if constexpr (C::bulk_stores) bulk_store_commit();
   }
 }
 
@@ -2177,17 +2039,22 @@ constexpr int kImageSamples = 256;
 constexpr int kProvenPixels = 1 << 15;
 
 // The weight of one of the taps that are used, for an output and an input channel of the group;
-// zero where summing two columns has added to the kernel. `sum` says which of the two.
+// zero where summing several places of a step has added to the kernel. `sum` says which of two
+// columns; an output channel may be a phase as well.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
                                          int column, int sum) {
   long long k = group * C::group_out + out;
   long long c = in;
   if constexpr (C::transposed) {
+    const UnfoldedChannel to(out);
     k = group * C::group_in + in;
-    c = out;
-    row = C::last_tap_row - C::tap_step_height * row;
-    column = C::last_tap_column - C::tap_step_width * column + sum;
-    if (C::column_sums > 1 && (column < 0 || column >= C::weight_width)) return Scalar{};
+    c = to.channel;
+    row = C::last_tap_row - C::tap_step_height * row + to.row;
+    column = C::last_tap_column - C::tap_step_width * column + sum + to.column;
+    if (kUnfolds && (row < 0 || row >= C::weight_height)) return Scalar{};
+    if ((kUnfolds || C::column_sums > 1) && (column < 0 || column >= C::weight_width)) {
+      return Scalar{};
+    }
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -2219,14 +2086,16 @@ struct PackedVector {
     const int k_step = step % C::k_steps;
     const int tap = step / C::k_steps % kTaps;
     const int chunk = step / (C::k_steps * kTaps);
-    const int stacked = row_of_column(m) / kStackChannels;
-    const int out = (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels +
-                    row_of_column(m) % kStackChannels;
+    const int stacked = row_of_column(m) / kStackRows;
+    const int of_stack = row_of_column(m) % kStackRows;
+    const int out =
+        (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels + of_stack;
     const int sum = m / 8 % C::column_sums;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVectorChannels;
-    const bool exists = out < C::group_out && row >= 0 && row < C::kernel_height;
+    const bool exists =
+        of_stack < kStackChannels && out < C::group_out && row >= 0 && row < C::kernel_height;
     const int group = part / kOutputGroups;
     Scalar elements[kVectorChannels];
     for (int j = 0; j < kVectorChannels; ++j) {
@@ -2266,7 +2135,7 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
 }
 
 // The weight of the `tap`-th tap that is used; channels are the group's.
-static_assert(!C::halves || C::column_sums == 1, "one sum for each tap");
+static_assert(!C::halves || (C::column_sums == 1 && !kUnfolds), "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
                                              int tap) {
@@ -2709,6 +2578,308 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
 }  // namespace fastconv
 """
 
+SOURCES["hopper/correlate/store.cuh"] = r"""
+// Outputs: from a consumer's registers through shared memory to global memory.
+#include "hopper/correlate/multiply.cuh"
+#include "tensor/target.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
+constexpr int kStoredPass = C::interleave * C::pass_pixels;
+static_assert(!C::bulk_stores || kUnfolds || C::out_step_width == C::interleave, "of whole rows");
+
+using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
+
+__device__ __forceinline__ void stage_pair(Scalar* target, float first, float second) {
+  const auto pair = narrow_pair(Scalar{}, first, second);
+  if constexpr (!C::bulk_stores || kStoredWidth % 2 == 0) {
+    *reinterpret_cast<Pair*>(target) = pair;
+  } else {
+    const auto& elements = reinterpret_cast<const Vector<Scalar, 2>&>(pair);
+    target[0] = elements.element[0];
+    target[1] = elements.element[1];
+  }
+}
+
+// The same in a row that goes on with the next one (`wraps`), for a pixel so far past its end: kGap
+// of those count for nothing, and the others close up.
+__device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float first, float second) {
+  if constexpr (C::out_width % 2 == 0 && kGap % 2 == 0) {
+    if (past < 0) stage_pair(target, first, second);
+    if (past >= kGap) stage_pair(target - kGap, first, second);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Scalar value = narrow<Scalar>(i == 0 ? first : second);
+      if (past + i < 0) target[i] = value;
+      if (past + i >= kGap) target[i - kGap] = value;
+    }
+  }
+}
+
+// Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
+// row starts as far beyond a multiple of 16 bytes as it will in global memory.
+template <bool kWrapped>
+__device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
+                                           int turn, int half, const Finish& finish, int lane) {
+  const int past = lane % 4 * 2 - row_end;
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; ++i) {
+    const int j = turn * (C::pass_pixels / 8) + i;
+    if (8 * j < C::pixels) {
+      Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
+      const float first = finish(sums[4 * j + 2 * half]);
+      const float second = finish(sums[4 * j + 2 * half + 1]);
+      if constexpr (kWrapped) {
+        stage_wrapped(target, 8 * i + past, first, second);
+      } else if constexpr (C::interleave == 1) {
+        stage_pair(target, first, second);
+      } else if constexpr (C::column_sums == 2) {
+        stage_pair(target, first, finish(sums[4 * j + 2]));
+        stage_pair(target + 2, second, finish(sums[4 * j + 3]));
+      } else {
+        stage_pair(target, C::column_at ? 0.0f : first, C::column_at ? first : 0.0f);
+        stage_pair(target + 2, C::column_at ? 0.0f : second, C::column_at ? second : 0.0f);
+      }
+    }
+  }
+}
+
+// Whether every row, and every piece of one, starts at a multiple of 16 bytes.
+constexpr bool kRowsAligned = C::lead == 0 && kStoredWidth % kVector == 0 &&
+                              (kStrips == 1 || kStoredColumns % kVector == 0) && !kUnfolds;
+
+// Columns [begin, end) of a row: what is in whole 16 bytes by a bulk copy, the rest one by one.
+__device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin,
+                                              int end) {
+  if (begin >= end) return;
+  const int shift = kRowsAligned ? 0 : misalignment(row, kVector);
+  const int aligned_begin = min(round_up(begin + shift, kVector) - shift, end);
+  const int aligned_end = max((end + shift) / kVector * kVector - shift, aligned_begin);
+  if (aligned_begin < aligned_end) {
+    bulk_store(row + aligned_begin, staged + aligned_begin,
+               (aligned_end - aligned_begin) * kScalarBytes);
+  }
+  if constexpr (!kRowsAligned) {
+#pragma unroll 1
+    for (int x = begin; x < aligned_begin; ++x) row[x] = staged[x];
+#pragma unroll 1
+    for (int x = aligned_end; x < end; ++x) row[x] = staged[x];
+  }
+}
+
+// The columns of a row that a turn stores, of the tile's line-th row of pixels. With `lead`, they
+// begin where the row's memory has a multiple of `lead`; if the strip also `wraps`, so do the next
+// row's own, and what it has before them is stored as this row's columns beyond its end.
+struct Window {
+  Scalar* row;     // the element in the image's column 0
+  int at;          // the stored column of the turn's first pixel, were it in this line
+  int begin, end;  // stored columns
+  int beyond;      // how far the row begins beyond a multiple of 16 bytes, or of `lead`
+
+  __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int turn)
+      : row(row) {
+    at = target.column - C::lead + turn * kStoredPass - line * kStoredPitch;
+    beyond = kRowsAligned ? 0 : misalignment(row, C::lead > 0 ? C::lead : kVector);
+    begin = target.column - (C::lead > 0 ? beyond : 0);
+    int first = C::lead > 0 ? 0 : begin;
+    int last = kStoredWidth;
+    if constexpr (C::wraps) {
+      if (y > 0) first = round_up(beyond, C::lead) - beyond;
+      if (y + 1 < C::image_height) last = round_up(last + beyond, C::lead) - beyond;
+    }
+    end = min(min(begin + kStoredColumns, at + kStoredPass), last);
+    begin = max(max(begin, first), at);
+  }
+};
+
+constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // of a warp, with bulk stores
+
+// Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
+// but what they need is computed for all at once.
+__device__ __forceinline__ void store_staged(const Scalar* staging, const Target& target, int first,
+                                             int turn, int lane) {
+  if (lane >= kStoringLanes) return;
+#pragma unroll
+  for (int line = 0; line < C::tile_rows; ++line) {
+    const int y = target.image_row(first, line, C::row_at);
+    if (!target.exists(first + lane, line) || (!kRowsInside && y >= C::image_height)) continue;
+    const Window window(target.row_start(first + lane, y), target, y, line, turn);
+    store_columns(window.row, staging + lane * kRowPitch - window.at + window.beyond % kVector,
+                  window.begin, window.end);
+  }
+  bulk_store_commit();
+}
+
+// Clears the rows beside those: of other phases, which no tap reaches.
+__device__ __forceinline__ void clear_beside(const Target& target, int first, int turn, int lane) {
+  constexpr int kCleared = kRowsAligned ? kVector : 1;
+  constexpr int kRowsAtOnce = kFewRows ? kPixelRows : 1;
+#pragma unroll
+  for (int line = 0; line < C::tile_rows; ++line) {
+#pragma unroll kRowsAtOnce
+    for (int image_row = C::row_begin; image_row < C::row_end; ++image_row) {
+      const int y = target.image_row(first, line, image_row);
+      if (!kFewRows && y >= C::image_height) break;
+      if (image_row == C::row_at || (!kRowsInside && y >= C::image_height)) continue;
+      for (int i = 0; i < 8 && target.exists(first + i, line); ++i) {
+        const Window window(target.row_start(first + i, y), target, y, line, turn);
+        for (int x = window.begin + kCleared * lane; x < window.end; x += kCleared * 32) {
+          *reinterpret_cast<Vector<Scalar, kCleared>*>(window.row + x) = {};
+        }
+      }
+    }
+  }
+}
+
+// Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
+__device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
+                                           Scalar* staging, const Target& target, int warp,
+                                           int lane) {
+  constexpr int kHalves = 2 / C::column_sums;
+  static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int first = 16 * warp + 8 * half;  // of the product's rows
+    const Scalar* const row = target.row_start(first, target.image_row(first, 0, C::row_at));
+    const int shift =
+        C::bulk_stores ? misalignment(row + static_cast<long long>(lane / 4) * kOutPlane, kVector)
+                       : 0;
+#pragma unroll
+    for (int turn = 0; turn < kPasses; ++turn) {
+      if constexpr (C::bulk_stores) {
+        if (lane < kStoringLanes) bulk_store_wait_read<C::buffers - 1>();
+      }
+      __syncwarp();
+      Scalar* const buffer = staging + (half * kPasses + turn) % C::buffers * (8 * kRowPitch);
+      Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
+      const int row_end = C::out_width - target.column + C::lead;  // in pixels
+      if (C::wraps && row_end < C::pixels) {
+        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], lane);
+      } else {
+        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], lane);
+      }
+      if constexpr (C::bulk_stores) {
+        fence_async_shared();
+        __syncwarp();
+        store_staged(buffer, target, first, turn, lane);
+        clear_beside(target, first, turn, lane);
+      } else {
+        __syncwarp();
+#pragma unroll 1
+        for (int channel = 0; channel < 8; ++channel) {
+#pragma unroll
+          for (int i = 0; i < ceil_div(kStoredPass, 32); ++i) {
+            const int staged = 32 * i + lane;
+            const int line = (turn * kStoredPass + staged) / kStoredPitch;
+            const int at = (turn * kStoredPass + staged) % kStoredPitch;
+            if (staged < kStoredPass && line < C::tile_rows && at < kStoredColumns &&
+                target.column + at < kStoredWidth && target.exists(first + channel, line)) {
+              target.store(first + channel, line, target.column + at,
+                           buffer[channel * kRowPitch + staged], true);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Sums of 16 channels to pixels of 64 channels.
+template <class T>
+__device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
+                                             const Finish (&finish)[2], int warp, int lane) {
+#pragma unroll
+  for (int i = 0; i < C::pass_pixels / 8; i += 2) {
+    const int j = turn * (C::pass_pixels / 8) + i;
+    if constexpr (sizeof(T) == 2) {
+      // Two times 8 pixels, two times 8 channels.
+      unsigned rows[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        rows[k] = narrow_pair(T{}, finish[k % 2](sums[first]), finish[k % 2](sums[first + 1]));
+      }
+      const int pixel = 8 * (i + lane / 16) + lane % 8;
+      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
+        if (8 * (j + k / 4) < C::pixels) {
+          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
+              narrow<T>(finish[k / 2 % 2](sums[4 * j + k]));
+        }
+      }
+    }
+  }
+}
+
+// Channels-last outputs: each pixel's 64 channels are neighbours. With `joint_stores`, so are those
+// of both consumers, which store them together.
+constexpr int kStoring = C::joint_stores ? kConsumers : 1;  // consumers
+static_assert(!C::joint_stores || (C::out_channels_last && C::channel_groups == kConsumers &&
+                                   kStackChannels == kOutputs && !C::turns),
+              "the same pixels at the same time");
+
+__device__ __forceinline__ void storing_sync(int warpgroup) {
+  if constexpr (C::joint_stores) {
+    two_warpgroups_sync(kConsumers);
+  } else {
+    warpgroup_sync(warpgroup);
+  }
+}
+
+__device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
+                                             Scalar* staging, const Target& target, int warpgroup,
+                                             int warp, int lane) {
+  using Stored = Either<C::vector_stores, uint4, Scalar>::type;
+  constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
+  constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
+  constexpr int kStep = kStoring * 128 / kStores;          // pixels that are stored at once
+  constexpr int kAtOnce = 4;  // of a thread's stores, so that they do not wait for each other
+  const int thread = (C::joint_stores ? 128 * warpgroup : 0) + 32 * warp + lane;
+  const int channel = thread % kStores * kStored;
+  const int product_row = channel % kOutputs;
+  // Whose sums: this consumer's, or those of the one before or after it.
+  const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
+  const Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
+  Target owner = target;
+  owner.outputs += other * kOutputs;
+  const int columns = min(C::tile_columns, C::out_width - target.column);
+#pragma unroll
+  for (int turn = 0; turn < kPasses; ++turn) {
+    storing_sync(warpgroup);
+    stage_pixels(sums, staging, turn, finish, warp, lane);
+    storing_sync(warpgroup);
+    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
+#pragma unroll 1
+    for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
+      Stored values[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int pixel = min(first + k * kStep, count - 1);
+        values[k] = *reinterpret_cast<const Stored*>(staged + pixel * kPixelPitch);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int pixel = turn * C::pass_pixels + first + k * kStep;
+        const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+        const int at = pixel - line * C::pitch;
+        owner.store(product_row, line, target.column + at, values[k],
+                    first + k * kStep < count && line < C::tile_rows && at < columns &&
+                        owner.exists(product_row, line));
+      }
+    }
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
 SOURCES["hopper/correlate/multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply what is in shared memory.
 #include "hopper/correlate/tile.cuh"
@@ -2989,7 +3160,7 @@ SOURCES["tensor/target.cuh"] = r"""
 namespace fastconv {
 namespace tensor {
 
-constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kOutChannels = C::groups * kOutGroup;
 constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
@@ -2998,8 +3169,10 @@ constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
-static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
-static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
+static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
+              "pairs");
+static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
+              "contiguous rows");
 
 // Where stored rows and columns lie in the image: the output of a layer that is a phase of a
 // strided one's gradient has other phases' rows and columns between its own. What no phase reaches
@@ -3017,7 +3190,8 @@ constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= 
 constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
 constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
 constexpr int kFarOutChannel =
-    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
+    (C::groups - 1) * kOutGroup +
+    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutFold);
 using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
                           elements_of(kFarOutColumn, kOutColumn) +
                           elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
@@ -3052,11 +3226,11 @@ struct Target {
 
   // The channel of a row of the product, in its group.
   __device__ int channel(int product_row) const {
-    return outputs + row_of_column(product_row) % kStackChannels;
+    return outputs + row_of_column(product_row) % kStackRows;
   }
   // The output row of the same, for the tile's line-th row of pixels.
   __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
+    return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
   }
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
@@ -3067,7 +3241,10 @@ struct Target {
   }
   // The element in the image's column 0.
   __device__ Scalar* row_start(int product_row, int y) const {
-    const int c = group * C::group_out + channel(product_row);
+    return channel_row(channel(product_row), y);
+  }
+  __device__ Scalar* channel_row(int channel, int y) const {
+    const int c = group * kOutGroup + channel;
     if constexpr (C::out_channels_last) {
       return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
@@ -3124,7 +3301,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   Finish finish;
   const int channel = target.channel(row);
   if (bias && channel < C::group_out) {
-    finish.bias = widen(bias[item.group * C::group_out + channel]);
+    finish.bias = widen(bias[item.group * kOutGroup + UnfoldedChannel(channel).channel]);
   }
   if constexpr (C::halves) {
     constexpr int kOfGroup = C::table_channels / C::groups;
@@ -3164,13 +3341,19 @@ static_assert(kOutputs == 64, "rows of wgmma");
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
-// pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
+// pass_pixels of 64 channels. Phases that are channels: likewise, for lines of all phases of
+// pass_pixels, as far as there are any. Pitches spread a warp's accesses over all banks.
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
+constexpr int kLinePitch =
+    round_up(C::interleave * C::pass_pixels + kVector - 1, 2 * kVector) + kVector;
+constexpr int kStackLines =  // of an output row
+    min_of(kStackChannels, C::group_out) / C::interleave;
 constexpr int kStagingBytes =
-    kScalarBytes *
-    (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
+    kScalarBytes * (kUnfolds               ? C::stack * kStackLines * kLinePitch
+                    : C::out_channels_last ? C::pass_pixels * kPixelPitch
+                                           : 4 * C::buffers * 8 * kRowPitch);
 
 static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, stored at once");
 static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&
@@ -4444,8 +4627,16 @@ constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 
+// Phases of a strided gradient that are channels of the products (`out_fold`), by axes; and output
+// channels of a group.
+constexpr int kOutFold = C::out_fold_height * C::out_fold_width;
+constexpr bool kUnfolds = kOutFold > 1;
+constexpr int kOutGroup = C::group_out / kOutFold;
+
 constexpr int kOutputs = C::product_rows;
-constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);  // output channels of them
+constexpr int kStackRows = kOutputs / (C::stack * C::column_sums);  // of an output row
+// Output channels of them. Of phases, those that are neighbours in memory stay together.
+constexpr int kStackChannels = kUnfolds ? kStackRows / C::interleave * C::interleave : kStackRows;
 constexpr int kProductBytes = kOutputs * 32;
 // Of halves, the high part comes once more, 2^-11 times as large, where it is not made of the
 // other.
@@ -4455,12 +4646,18 @@ constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProdu
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // A product's row, counted among those of the same column: two sums of a pixel's columns are eight
-// rows apart, in the same thread.
+// rows apart, in the same thread. So are two neighbours of phases that are channels.
 __device__ __forceinline__ int row_of_column(int product_row) {
-  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+  if constexpr (kUnfolds) {
+    return product_row / 16 * 16 + product_row % 8 * 2 + product_row / 8 % 2;
+  } else {
+    return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+  }
 }
-static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
-static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2 && !kUnfolds),
+              "pairs");
+static_assert(kStackRows >= 8, "eight rows of a product are neighbouring channels");
+static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one product");
 
 // With a lead, rows begin up to lead - 1 columns before the image.
 constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
@@ -4524,6 +4721,27 @@ struct FoldedChannel {
       : channel(index / (C::fold_height * C::fold_width)),
         row(index / C::fold_width % C::fold_height),
         column(index % C::fold_width) {}
+};
+
+// An output channel of the group as the products have it: one of the image's, at one of its phases.
+// Those that are neighbours in memory are neighbours.
+struct UnfoldedChannel {
+  int channel, row, column;
+
+  __device__ __forceinline__ explicit UnfoldedChannel(int index) {
+    if constexpr (!kUnfolds) {
+      channel = index;
+      row = column = 0;
+    } else if constexpr (C::out_channels_last) {
+      channel = index % kOutGroup;
+      column = index / kOutGroup % C::out_fold_width;
+      row = index / (kOutGroup * C::out_fold_width);
+    } else {
+      column = index % C::out_fold_width;
+      row = index / C::out_fold_width % C::out_fold_height;
+      channel = index / kOutFold;
+    }
+  }
 };
 
 }  // namespace tensor
@@ -8876,19 +9094,19 @@ SM_90A_FORWARD_FLOAT_TF32_0 = config(
     in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
     stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
     padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
-    weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
-    last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1, image_height=508,
-    image_width=504, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
-    column_at=0, column_begin=0, column_end=1, column_sums=1, interleave=1,
-    in_channels_last=False, out_channels_last=False, vector_loads=False, staged=True,
-    raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True, channel_groups=1,
-    stack=1, pixels=168, tile_rows=1, block_rows=2, product_rows=64, loaders=96, unit_vectors=2,
-    smaller_part=True, watches=False, tile_columns=168, pitch=176, lead=0, joint_stores=False,
-    wraps=False, turns=False, plane_padding=0, rolling=True, segment_tiles=24, k_steps=2,
-    stage_taps=3, input_stages=9, weight_stages=4, resident=False, pass_pixels=176, buffers=1,
-    batch=2, batches_ahead=2, producer_registers=136, consumer_registers=184,
-    shared_bytes=232440, packed_at=368640, tables_at=552960, table_channels=64,
-    table_columns=32, repairs=False,
+    weight_stride_width=1, fold_height=1, fold_width=1, out_fold_height=1, out_fold_width=1,
+    weight_height=5, weight_width=9, last_tap_row=0, last_tap_column=0, tap_step_height=1,
+    tap_step_width=1, image_height=508, image_width=504, out_step_height=1, out_step_width=1,
+    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+    interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False,
+    staged=True, raw_slots=1, bulk_loads=True, vector_stores=False, bulk_stores=True,
+    channel_groups=1, stack=1, pixels=168, tile_rows=1, block_rows=2, product_rows=64,
+    loaders=96, unit_vectors=2, smaller_part=True, watches=False, tile_columns=168, pitch=176,
+    lead=0, joint_stores=False, wraps=False, turns=False, plane_padding=0, rolling=True,
+    segment_tiles=24, k_steps=2, stage_taps=3, input_stages=9, weight_stages=4, resident=False,
+    pass_pixels=176, buffers=1, batch=2, batches_ahead=2, producer_registers=136,
+    consumer_registers=184, shared_bytes=232440, packed_at=368640, tables_at=552960,
+    table_channels=64, table_columns=32, repairs=False,
 )
 SM_90A_FORWARD_FLOAT_TF32_1 = config(
     SM_90A_FORWARD_FLOAT_TF32_0, halves=False, raw_slots=2, pixels=256, tile_columns=256,
@@ -8932,17 +9150,17 @@ SM_80_FORWARD_FLOAT_TF32_0 = config(
     in_width=512, out_height=508, out_width=504, kernel_height=5, kernel_width=9,
     stride_height=1, stride_width=1, dilation_height=1, dilation_width=1, padding_top=0,
     padding_left=0, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
-    weight_stride_width=1, fold_height=1, fold_width=1, weight_height=5, weight_width=9,
-    last_tap_row=0, last_tap_column=0, tap_step_height=1, tap_step_width=1, image_height=508,
-    image_width=504, out_step_height=1, out_step_width=1, row_at=0, row_begin=0, row_end=1,
-    column_at=0, column_begin=0, column_end=1, column_sums=1, interleave=1,
-    in_channels_last=False, out_channels_last=False, vector_loads=False, stack=1, lead=0,
-    segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False, warps=8,
-    product_rows=64, channel_groups=1, pixels=48, block_rows=16, tile_columns=24, pitch=32,
-    plane_padding=0, k_steps=1, stage_taps=9, period_taps=1, flush_taps=1, input_stages=2,
-    weight_stages=4, resident=False, loaders=96, unit_vectors=2, batch=3, batches_ahead=1,
-    pass_pixels=48, buffers=1, store_vector=4, shared_bytes=133312, packed_at=368640,
-    tables_at=552960, table_channels=64, table_columns=32, repairs=False,
+    weight_stride_width=1, fold_height=1, fold_width=1, out_fold_height=1, out_fold_width=1,
+    weight_height=5, weight_width=9, last_tap_row=0, last_tap_column=0, tap_step_height=1,
+    tap_step_width=1, image_height=508, image_width=504, out_step_height=1, out_step_width=1,
+    row_at=0, row_begin=0, row_end=1, column_at=0, column_begin=0, column_end=1, column_sums=1,
+    interleave=1, in_channels_last=False, out_channels_last=False, vector_loads=False, stack=1,
+    lead=0, segment_tiles=1, wraps=False, rolling=False, watches=False, smaller_part=False,
+    warps=8, product_rows=64, channel_groups=1, pixels=48, block_rows=16, tile_columns=24,
+    pitch=32, plane_padding=0, k_steps=1, stage_taps=9, period_taps=1, flush_taps=1,
+    input_stages=2, weight_stages=4, resident=False, loaders=96, unit_vectors=2, batch=3,
+    batches_ahead=1, pass_pixels=48, buffers=1, store_vector=4, shared_bytes=133312,
+    packed_at=368640, tables_at=552960, table_channels=64, table_columns=32, repairs=False,
 )
 SM_80_FORWARD_FLOAT_TF32_1 = config(
     SM_80_FORWARD_FLOAT_TF32_0, halves=False, batch=4, shared_bytes=133120, packed_at=0,

@@ -603,6 +603,18 @@ def test_results_of_narrow_groups(narrow: Path, architecture: str, shared_kib: i
     }  # fmt: skip
 
 
+def test_results_of_a_first_layer(tmp_path: Path) -> None:
+    """All phases of the gradient of its images are one layer's channels."""
+    path = tmp_path / "first.py"
+    fastconv.export(shape="2x3x19x22 24x3x7x7 stride=2,2 padding=3,3", output=path)
+    module = exported_file.load(path)
+    sources = _emulate(module, "sm_90a", 227)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        _compare(module, module.ModelNew(bias=True), torch.randn(2, 3, 19, 22), 1e-3)
+    # Forward, and backward: each packs and computes.
+    assert sources.count("hopper/correlate/correlate.cuh") == 4
+
+
 def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:
     module = exported_file.load(small)
     sources = _emulate(module, "sm_90a")

@@ -130,7 +130,7 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
         "groups of 8 to 4 channels",
     ),
     "many phases": (
-        planner.input_grad, _problem((8, 32, 64, 64), (64, 32, 5, 5), stride=(4, 5)), "tf32", H200,
+        planner.input_grad, _problem((8, 48, 64, 64), (64, 48, 5, 5), stride=(4, 5)), "tf32", H200,
         "input gradients of 20 phases, more than 16",
     ),
     "vast image": (
@@ -397,12 +397,24 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     halo = (c["kernel_width"] - 1) * column_step // column_phases
     assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
     assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
-    assert c["interleave"] in (1, 2)
+    fold = c["out_fold_height"] * c["out_fold_width"]
+    out_channels = c["group_out"] // fold
+    assert fold > 1 or c["interleave"] in (1, 2)
     assert c["stack"] * c["column_sums"] <= 8
     assert c["column_sums"] == 1 or c["interleave"] == 2
     passes = ceil_div(c["pixels"], c["pass_pixels"])
     assert 2 // c["column_sums"] * passes % c["buffers"] == 0
-    if c["interleave"] == 2:
+    if fold > 1:
+        neighbours = out_channels if c["out_channels_last"] else 1
+        assert c["interleave"] == c["out_fold_width"] * neighbours <= 64 // c["stack"]
+        assert c["stack"] * c["group_out"] <= 64 or c["stack"] == 1
+        assert c["groups"] == 1 or not c["out_channels_last"]
+        assert c["lead"] == c["halves"] == c["joint_stores"] == c["vector_stores"] == 0
+        assert (c["column_sums"], c["buffers"]) == (1, 1)
+        for axis, size in (("row", "height"), ("column", "width")):
+            assert c[f"{axis}_begin"] <= 0 < c[f"{axis}_end"]
+            assert c[f"{axis}_end"] - c[f"{axis}_begin"] == c[f"out_fold_{size}"]
+    elif c["interleave"] == 2:
         assert c["out_step_width"] == 2
         assert c["lead"] == c["out_channels_last"] == 0
     rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
@@ -448,10 +460,14 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     plane = slots * stage_rows * c["pitch"] + c["plane_padding"]
     input_bytes = 16 * (c["parts"] * 2 * c["k_steps"] * plane + slack)
     tap_bytes = c["k_steps"] * weight_parts * c["channel_groups"] * 64 * 32
-    if c["out_channels_last"]:
+    row = c["interleave"] * c["pass_pixels"]
+    if fold > 1:
+        channels = min(64 // c["stack"] // c["interleave"] * c["interleave"], c["group_out"])
+        lines = c["stack"] * channels // c["interleave"]
+        staged = lines * (round_up(row + vector - 1, 2 * vector) + vector)
+    elif c["out_channels_last"]:
         staged = c["pass_pixels"] * (64 + vector)
     else:
-        row = c["interleave"] * c["pass_pixels"]
         staged = 4 * c["buffers"] * 8 * (round_up(row + vector - 8, 16) + 8)
     assert staged * scalar_bytes % 16 == 0
     rows_aligned = strips == 1 and c["padding_left"] >= 0 and c["in_width"] % vector == 0
@@ -466,6 +482,8 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     )
     assert used <= c["shared_bytes"]
     product_channels = 64 // (c["stack"] * c["column_sums"])
+    if fold > 1:
+        product_channels -= product_channels % c["interleave"]
     outputs = ceil_div(c["group_out"], c["channel_groups"] * product_channels)
     packed_bytes: int = c["groups"] * outputs * chunks * taps * tap_bytes
 
@@ -484,7 +502,7 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     assert correlate.grid[0] <= items < 2**31
     assert packed_bytes // 16 < 2**31
     folded = c["fold_height"] * c["fold_width"]
-    for size, channels in (("in", c["group_in"] // folded), ("image", c["group_out"])):
+    for size, channels in (("in", c["group_in"] // folded), ("image", out_channels)):
         assert c["groups"] * channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
     # What is copied 16 bytes at a time.
@@ -495,11 +513,14 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
         assert not c["in_channels_last"]
         assert c["stride_width"] == folded == 1
     assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
-    assert not (c["bulk_stores"] and c["out_channels_last"])
+    assert fold > 1 or not (c["bulk_stores"] and c["out_channels_last"])
     if c["bulk_stores"]:
-        assert c["out_step_width"] == c["interleave"]
+        assert fold > 1 or c["out_step_width"] == c["interleave"]
+        stored = c["image_width"] * (out_channels if c["out_channels_last"] else 1)
         if c["tile_rows"] > 1:
-            assert c["image_width"] % vector == c["interleave"] * c["pitch"] % vector == 0
+            assert stored % vector == c["interleave"] * c["pitch"] % vector == 0
+        if strips > 1:
+            assert c["interleave"] * c["tile_columns"] % vector == 0
     return packed_bytes
 
 
@@ -778,8 +799,8 @@ def test_phases_are_the_gradient(
         if 0 <= (at := out * stride + tap * dilation - padding[0]) < width
     )
     phases = layers.phases(problem, 1)
-    interleaved = layers.interleaved(phases)
-    for way in [phases] if interleaved is None else [phases, [interleaved]]:
+    wholes = (layers.interleaved(phases), layers.folded(problem, 1))
+    for way in (phases, *([whole] for whole in wholes if whole is not None)):
         terms, written = [], []
         for phase in way:
             to = phase.placing
@@ -789,10 +810,71 @@ def test_phases_are_the_gradient(
                     at = to.step * q + to.at + column
                     out = q - phase.padding + tap * phase.dilation
                     weight = to.last_tap - tap * to.tap_step + column
-                    if at < width and 0 <= out < out_width and 0 <= weight < kernel:
+                    if 0 <= at < width and 0 <= out < out_width and 0 <= weight < kernel:
                         terms.append((at, weight, out))
         assert sorted(terms) == expected
-        assert sorted(at for at in written if at < width) == [*range(width)]
+        assert sorted(at for at in written if 0 <= at < width) == [*range(width)]
+
+
+def test_folded_steps_begin_where_taps_are_fewest() -> None:
+    """With AlexNet's padding: 3 taps instead of 4, for 57 positions instead of 56."""
+    early = layers.folded(ALEXNET, 0)
+    assert early is not None
+    assert (early.placing.begin, early.taps, early.size) == (-2, 3, 57)
+    # ResNet's are as few where the image begins.
+    problem = _problem((1, 3, 224, 224), (64, 3, 7, 7), stride=(2, 2), padding=(3, 3, 3, 3))
+    late = layers.folded(problem, 0)
+    assert late is not None
+    assert (late.placing.begin, late.taps, late.size) == (0, 4, 112)
+
+
+ALEXNET = _problem((256, 3, 224, 224), (96, 3, 11, 11), stride=(4, 4), padding=(2, 2, 2, 2))
+
+
+@pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+def test_few_channels_fold_all_phases(mode: str, channels_last: bool) -> None:
+    """One pair of launches instead of 16, and rows of the image leave whole."""
+    plan = planner.input_grad(ALEXNET, _operands(ALEXNET, mode, channels_last), H200)
+    ((_, _, constants),) = _layers(plan)
+    assert (constants["out_fold_height"], constants["out_fold_width"]) == (4, 4)
+    assert constants["interleave"] == (12 if channels_last else 4)
+    assert constants["bulk_stores"]
+    assert plan.packs == 1
+
+
+UNFOLDED = {
+    "dilation": ((4, 3, 40, 40), (64, 3, 3, 3), {"dilation": (1, 2)}),
+    "many channels": ((4, 48, 40, 40), (64, 48, 3, 3), {}),
+    "more neighbours than a product has": ((4, 3, 40, 40), (64, 3, 3, 3), {"stride": (2, 33)}),
+    "groups of a pixel": ((4, 32, 40, 40), (64, 16, 3, 3), {"groups": 2}),
+}
+
+
+@pytest.mark.parametrize(("shape", "weight", "options"), UNFOLDED.values(), ids=UNFOLDED)
+def test_what_does_not_fold(
+    shape: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    problem = _problem(shape, weight, **{"stride": (2, 2), **options})
+    ways = input_grad_ways(problem, _operands(problem, "tf32", channels_last=True))
+    assert not any(way[0].unfolds for way in ways)
+
+
+def test_portable_kernels_are_an_alternative_to_folding() -> None:
+    """Where phases alone are declined, and halos so tall that products are narrow."""
+    problem = _problem(
+        (32, 1, 161, 400), (32, 1, 41, 11), stride=(2, 2), padding=(20, 20, 5, 5)
+    )  # fmt: skip
+    operands = _operands(problem, "ieee")
+    assert any(way[0].unfolds for way in input_grad_ways(problem, operands))
+    assert planner.input_grad(problem, operands, H200).family != "hopper"
+
+
+def test_so_many_phases_are_folded_or_nothing() -> None:
+    patches = _problem((4, 3, 224, 224), (768, 3, 16, 16), stride=(16, 16))
+    plan = planner.input_grad(patches, _operands(patches, "tf32"), H200)
+    assert plan.family == "hopper"
+    assert len(_layers(plan)) == 1
 
 
 @pytest.mark.parametrize("plan", PASSES)

@@ -52,11 +52,18 @@ WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 Choice = Callable[[list[Plan]], Plan]
 
 
-def planner_of(direction: str, choose: Choice | None = None, halves: bool = False) -> Planner:
+def planner_of(
+    direction: str, choose: Choice | None = None, halves: bool = False, unfolds: bool = False
+) -> Planner:
     """Plans with this kernel and in this way, even where the family has a faster one."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        ways = [way for way in WAYS[direction](problem, operands) if way[0].halves == halves]
+        kind = (halves, unfolds)
+        ways = [
+            way
+            for way in WAYS[direction](problem, operands)
+            if (way[0].halves, way[0].unfolds) == kind
+        ]
         if choose is None:
             return correlate.plan(ways, gpu)
         return choose(correlate.alternatives(ways, gpu, 1000))

@@ -28,8 +28,8 @@ _CHOSEN = (
     "pitch", "lead", "staged", "raw_slots", "bulk_loads", "rolling", "segment_tiles", "k_steps",
     "input_stages", "weight_stages", "resident", "pass_pixels", "bulk_stores", "vector_loads",
     "vector_stores", "joint_stores", "wraps", "turns", "row_at", "column_at", "column_sums",
-    "interleave", "rows", "columns", "channels", "slots", "lanes_c", "tap_rows",
-    "tap_blocks", "splits", "inside",
+    "interleave", "out_fold_height", "out_fold_width", "rows", "columns", "channels", "slots",
+    "lanes_c", "tap_rows", "tap_blocks", "splits", "inside",
 )  # fmt: skip
 
 

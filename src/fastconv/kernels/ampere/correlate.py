@@ -51,7 +51,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         Declined: another family does it better, or this one cannot.
     """
     limits.check_reach(problem, operands)
-    return _plan(input_grad_ways(Layer.of(problem, operands), problem, pairs=False), gpu)
+    return _plan(input_grad_ways(Layer.of(problem, operands), problem, most_together=1), gpu)
 
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:

@@ -29,6 +29,7 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
     channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # of a chunk
     strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
     stored = c["out_width"] if c["interleave"] == 1 else c["image_width"]
+    unfolds = c["out_fold_height"] * c["out_fold_width"] > 1
     whole = strips == 1 or c["interleave"] * c["tile_columns"] % vector == 0
     gap = (c["kernel_width"] - 1) * c["dilation_width"]
     phases, row_step = _axis(c, "height")
@@ -48,18 +49,46 @@ def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
         and strips == 1
         and c["padding_left"] >= 0
         and c["in_width"] % vector == 0,
-        "rows aligned": c["bulk_stores"] and c["lead"] == 0 and stored % vector == 0 and whole,
+        "rows aligned": c["bulk_stores"]
+        and c["lead"] == 0
+        and stored % vector == 0
+        and whole
+        and not unfolds,
         "even rows": c["out_width"] % 2 == 0 and gap % 2 == 0,
         "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
-        "stores": min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
+        "interleave": "phases" if unfolds else c["interleave"],
+        **(_unfolded(c) if unfolds else dict.fromkeys(UNFOLDED, False)),
+        "stores": 1
+        if unfolds
+        else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
         "many stages": c["input_stages"] > 2,
+    }
+
+
+UNFOLDED = ("pairs", "early", "idle rows", "lines", "empty phases")
+
+
+def _unfolded(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """What chooses how phases that are channels are packed and stored."""
+    fold = c["out_fold_height"] * c["out_fold_width"]
+    column = c["group_out"] // fold if c["out_channels_last"] else 1
+    rows = OUTPUTS // c["stack"]
+    even = column * c["image_width"] % 2 == column * c["column_begin"] % 2 == 0
+    return {
+        "pairs": c["interleave"] % 2 == 0 and (even or not c["bulk_stores"]),
+        "early": c["row_begin"] < 0 or c["column_begin"] < 0,
+        "idle rows": rows % c["interleave"] > 0,
+        "lines": min(rows // c["interleave"], 2),
+        "empty phases": c["weight_height"] < c["out_fold_height"]
+        or c["weight_width"] < c["out_fold_width"],
     }
 
 
 CORRELATE = Anatomy(
     sizes=GEOMETRY
     | {
-        "fold_height", "fold_width", "weight_height", "weight_width", "last_tap_row",
+        "interleave", "out_fold_height", "out_fold_width", "fold_height", "fold_width",
+        "weight_height", "weight_width", "last_tap_row",
         "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
         "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
         "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
@@ -84,11 +113,11 @@ CORRELATE = Anatomy(
         "store": (
             "16 bits", "halves", "out_channels_last", "vector_stores", "bulk_stores",
             "joint_stores", "wraps", "interleave", "column_sums", "stacked", "lead",
-            "rows aligned", "even rows", "passes", "output step", "stores",
+            "rows aligned", "even rows", "passes", "output step", "stores", *UNFOLDED,
         ),
         "pack": (
             "Scalar", "parts", "halves", "transposed", "folded", "stacked", "column_sums",
-            "repairs", "grouped", "ties_to_even",
+            "repairs", "grouped", "ties_to_even", "interleave", "out_channels_last", "idle rows",
         ),
     },
 )  # fmt: skip

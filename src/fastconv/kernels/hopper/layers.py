@@ -45,8 +45,16 @@ class Layer(layers.Layer):
 
     @lazy
     def product_channels(self) -> int:
-        """Output channels of a product."""
-        return OUTPUTS // (self.stack * self.column_sums)
+        """Output channels of a product; of phases, pixels that are neighbours in memory."""
+        rows = OUTPUTS // (self.stack * self.column_sums)
+        return rows // self.interleave * self.interleave if self.unfolds else rows
+
+    @lazy
+    def product_outputs(self) -> int:
+        """Rows of a product that are stored, at most: all, unless the layer has fewer phases."""
+        if not self.unfolds:
+            return OUTPUTS
+        return self.stack * min(self.product_channels, self.group_out)
 
     @lazy
     def tap_rows(self) -> int:
@@ -70,8 +78,9 @@ class Layer(layers.Layer):
     def k_steps(self) -> int:
         if self.rolling:
             return self.steps
-        # Neighbouring channels are loaded in whole sectors.
-        fewest = 2 if self.vector_loads else 1
+        # Neighbouring channels are loaded in whole sectors, better in two. But stacked rows have so
+        # tall a halo that twice as many channels, in two parts, leave room for few columns.
+        fewest = 2 if self.vector_loads and not (self.unfolds and self.parts == 2) else 1
         most = SHORT_SUM_PRODUCTS if self.low_products else MOST_K_STEPS
         return min(self.steps, most, max(fewest, ceil_div(CHUNK_PRODUCTS, self.taps)))
 
@@ -94,8 +103,8 @@ class Layer(layers.Layer):
     @lazy
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
-        channels = self.product_channels
-        outputs = self.group_out / (ceil_div(self.group_out, channels) * channels)
+        rows = OUTPUTS // (self.stack * self.column_sums)
+        outputs = self.group_out / (ceil_div(self.group_out, self.product_channels) * rows)
         return outputs * self.terms / (self.steps * 2 * self.vector_channels * self.taps)
 
 
@@ -104,4 +113,4 @@ def forward_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
 
 
 def input_grad_ways(problem: Problem, operands: Operands) -> list[list[Layer]]:
-    return layers.input_grad_ways(Layer.of(problem, operands), problem, pairs=True)
+    return layers.input_grad_ways(Layer.of(problem, operands), problem, most_together=OUTPUTS)

@@ -22,6 +22,7 @@ from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.hopper.spread import spread
 from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
 from fastconv.kernels.tensor import limits
+from fastconv.kernels.tensor.layers import MOST_PHASES
 from fastconv.problem import Problem
 
 # Of correlate's estimates, which are made to choose among its tiles, large images took 0.7 to 0.8
@@ -132,7 +133,7 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
     try:
-        choices.append(_correlate(ways, gpu))
+        choices.append(_correlate([way for way in ways if not way[0].unfolds], gpu))
     except Declined:
         least = sum(map(spread.portable_cycles, ways[0]))
         choices = [one for one in choices if one.cycles < least]
@@ -142,6 +143,8 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
 
 
 def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
+    if not ways:
+        raise Declined(f"input gradients of more than {MOST_PHASES} phases, but all at once")
     return _Choice(
         correlate.image_cycles(ways, gpu) * CORRELATE_SHARE,
         partial(correlate.plan, ways, gpu),
@@ -152,7 +155,9 @@ def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
 def _special(
     direction: str, problem: Problem, operands: Operands, gpu: Gpu, ways: list[list[Layer]]
 ) -> Iterator[_Choice]:
-    """The kernels that are made for some layers only."""
+    """The kernels that are made for some layers only, and ways of using one."""
+    with suppress(Declined):
+        yield _correlate([way for way in ways if way[0].unfolds], gpu)
     if len(ways[0]) == 1:
         with suppress(Declined):
             few = spread.spread_of(ways[0][0], gpu)

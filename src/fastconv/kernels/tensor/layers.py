@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import floordiv
 from typing import NamedTuple, TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div
@@ -28,6 +29,9 @@ LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instruct
 HALVES_CHANNELS = 16
 LEAST_FILLED = 4  # channels of a vector of float16
 MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
+# Phases as channels of the products: of how few channels, and how many there may be then.
+MOST_FOLDED_CHANNELS = 32
+MOST_FOLDED_OUTPUTS = 1024
 
 AnyLayer = TypeVar("AnyLayer", bound="Layer")
 
@@ -38,23 +42,40 @@ def forward_ways(layer: AnyLayer) -> list[list[AnyLayer]]:
     return [[layer], *([[replace(layer, halves=True)]] if _fits_halves(layer) else [])]
 
 
-def input_grad_ways(layer: AnyLayer, problem: Problem, pairs: bool) -> list[list[AnyLayer]]:
+def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
     """Lists of layers that together write the gradient, one for each phase of the stride.
 
-    With ``pairs``, where rows of pixels are neighbours in memory, also one for two phases of
-    columns at once. ``layer`` is that of the problem's forward convolution.
+    If a product can have ``most_together`` = 2 rows or more of a channel's phases, also one for two
+    phases of columns at once, where rows of pixels are neighbours in memory; and one for all
+    phases, if channels are few. ``layer`` is that of the problem's forward convolution.
     """
     rows, columns = (phases(problem, axis) for axis in (0, 1))
     count = len(rows) * len(columns)
+    folded = _folded_phases(layer, problem, most_together)
     if count > MOST_PHASES:
-        raise Declined(f"input gradients of {count} phases, more than {MOST_PHASES}")
-    paired = pairs and not layer.operands.output_channels_last
+        if not folded:
+            raise Declined(f"input gradients of {count} phases, more than {MOST_PHASES}")
+        return folded
+    paired = most_together > 1 and not layer.operands.output_channels_last
     whole = interleaved(columns) if paired else None
     ways = [columns] if whole is None else [columns, [whole]]
     found = [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
     if count == 1 and _fits_halves(found[0][0]):
         found.append([replace(found[0][0], halves=True)])
-    return found
+    return found + folded
+
+
+def _folded_phases(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
+    """The way with all phases as channels of one layer's products, if there is one."""
+    rows, columns = (folded(problem, axis) for axis in (0, 1))
+    if rows is None or columns is None or problem.stride == (1, 1):
+        return []
+    outputs = layer.group_in * problem.stride[0] * problem.stride[1]
+    apart = layer.operands.output_channels_last and layer.groups > 1
+    if layer.group_in > MOST_FOLDED_CHANNELS or outputs > MOST_FOLDED_OUTPUTS or apart:
+        return []
+    one = replace(_phase_layer(layer, rows, columns), group_out=outputs)
+    return [[one]] if one.interleave <= most_together else []
 
 
 def _phase_layer(layer: AnyLayer, row: Phase, column: Phase) -> AnyLayer:
@@ -81,8 +102,9 @@ class Placing(NamedTuple):
 
     Position q is written at ``step * q + at``; what else is from ``step * q + begin`` on, before
     ``step * q + end``, is reached by no tap and cleared with it. A transposed layer's first tap is
-    the kernel's ``last_tap``, the next is ``tap_step`` before it. With ``sums`` = 2, both positions
-    of a step of 2 are computed: ``at`` 0, and ``at`` 1 with the tap after.
+    the kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``sums``, all
+    positions of a step are computed, from ``at`` on, each with the tap after that of the one
+    before: two columns in rows of a product that are a pair, or any number, ``folded`` to channels.
     """
 
     step: int = 1
@@ -93,6 +115,7 @@ class Placing(NamedTuple):
     tap_step: int = 1
     sums: int = 1
     interleaved: bool = False  # whether all columns of a step are stored together
+    folded: bool = False
 
 
 class Phase(NamedTuple):
@@ -151,12 +174,39 @@ def interleaved(phases: list[Phase]) -> Phase | None:
     return Phase(placing, first.size, taps, first.taps + last.taps, 1, padding)
 
 
+def folded(problem: Problem, axis: int) -> Phase | None:
+    """All phases of an axis as one, whose positions have as many sums; None if there is none.
+
+    Of position q, sum r is that of place stride * q + r - early. Its tap k reads the output's place
+    q + (r + padding - early - k) / stride; other taps of the step have zero weights. If steps begin
+    as ``early`` as padding does, taps are the fewest; if they begin with the image, positions are.
+    """
+    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
+    stride = problem.stride[axis]
+    before = (problem.padding.top, problem.padding.left)[axis]
+    if stride == 1:
+        return phases(problem, axis)[0]
+    if problem.dilation[axis] > 1:
+        return None
+
+    def beginning(early: int) -> Phase:
+        at = before - early
+        first, last = -((kernel - 1 - at) // stride), (at + stride - 1) // stride
+        placing = Placing(
+            stride, -early, -early, stride - early, at - stride * first, stride, stride, folded=True
+        )
+        return Phase(placing, ceil_div(size + early, stride), last - first + 1, kernel, 1, -first)
+
+    return min(map(beginning, (0, before % stride)), key=lambda phase: phase.taps * phase.size)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
 
     With ``folding``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
-    sizes and padding those of the tensors. ``weight_kernel`` are the weight's taps that it uses,
+    sizes and padding those of the tensors; so are output channels with ``out_folding``.
+    ``weight_kernel`` are the weight's taps that it uses,
     ``image_size`` is the size of the tensor that it writes, and ``placing`` where in both they lie.
 
     What follows from these is kept: planning asks for it ten thousand times.
@@ -259,41 +309,76 @@ class Layer:
         )
 
     @lazy
+    def out_folding(self) -> tuple[int, int]:
+        """Phases of what is written that are channels of the products, along both axes."""
+        rows, columns = (axis.sums if axis.folded else 1 for axis in self.placing)
+        return rows, columns
+
+    @lazy
+    def unfolds(self) -> bool:
+        return self.out_folding != (1, 1)
+
+    @lazy
+    def out_channels(self) -> int:
+        """Of a group, in memory."""
+        return self.group_out // (self.out_folding[0] * self.out_folding[1])
+
+    @lazy
+    def out_column(self) -> int:
+        """Elements from a pixel to the next, where all phases are stored together."""
+        return self.out_channels if self.operands.output_channels_last else 1
+
+    @lazy
     def interleave(self) -> int:
         """Elements of a stored row for each pixel."""
+        if self.unfolds:
+            return self.out_folding[1] * self.out_column
         return self.placing[1].step if self.placing[1].interleaved else 1
 
     @lazy
     def column_sums(self) -> int:
-        return self.placing[1].sums
+        return 1 if self.unfolds else self.placing[1].sums
 
     @lazy
     def stored_width(self) -> int:
+        if self.unfolds:
+            return self.image_size[1] * self.out_column
         return self.image_size[1] if self.interleave > 1 else self.out_size[1]
 
     @lazy
     def written(self) -> float:
         """Elements that are written for each sum: itself, and zeros around it."""
         rows, columns = self.placing
-        return (rows.end - rows.begin) * (columns.end - columns.begin) / columns.sums
+        return (rows.end - rows.begin) * (columns.end - columns.begin) / (rows.sums * columns.sums)
 
     @lazy
     def strided_stores(self) -> bool:
         """Whether a stored row's elements are no neighbours in memory."""
-        columns = self.placing[1]
-        return columns.step > self.interleave and not self.operands.output_channels_last
+        apart = self.placing[1].step > self.interleave
+        return apart and not (self.unfolds or self.operands.output_channels_last)
 
     @lazy
     def whole_rows(self) -> bool:
         """Whether bulk copies can store a row: its elements are neighbours in memory."""
         operands = self.operands
-        return operands.aligned and not (operands.output_channels_last or self.strided_stores)
+        neighbours = not (operands.output_channels_last or self.strided_stores)
+        return operands.aligned and (self.unfolds or neighbours)
 
     @lazy
     def terms(self) -> float:
         """Of a sum."""
         channels = self.group_in // (self.folding[0] * self.folding[1])
-        return channels * self.weight_kernel[0] * self.weight_kernel[1] / self.column_sums
+        rows, columns = self.placing
+        taps = self.weight_kernel[0] * self.weight_kernel[1]
+        return channels * taps / (rows.sums * columns.sums)
+
+    @lazy
+    def fewest_terms(self) -> float:
+        """Of the shortest sum, if phases that are channels have different numbers of taps."""
+        if not self.unfolds:
+            return self.terms
+        rows, columns = map(floordiv, self.weight_kernel, self.out_folding)
+        return self.group_in * max(rows, 1) * max(columns, 1)
 
     @lazy
     def ties_to_even(self) -> bool:
@@ -308,7 +393,7 @@ class Layer:
     @lazy
     def low_products(self) -> bool:
         """Whether the products of low parts count: in short sums, which round little themselves."""
-        return self.parts == 2 and self.terms <= SHORT_SUM and not self.halves
+        return self.parts == 2 and self.fewest_terms <= SHORT_SUM and not self.halves
 
     @lazy
     def compensated(self) -> bool:

@@ -5,7 +5,7 @@
 namespace fastconv {
 namespace tensor {
 
-constexpr int kOutChannels = C::groups * C::group_out;
+constexpr int kOutChannels = C::groups * kOutGroup;
 constexpr int kOutPlane = C::image_height * C::image_width;
 constexpr int kOutImage = kOutChannels * kOutPlane;
 constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
@@ -14,8 +14,10 @@ constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
 constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
 constexpr int kStoredColumns = C::interleave * C::tile_columns;
 constexpr int kStoredPitch = C::interleave * C::pitch;
-static_assert(C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2), "pairs");
-static_assert(C::interleave == 1 || (!C::out_channels_last && C::lead == 0), "contiguous rows");
+static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
+              "pairs");
+static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
+              "contiguous rows");
 
 // Where stored rows and columns lie in the image: the output of a layer that is a phase of a
 // strided one's gradient has other phases' rows and columns between its own. What no phase reaches
@@ -33,7 +35,8 @@ constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= 
 constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
 constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
 constexpr int kFarOutChannel =
-    (C::groups - 1) * C::group_out + kOutputGroups * C::channel_groups * kStackChannels;
+    (C::groups - 1) * kOutGroup +
+    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutFold);
 using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
                           elements_of(kFarOutColumn, kOutColumn) +
                           elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
@@ -68,11 +71,11 @@ struct Target {
 
   // The channel of a row of the product, in its group.
   __device__ int channel(int product_row) const {
-    return outputs + row_of_column(product_row) % kStackChannels;
+    return outputs + row_of_column(product_row) % kStackRows;
   }
   // The output row of the same, for the tile's line-th row of pixels.
   __device__ int output_row(int product_row, int line) const {
-    return row + kRowStep * (line + row_of_column(product_row) / kStackChannels);
+    return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
   }
   __device__ bool exists(int product_row, int line) const {
     return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
@@ -83,7 +86,10 @@ struct Target {
   }
   // The element in the image's column 0.
   __device__ Scalar* row_start(int product_row, int y) const {
-    const int c = group * C::group_out + channel(product_row);
+    return channel_row(channel(product_row), y);
+  }
+  __device__ Scalar* channel_row(int channel, int y) const {
+    const int c = group * kOutGroup + channel;
     if constexpr (C::out_channels_last) {
       return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
     } else {
@@ -140,7 +146,7 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
   Finish finish;
   const int channel = target.channel(row);
   if (bias && channel < C::group_out) {
-    finish.bias = widen(bias[item.group * C::group_out + channel]);
+    finish.bias = widen(bias[item.group * kOutGroup + UnfoldedChannel(channel).channel]);
   }
   if constexpr (C::halves) {
     constexpr int kOfGroup = C::table_channels / C::groups;

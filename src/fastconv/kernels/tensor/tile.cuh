@@ -50,8 +50,16 @@ constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
 constexpr int kPlaneBytes = kPlanePixels * 16;
 constexpr int kPartPixels = kChunkPlanes * kPlanePixels;
 
+// Phases of a strided gradient that are channels of the products (`out_fold`), by axes; and output
+// channels of a group.
+constexpr int kOutFold = C::out_fold_height * C::out_fold_width;
+constexpr bool kUnfolds = kOutFold > 1;
+constexpr int kOutGroup = C::group_out / kOutFold;
+
 constexpr int kOutputs = C::product_rows;
-constexpr int kStackChannels = kOutputs / (C::stack * C::column_sums);  // output channels of them
+constexpr int kStackRows = kOutputs / (C::stack * C::column_sums);  // of an output row
+// Output channels of them. Of phases, those that are neighbours in memory stay together.
+constexpr int kStackChannels = kUnfolds ? kStackRows / C::interleave * C::interleave : kStackRows;
 constexpr int kProductBytes = kOutputs * 32;
 // Of halves, the high part comes once more, 2^-11 times as large, where it is not made of the
 // other.
@@ -61,12 +69,18 @@ constexpr int kTapBytes = C::k_steps * kWeightParts * C::channel_groups * kProdu
 constexpr int kWeightBytes = C::stage_taps * kTapBytes;
 
 // A product's row, counted among those of the same column: two sums of a pixel's columns are eight
-// rows apart, in the same thread.
+// rows apart, in the same thread. So are two neighbours of phases that are channels.
 __device__ __forceinline__ int row_of_column(int product_row) {
-  return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+  if constexpr (kUnfolds) {
+    return product_row / 16 * 16 + product_row % 8 * 2 + product_row / 8 % 2;
+  } else {
+    return C::column_sums == 1 ? product_row : product_row / 16 * 8 + product_row % 8;
+  }
 }
-static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2), "pairs");
-static_assert(kStackChannels >= 8, "eight rows of a product are neighbouring channels");
+static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2 && !kUnfolds),
+              "pairs");
+static_assert(kStackRows >= 8, "eight rows of a product are neighbouring channels");
+static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one product");
 
 // With a lead, rows begin up to lead - 1 columns before the image.
 constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);
@@ -130,6 +144,27 @@ struct FoldedChannel {
       : channel(index / (C::fold_height * C::fold_width)),
         row(index / C::fold_width % C::fold_height),
         column(index % C::fold_width) {}
+};
+
+// An output channel of the group as the products have it: one of the image's, at one of its phases.
+// Those that are neighbours in memory are neighbours.
+struct UnfoldedChannel {
+  int channel, row, column;
+
+  __device__ __forceinline__ explicit UnfoldedChannel(int index) {
+    if constexpr (!kUnfolds) {
+      channel = index;
+      row = column = 0;
+    } else if constexpr (C::out_channels_last) {
+      channel = index % kOutGroup;
+      column = index / kOutGroup % C::out_fold_width;
+      row = index / (kOutGroup * C::out_fold_width);
+    } else {
+      column = index % C::out_fold_width;
+      row = index / C::out_fold_width % C::out_fold_height;
+      channel = index / kOutFold;
+    }
+  }
 };
 
 }  // namespace tensor

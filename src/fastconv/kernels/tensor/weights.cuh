@@ -16,17 +16,22 @@ constexpr int kImageSamples = 256;
 constexpr int kProvenPixels = 1 << 15;
 
 // The weight of one of the taps that are used, for an output and an input channel of the group;
-// zero where summing two columns has added to the kernel. `sum` says which of the two.
+// zero where summing several places of a step has added to the kernel. `sum` says which of two
+// columns; an output channel may be a phase as well.
 __device__ __forceinline__ Scalar tap_at(const Scalar* weight, int group, int out, int in, int row,
                                          int column, int sum) {
   long long k = group * C::group_out + out;
   long long c = in;
   if constexpr (C::transposed) {
+    const UnfoldedChannel to(out);
     k = group * C::group_in + in;
-    c = out;
-    row = C::last_tap_row - C::tap_step_height * row;
-    column = C::last_tap_column - C::tap_step_width * column + sum;
-    if (C::column_sums > 1 && (column < 0 || column >= C::weight_width)) return Scalar{};
+    c = to.channel;
+    row = C::last_tap_row - C::tap_step_height * row + to.row;
+    column = C::last_tap_column - C::tap_step_width * column + sum + to.column;
+    if (kUnfolds && (row < 0 || row >= C::weight_height)) return Scalar{};
+    if ((kUnfolds || C::column_sums > 1) && (column < 0 || column >= C::weight_width)) {
+      return Scalar{};
+    }
   }
   return weight[k * C::weight_stride_out + c * C::weight_stride_in +
                 static_cast<long long>(row) * C::weight_stride_height +
@@ -58,14 +63,16 @@ struct PackedVector {
     const int k_step = step % C::k_steps;
     const int tap = step / C::k_steps % kTaps;
     const int chunk = step / (C::k_steps * kTaps);
-    const int stacked = row_of_column(m) / kStackChannels;
-    const int out = (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels +
-                    row_of_column(m) % kStackChannels;
+    const int stacked = row_of_column(m) / kStackRows;
+    const int of_stack = row_of_column(m) % kStackRows;
+    const int out =
+        (part % kOutputGroups * C::channel_groups + channel_group) * kStackChannels + of_stack;
     const int sum = m / 8 % C::column_sums;
     const int row = tap / C::kernel_width - stacked;
     const int column = tap % C::kernel_width;
     const int first = (chunk * kChunkPlanes + 2 * k_step + plane) * kVectorChannels;
-    const bool exists = out < C::group_out && row >= 0 && row < C::kernel_height;
+    const bool exists =
+        of_stack < kStackChannels && out < C::group_out && row >= 0 && row < C::kernel_height;
     const int group = part / kOutputGroups;
     Scalar elements[kVectorChannels];
     for (int j = 0; j < kVectorChannels; ++j) {
@@ -105,7 +112,7 @@ __device__ __forceinline__ void pack_all(const Scalar* weight, unsigned char* pa
 }
 
 // The weight of the `tap`-th tap that is used; channels are the group's.
-static_assert(!C::halves || C::column_sums == 1, "one sum for each tap");
+static_assert(!C::halves || (C::column_sums == 1 && !kUnfolds), "one sum for each tap");
 constexpr int kUsedTaps = C::weight_height * C::weight_width;
 __device__ __forceinline__ float used_weight(const Scalar* weight, int group, int out, int channel,
                                              int tap) {

@@ -32,6 +32,10 @@
 // share the 64 rows of a product, with zero weights where only one has a tap; or one column is
 // zero. Both are stored as one row (`interleave`).
 //
+// Phases of a stride and few channels: the phases of both axes become output channels (`out_fold`),
+// of a convolution of stride 1 with zero weights where a phase has no tap. Steps of the stride may
+// begin before the image does. What a position's phases have in memory side by side is stored so.
+//
 // Few output channels: `stack` output rows share the 64 rows of a product. Row j of them sees tap
 // row t as kernel row t - j, for which there are zero weights above and below the kernel.
 //
@@ -54,6 +58,7 @@
 #include "hopper/correlate/multiply.cuh"
 #include "hopper/correlate/stage.cuh"
 #include "hopper/correlate/store.cuh"
+#include "hopper/correlate/store_phases.cuh"
 #include "tensor/load.cuh"
 #include "tensor/weights.cuh"
 
@@ -84,7 +89,9 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       for (int half = 0; half < 2; ++half) {
         finish[half] = finish_of(bias, items, item, target, 16 * warp + lane / 4 + 8 * half);
       }
-      if constexpr (C::out_channels_last) {
+      if constexpr (kUnfolds) {
+        store_phases(sums, finish, staging, target, warpgroup, warp, lane);
+      } else if constexpr (C::out_channels_last) {
         store_pixels(sums, finish, staging, target, warpgroup, warp, lane);
       } else {
         store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);

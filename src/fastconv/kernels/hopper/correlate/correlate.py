@@ -79,7 +79,7 @@ def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
     layer = layers[0]
-    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
+    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.out_channels)
     operands = layer.operands
     block.check(gpu)
     limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
@@ -145,10 +145,15 @@ def _why(tiles: list[Tile]) -> str:
         f"{tile.rows} rows of {tile.columns} pixels a warpgroup, in products of {tile.pixels}"
         for tile in tiles
     )
-    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
+    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else _folded_phases(tiles[0].layer)
     share = _tensor_share([tile.layer for tile in tiles])
     halves = " in float16, where the range allows it" if tiles[0].layer.halves else ""
     return f"tensor cores{halves}{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
+
+
+def _folded_phases(layer: Layer) -> str:
+    rows, columns = layer.out_folding
+    return f" with {rows * columns} phases as channels" if layer.unfolds else ""
 
 
 def _chosen(plans: Iterator[Plan]) -> Plan:
@@ -231,8 +236,10 @@ def _channels_last(operands: Operands) -> tuple[bool, bool]:
 
 
 def _explanation(tiles: tuple[Tile, ...], gpu: Gpu) -> Iterator[str]:
-    rows, columns = tiles[0].layer.placing
-    phase = "" if rows.step == columns.step == 1 else f"phase {rows.at}, {columns.at}: "
+    layer = tiles[0].layer
+    rows, columns = layer.placing
+    whole = rows.step == columns.step == 1 or layer.unfolds
+    phase = "" if whole else f"phase {rows.at}, {columns.at}: "
     yield f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"
     for tile in tiles[:EXPLAINED]:
         yield _explain(tile, gpu)
@@ -291,7 +298,8 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         "bulk_loads": tile.bulk_loads,
         "vector_stores": operands.output_channels_last
         and operands.aligned
-        and layer.group_out % layer.vector == 0,
+        and layer.group_out % layer.vector == 0
+        and not layer.unfolds,
         "bulk_stores": tile.bulk_stores,
         "channel_groups": tile.channel_groups,
         "stack": layer.stack,

@@ -8,7 +8,7 @@ namespace hopper {
 
 constexpr int kPasses = ceil_div(C::pixels, C::pass_pixels);
 constexpr int kStoredPass = C::interleave * C::pass_pixels;
-static_assert(!C::bulk_stores || C::out_step_width == C::interleave, "of whole rows");
+static_assert(!C::bulk_stores || kUnfolds || C::out_step_width == C::interleave, "of whole rows");
 
 using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
 
@@ -68,8 +68,8 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
 }
 
 // Whether every row, and every piece of one, starts at a multiple of 16 bytes.
-constexpr bool kRowsAligned =
-    C::lead == 0 && kStoredWidth % kVector == 0 && (kStrips == 1 || kStoredColumns % kVector == 0);
+constexpr bool kRowsAligned = C::lead == 0 && kStoredWidth % kVector == 0 &&
+                              (kStrips == 1 || kStoredColumns % kVector == 0) && !kUnfolds;
 
 // Columns [begin, end) of a row: what is in whole 16 bytes by a bulk copy, the rest one by one.
 __device__ __forceinline__ void store_columns(Scalar* row, const Scalar* staged, int begin,
@@ -115,7 +115,7 @@ struct Window {
   }
 };
 
-constexpr int kStoringLanes = 8;  // of a warp, with bulk stores
+constexpr int kStoringLanes = kUnfolds ? 32 : 8;  // of a warp, with bulk stores
 
 // Rows of 8 channels from shared to global memory, each by one lane: bulk copies start one by one,
 // but what they need is computed for all at once.

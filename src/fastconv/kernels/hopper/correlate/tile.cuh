@@ -24,13 +24,19 @@ static_assert(kOutputs == 64, "rows of wgmma");
 
 // Space for sums on their way out. Contiguous outputs: every warp has its own, for 8 channels' rows
 // of pass_pixels, once or twice. Channels-last outputs: every warpgroup has its own, for
-// pass_pixels of 64 channels. Pitches spread a warp's accesses over all banks.
+// pass_pixels of 64 channels. Phases that are channels: likewise, for lines of all phases of
+// pass_pixels, as far as there are any. Pitches spread a warp's accesses over all banks.
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kRowPitch = round_up(C::interleave * C::pass_pixels + kVector - 8, 16) + 8;
 constexpr int kPixelPitch = kOutputs + kVector;
+constexpr int kLinePitch =
+    round_up(C::interleave * C::pass_pixels + kVector - 1, 2 * kVector) + kVector;
+constexpr int kStackLines =  // of an output row
+    min_of(kStackChannels, C::group_out) / C::interleave;
 constexpr int kStagingBytes =
-    kScalarBytes *
-    (C::out_channels_last ? C::pass_pixels * kPixelPitch : 4 * C::buffers * 8 * kRowPitch);
+    kScalarBytes * (kUnfolds               ? C::stack * kStackLines * kLinePitch
+                    : C::out_channels_last ? C::pass_pixels * kPixelPitch
+                                           : 4 * C::buffers * 8 * kRowPitch);
 
 static_assert(!C::wraps || (C::lead > 0 && C::pass_pixels >= C::pixels), "one row, stored at once");
 static_assert(!C::wraps || (C::out_width > (kStrips - 1) * C::tile_columns &&

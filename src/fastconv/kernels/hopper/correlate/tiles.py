@@ -105,8 +105,9 @@ class Tile:
         """Pixels from one row to the next, in shared memory."""
         vector, interleave = self.layer.vector, self.layer.interleave
         pitch = self.lead + self.columns + self.layer.column_halo
-        whole = self.rows > 1 and interleave * self.columns % vector == 0 and self.layer.whole_rows
-        return round_up(pitch, vector // interleave) if whole else pitch
+        stored = self.layer.stored_width if self.layer.unfolds else interleave * self.columns
+        whole = self.rows > 1 and stored % vector == 0 and self.layer.whole_rows
+        return round_up(pitch, vector // math.gcd(vector, interleave)) if whole else pitch
 
     @property
     def staged(self) -> bool:
@@ -219,6 +220,7 @@ class Tile:
             self.layer.operands.output_channels_last
             and self.channel_groups == CONSUMERS
             and self.layer.product_channels == OUTPUTS
+            and not self.layer.unfolds
             and self.stores_bind
         )
 
@@ -230,10 +232,13 @@ class Tile:
     def staging_bytes(self, pass_pixels: int, buffers: int) -> int:
         """Of each consumer, for so many pixels at a time."""
         operands, vector = self.layer.operands, self.layer.vector
-        if operands.output_channels_last:
+        row = self.layer.interleave * pass_pixels
+        if self.layer.unfolds:
+            lines = self.layer.product_outputs // self.layer.interleave
+            elements = lines * (round_up(row + vector - 1, 2 * vector) + vector)
+        elif operands.output_channels_last:
             elements = pass_pixels * (OUTPUTS + vector)
         else:
-            row = self.layer.interleave * pass_pixels
             elements = 4 * buffers * 8 * (round_up(row + vector - 8, 16) + 8)
         return elements * operands.scalar_bytes
 
@@ -282,6 +287,11 @@ class Tile:
         return self.image_tiles * self.layer.batch
 
     @property
+    def stores_pixels(self) -> bool:
+        """Whether channels of a pixel are stored together, rather than rows of pixels."""
+        return self.layer.operands.output_channels_last and not self.layer.unfolds
+
+    @property
     def bulk_stores(self) -> bool:
         """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
         vector = self.layer.vector
@@ -316,7 +326,7 @@ class Tile:
     def shares_sectors(self) -> bool:
         """Whether neighbouring strips write to the same 32 bytes."""
         operands = self.layer.operands
-        if self.strips == 1 or self.lead or operands.output_channels_last:
+        if self.strips == 1 or self.lead or self.stores_pixels:
             return False
         sector = 32 // operands.scalar_bytes
         columns = self.layer.interleave * self.columns
@@ -338,12 +348,12 @@ class Tile:
             loads += vectors / (2 * self.pitch) * self.piece_cycles
             loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
         columns = min(self.columns, layer.out_size[1] / self.strips)
-        outputs = CONSUMERS * OUTPUTS * self.rows * columns * layer.written
+        outputs = CONSUMERS * layer.product_outputs * self.rows * columns * layer.written
         stored = LINE_STORE_BYTES if self.lead * size == 4 * 32 else STORE_BYTES
         stored *= WRAPPED_GAIN if self.wraps else 1
         if layer.strided_stores:
             stored = STRIDED_STORE_BYTES
-        elif not (self.bulk_stores or layer.operands.output_channels_last):
+        elif not (self.bulk_stores or self.stores_pixels):
             stored = SINGLE_STORE_BYTES
         elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
@@ -416,7 +426,7 @@ class Tile:
         input_stage, weight_stage = self.input_stage_bytes, self.weight_bytes + 16
         room = budget - self.fixed_bytes
         for fewest, (inputs, count, buffers) in needs:
-            if buffers == self.layer.column_sums == 2:
+            if buffers == 2 and (self.layer.column_sums == 2 or self.layer.unfolds):
                 continue  # sums leave in one piece, and by the next tile it is gone
             pass_pixels = round_up(ceil_div(self.pixels, count), 16)
             left = room - CONSUMERS * self.staging_bytes(pass_pixels, buffers)
@@ -464,7 +474,8 @@ def _candidates(layer: Layer) -> Iterator[Tile]:
             yield Tile(layer, channel_groups, 1, width)
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
         # has its own strips: of whole sectors, or of whole lines of the cache.
-        own = layer.whole_rows and layer.interleave == 1 and width % sector
+        neighbours = layer.interleave == 1 and not layer.unfolds
+        own = layer.whole_rows and neighbours and width % sector
         leads = (sector, 4 * sector) if layer.halves else (sector,)
         for columns in _strip_widths(width, most, layer.vector, sector):
             yield Tile(layer, channel_groups, 1, columns)
