@@ -224,7 +224,7 @@ def _groups(tile: tiles.Tile) -> tuple[int, int, int, int]:
 def test_clusters_need_no_second_launch(work: Work) -> None:
     *bias, launch = work.plan.launches
     cluster = dict(launch.kernel.constants)["cluster"]
-    assert cluster in tiles.CLUSTERS
+    assert cluster > 1
     assert launch.grid[0] % cluster == 0
     assert launch.kernel.entry == "gemm_weights"
     assert all(one.kernel.source == gemm_weights.BIAS_SOURCE for one in bias)
