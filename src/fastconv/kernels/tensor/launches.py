@@ -104,7 +104,7 @@ def _of_layer(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Laun
     return found, tables + 4 * (one.channels + one.columns + images)
 
 
-def _reduction_bytes(threads: int) -> int:
+def reduction_bytes(threads: int) -> int:
     """Of shared memory, to combine a number of each of a block's threads."""
     return 4 * (threads // 32)
 
@@ -116,7 +116,7 @@ def _scale(layer: Layer, pack: Kernel) -> Launch:
         replace(pack, entry="scale"),
         (min(channels, MOST_PACK_BLOCKS), 1, 1),
         SCALE_THREADS,
-        _reduction_bytes(SCALE_THREADS),
+        reduction_bytes(SCALE_THREADS),
         ("weight", "scratch", layer.batch),
     )
 
@@ -134,7 +134,7 @@ def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
         Kernel(one.source, "pack", constants),
         (min(blocks, MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
-        _reduction_bytes(PACK_THREADS) if layer.halves else 0,
+        reduction_bytes(PACK_THREADS) if layer.halves else 0,
         ("weight", "input", "scratch", layer.batch),
     )
     correlate = Launch(

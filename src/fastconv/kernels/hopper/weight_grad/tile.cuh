@@ -10,10 +10,26 @@ namespace hopper {
 
 using namespace tensor;
 
+// An element that nobody writes meanwhile, or zero.
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
 // --- The products: what a block computes ---------------------------------------------------------
 
-constexpr int kPhases = kVector;
+// What is multiplied: elements as they are, or float32 numbers as float16 (see scale.cuh).
+using Factor = Either<C::halves, Float16, Operand>::type;
+__device__ __forceinline__ float round_factor(float value) {
+  return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
+}
+constexpr int kPhases = C::halves ? 8 : kVector;
 static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
+static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
+              "contiguous float32");
 
 constexpr int kOutputs = 64;  // channels of a product
 constexpr int kConsumers = 2;

@@ -38,6 +38,9 @@
 // to totals in registers first, after every few columns. A second kernel adds the slots of all
 // blocks in a fixed order: the same bits every time.
 //
+// Where float16 has the range, float32 is multiplied as such (`halves`), and filters for which it
+// has not are computed once more by a kernel without (`repairs`): see scale.cuh.
+//
 // With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
 // the gradient of the bias. All of them do, since they have no time for conditions; the second
 // kernel takes the sums of one of those that see the same channels.
@@ -46,12 +49,16 @@
 #include "hopper/weight_grad/load.cuh"
 #include "hopper/weight_grad/multiply.cuh"
 #include "hopper/weight_grad/reduce.cuh"
+#include "hopper/weight_grad/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
 
 __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
-                                            float4* workspace, const Work& work) {
+                                            const Tables& tables, const Work& work) {
+  if constexpr (C::repairs) {
+    if (!is_marked(tables, work.tile())) return;
+  }
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -70,11 +77,11 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
     if (warp < 2) {
       load_grad(grad_output, work);
     } else {
-      load_input(input, work);
+      load_input(input, tables, work);
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(grad_output, workspace, work);
+    consume(grad_output, tables, work);
   }
 }
 
@@ -82,16 +89,25 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
+    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
                 int first_tile, int tiles, int workers, int batch) {
-  fastconv::hopper::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
+  fastconv::hopper::weight_grad(grad_output, input, {scratch}, {first_tile, tiles, workers, batch});
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
+    reduce(float4* scratch, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
            int tiles, int workers) {
-  fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+  const fastconv::hopper::Tables tables{scratch};
+  fastconv::hopper::reduce(tables, grad, first_tile, tiles, workers);
   if constexpr (Config::bias) {
-    fastconv::hopper::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
+    fastconv::hopper::reduce_bias(tables.workspace(), bias_grad, first_tile, tiles, workers);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
+          int batch) {
+  if constexpr (Config::halves) {
+    fastconv::hopper::find_powers(grad_output, input, {scratch}, batch);
   }
 }
