@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from emulator.driver import run_both_orders
 from emulator.test_hopper_weight_grad import CASES, GPU, MODES, SHIFTED, put_odd_numbers
 from emulator.works import (
     Case,
+    Planner,
     Tensors,
     Work,
     assert_correct,
@@ -51,6 +52,44 @@ WORKS = [
 ]  # fmt: skip
 RUN = some(WORKS, one_in=4)
 
+# Stages that one tensor copy brings: of whole rows, and of pixels whose rows follow each other; in
+# rows of 64 bytes and of 128, of images that are no whole number of phases, and of two groups.
+BOXES = (
+    (Case("boxes", (8, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 16),
+    (Case("boxes of groups", (10, 18, 5, 41), (80, 9, 3, 2), groups=2), 32),
+    (Case("boxes of many outputs", (8, 8, 3, 38), (130, 8, 1, 3)), 16),
+    (Case("boxes that are cleared", (10, 9, 6, 40), (70, 9, 3, 3)), 32),
+    (Case("boxes of odd rows", (8, 9, 8, 37), (20, 9, 1, 1)), 16),
+)
+
+
+def _in_stages_of(columns: int) -> Planner:
+    """Of all images at once, even where others are faster."""
+    ways = by_tiles._products
+
+    def of_images(*arguments: Any) -> Iterator[by_tiles.Tile]:
+        return (tile for tile in ways(*arguments) if tile.phase_strips == 1)
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        with (
+            mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
+            mock.patch.object(by_tiles, "_products", of_images),
+        ):
+            tile = by_tiles.choose_tile(problem, operands, gpu, halves=True)
+        assert tile.grad_boxes
+        return by_tiles.plan(tile, gpu)
+
+    return weight_grad
+
+
+IN_STAGES = {columns: _in_stages_of(columns) for columns in (16, 32)}
+BOX_WORKS = [
+    replace(_work(case, precision, bias=i % 2 == 0), planner=IN_STAGES[columns])
+    for i, ((case, columns), precision) in enumerate(product(BOXES, PRECISIONS))
+]
+WORKS += BOX_WORKS
+RUN += some(BOX_WORKS, one_in=3)
+
 # Whose numbers become anything: several blocks, and several of each channel's planes.
 PLAIN = [
     _work(Case("plain", (3, 11, 9, 20), (20, 11, 3, 3), padding=(1, 1, 1, 1)), precision)
@@ -81,6 +120,8 @@ def test_works_cover_all_branches() -> None:
     assert {one["phase_images"] for one in first} == {1, 8}
     assert {one["channel_groups"] for one in first} == {1, 2}
     assert {one["lead"] for one in first} >= {0, 2}
+    boxes = {(one["stage_columns"], one["lead"] > 0) for one in first if one["grad_boxes"]}
+    assert boxes == {*product((16, 32), (False, True))}
 
 
 @dataclass

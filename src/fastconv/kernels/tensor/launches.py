@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import (
+    Argument,
     Constant,
     Declined,
     Kernel,
@@ -203,6 +204,7 @@ def weight_grad_launches(
     shared_bytes: int,
     slots: int,
     batch: int,
+    grad_output: Argument = "grad_output",
 ) -> tuple[Launch, ...]:
     """Of ``count`` tiles of a weight, each summed by so many workers, ``slots`` of 16 bytes each.
 
@@ -217,7 +219,7 @@ def weight_grad_launches(
                 (tiles * workers, 1, 1),
                 threads,
                 shared_bytes,
-                ("grad_output", "input", "scratch", first, tiles, workers, batch),
+                (grad_output, "input", "scratch", first, tiles, workers, batch),
             ),
             Launch(
                 Kernel(source, "reduce", constants),

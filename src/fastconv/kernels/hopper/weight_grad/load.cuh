@@ -1,5 +1,6 @@
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
 #pragma once
+#include "hopper/weight_grad/copy.cuh"
 #include "hopper/weight_grad/scale.cuh"
 
 namespace fastconv {
@@ -17,7 +18,6 @@ __host__ __device__ constexpr int units_of(int columns) {
   return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
 }
 constexpr int kUnits = units_of(kStripColumns);
-constexpr int kInputWarps = kProducers / 32;
 
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
@@ -110,11 +110,11 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half,
 struct InputLoader {
   const Scalar* row;  // row 0 of image 0, of the lane's channel
   Tables tables;
-  int number;         // of the channel, among all groups'
   int channel;        // in an octet
   int channels_left;  // in the group, from there on
   int column;         // in a unit
   int first_column;   // of the tile, if the strip is the first
+  int group;
   int warp;
   int lane;
 
@@ -127,8 +127,8 @@ struct InputLoader {
     const int first_channel = tile.plane() * kPlaneChannels + channel;
     channels_left = C::group_in - first_channel;
     first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
-    number = tile.group * C::group_in + first_channel;
-    row = input + static_cast<long long>(number) * kInChannel;
+    group = C::groups == 1 ? 0 : tile.group;
+    row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
@@ -136,6 +136,11 @@ struct InputLoader {
   __device__ bool exists(int unit) const {
     return (kUnits % (kInputWarps * C::batch) == 0 || unit < kUnits) &&
            (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
+  }
+
+  // Of a unit's channel, among all groups'.
+  __device__ int number(int unit) const {
+    return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
   }
 
   // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
@@ -162,7 +167,7 @@ struct InputLoader {
                     neighbour, exists ? count : 0);
     }
     if constexpr (C::halves) {
-      loaded.power = load_or_zero(tables.powers() + (number + octet(unit) * kOctet), valid);
+      loaded.power = load_or_zero(tables.powers() + number(unit), valid);
     }
   }
 
@@ -194,7 +199,7 @@ struct InputLoader {
       for (const Scalar& value : quad.element) least = min(least, magnitude_key(widen(value)));
     }
     if (least < least_key(loaded.power)) {
-      add_to_memory(tables.lossy() + (number + octet(unit) * kOctet), 1u);
+      add_to_memory(tables.lossy() + number(unit), 1u);
     }
   }
 
@@ -218,12 +223,12 @@ struct InputLoader {
   }
 };
 
-// Two warps: load the rows of every run.
+// Warps that load the rows of every run.
 __device__ __forceinline__ void load_input(const Scalar* input, const Tables& tables,
                                            const Work& work) {
   const Tile tile = work.tile();
   Share share = work.share();
-  const InputLoader loader(input, tables, tile, static_cast<int>(threadIdx.x) - kProducers);
+  const InputLoader loader(input, tables, tile, static_cast<int>(threadIdx.x) - 32 * kGradWarps);
   const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
   Ring<C::input_stages> at(1);
   while (share.more()) {

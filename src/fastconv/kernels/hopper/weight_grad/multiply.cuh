@@ -19,12 +19,13 @@ using Fragments = unsigned[C::parts][kGroupProducts][4];
 // Where a thread's rows begin: of two channels, 8 apart, in its phases.
 struct FragmentRows {
   int offsets[2][kLanePhases];  // bytes, in a stage
+  int swizzle;                  // of their columns: the same for all of them
 };
 
 // 4 columns of a channel and phase, in pieces as wide as its start allows.
 template <class T>
 __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
-                                                                 int column) {
+                                                                 int column, int swizzle) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
@@ -36,7 +37,9 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
     using Piece = Vector<T, kPiece>;
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
-      const Piece piece = *reinterpret_cast<const Piece*>(row + (column + i) * kScalarBytes);
+      const int at = (column + i) * kScalarBytes;
+      const Piece piece =
+          *reinterpret_cast<const Piece*>(row + (C::grad_boxes ? at ^ swizzle : at));
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
     }
@@ -57,7 +60,7 @@ __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& cha
                                              int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column);
+    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
@@ -80,8 +83,9 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto even = load_columns<float>(stage + rows.offsets[half][0], column);
-    const auto odd = load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column);
+    const auto even = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
+    const auto odd =
+        load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
     const float power = channels.power[half];
     unsigned least = ~0u;
 #pragma unroll
@@ -119,8 +123,9 @@ __device__ __forceinline__ void load_halves(Fragments& fragments, Channels& chan
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column);
-      const auto odd = load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column);
+      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column, rows.swizzle);
+      const auto odd =
+          load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -184,7 +189,7 @@ struct Consumer {
   Ring<C::input_stages> row{0};        // the first row of a step
   Ring<C::grad_stages> grad{0};
 
-  __device__ Consumer(const Scalar* grad_output, const Tables& tables, const Tile& tile) {
+  __device__ Consumer(const Grad& grad_output, const Tables& tables, const Tile& tile) {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int warpgroup = thread / 128;
     const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
@@ -239,6 +244,7 @@ struct Consumer {
     const unsigned moved =
         static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
+    rows.swizzle = swizzle_of(static_cast<int>(threadIdx.x) % 8);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -451,7 +457,7 @@ __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
-__device__ __forceinline__ void consume(const Scalar* grad_output, const Tables& tables,
+__device__ __forceinline__ void consume(const Grad& grad_output, const Tables& tables,
                                         const Work& work) {
   Share share = work.share();
   Consumer consumer(grad_output, tables, work.tile());

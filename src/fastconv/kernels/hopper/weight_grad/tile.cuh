@@ -216,8 +216,21 @@ constexpr int kRowVectors = C::parts * kPartVectors;
 // follow each other at a time: an odd number of units apart, they lie in different banks.
 constexpr bool kShifted = !C::grad_channels_last && C::grad_vector < kVector;
 constexpr int kStageChannels = C::channel_groups * kOutputs;
+//
+// Or one tensor copy brings all of them (`grad_boxes`), rows of 64 or 128 bytes without a gap:
+// there, units of 16 bytes change places, in each of 8 rows that follow each other in another way.
 constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
-constexpr int kRowBytes = (kStageUnits | 1) * 16;
+constexpr int kRowBytes = C::grad_boxes ? kStageUnits * 16 : (kStageUnits | 1) * 16;
+static_assert(!C::grad_boxes || ((kRowBytes == 64 || kRowBytes == 128) && !kShifted &&
+                                 !C::grad_channels_last && C::phase_images == kPhases),
+              "what a tensor copy can describe");
+// Where a box is of pixels whose rows follow each other, it has other rows' beyond a row's ends:
+// these are cleared.
+constexpr bool kClears = C::grad_boxes && C::lead > 0;
+// By what the places of a row's units differ from what they would be.
+__device__ __forceinline__ constexpr int swizzle_of(int row) {
+  return C::grad_boxes ? row * kRowBytes / 128 % kStageUnits * 16 : 0;
+}
 constexpr int kStageRows = kStageChannels * kPhases;
 // A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by
 // side.
@@ -230,10 +243,9 @@ constexpr int kPixelBytes = kStageChannels * kScalarBytes;
 constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
 constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
 
-constexpr int kInputRing = 0;
-constexpr int kGradRing = kInputRing + C::input_stages * kRowVectors * 16;
-constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::grad_stages) <= C::shared_bytes, "");
+constexpr int kGradRing = 0;  // boxes begin at multiples of 1024 bytes
+constexpr int kInputRing = kGradRing + C::grad_stages * kStageBytes;
+constexpr int kBarriers = kInputRing + C::input_stages * kRowVectors * 16;
 static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
 
 struct Barriers {
@@ -241,7 +253,9 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier grad_full[C::grad_stages];
   Barrier grad_empty[C::grad_stages];
+  Barrier box_full[C::grad_stages];  // before it is cleared
 };
+static_assert(kBarriers + sizeof(Barriers) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);

@@ -29,7 +29,9 @@
 // One block per processor and three warpgroups, that work at the same time:
 //   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
 //              of a row's columns; warps 2 and 3 load input rows to registers, transpose and round
-//              or split them, and write them to theirs. Padding is part of the copy.
+//              or split them, and write them to theirs. Padding is part of the copy. Where tensor
+//              copies can describe a stage (`grad_boxes`), warp 0 issues one for each, and three
+//              warps load input.
 //   consumers  two warpgroups multiply.
 //
 // The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
@@ -54,7 +56,7 @@
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
+__device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scalar* input,
                                             const Tables& tables, const Work& work) {
   if constexpr (C::repairs) {
     if (!is_marked(tables, work.tile())) return;
@@ -66,15 +68,16 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       barrier_init(&barriers().input_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < C::grad_stages; ++i) {
-      barrier_init(&barriers().grad_full[i], kProducers);
+      barrier_init(&barriers().grad_full[i], kGradArrivals);
       barrier_init(&barriers().grad_empty[i], kConsumerWarps);
+      barrier_init(&barriers().box_full[i], 1);
     }
     barrier_init_fence();
   }
   __syncthreads();
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
-    if (warp < 2) {
+    if (warp < kGradWarps) {
       load_grad(grad_output, work);
     } else {
       load_input(input, tables, work);
@@ -89,8 +92,9 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
-                int first_tile, int tiles, int workers, int batch) {
+    weight_grad(const __grid_constant__ fastconv::hopper::Grad grad_output,
+                const Config::Scalar* input, float4* scratch, int first_tile, int tiles,
+                int workers, int batch) {
   fastconv::hopper::weight_grad(grad_output, input, {scratch}, {first_tile, tiles, workers, batch});
 }
 

@@ -19,6 +19,7 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    TensorMap,
     blocks_at_once,
     weight_grad_constants,
 )
@@ -51,6 +52,8 @@ BODY_COLUMNS = 8
 ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
 PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
+LANES = 4  # of a warp, that share the phases of a channel
+BOX_BYTES = (64, 128)  # of a row that tensor copies swizzle
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_WALKS = 2**30  # of what a launch computes: 32-bit numbers
@@ -66,6 +69,7 @@ SCALED_LOSS = 1.6  # of twice as many numbers, that become float16
 HALVES_CYCLES = 4e4  # of launches that find scales, and of those that repair nothing
 STRIDED_LOSS = 2.0  # of strides above 2
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
+BOX_ROW_CYCLES = 4.0  # the same of a row of a tensor copy
 SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # by bytes of an element: rows whose ends are copied by lanes
 PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
 PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
@@ -121,8 +125,37 @@ def _sums(tile: Tile, gpu: Gpu, repairs: bool = False) -> tuple[tuple[Launch, ..
         tile.shared_bytes,
         tile.slot_bytes // 16,
         tile.problem.batch,
+        _grad_map(tile) if tile.grad_boxes else "grad_output",
     )
     return launches, tables + tiles_at_once * workers * tile.block_bytes
+
+
+def _grad_map(tile: Tile) -> TensorMap:
+    """A stage: of an output row's columns, all channels and phases.
+
+    Rows in shared memory come as ``stage_row`` in ``tile.cuh`` has them. Where image rows are no
+    multiple of 16 bytes, an image is a single one.
+    """
+    problem, bytes_ = tile.problem, tile.operands.scalar_bytes
+    height, width = problem.output_size
+    plane = height * width * bytes_
+    image, lane_phases = problem.out_channels * plane, tile.phases // LANES
+    sizes = (problem.batch // lane_phases, problem.out_channels, lane_phases)
+    strides = (lane_phases * image, plane, image)
+    box = (tile.stage_columns, LANES, tile.channel_groups * OUTPUTS, lane_phases)
+    if tile.lead:
+        sizes = (height * width, *sizes)
+    else:
+        sizes, strides, box = (width, *sizes, height), (*strides, width * bytes_), (*box, 1)
+    return TensorMap(
+        "grad_output",
+        tile.operands.scalar,
+        sizes,
+        strides,
+        box,
+        swizzle=tile.stage_columns * bytes_,
+        promotion=128,
+    )
 
 
 @dataclass(frozen=True)
@@ -283,6 +316,17 @@ class Tile:
         return self.stage_columns * self.operands.scalar_bytes >= LEAST_BULK_BYTES
 
     @lazy
+    def grad_boxes(self) -> bool:
+        """Whether one tensor copy brings a stage of the output's gradient."""
+        return (
+            self.halves
+            and self.phase_strips == 1
+            and self.problem.batch % (self.phases // LANES) == 0
+            and self.grad_vector == self.vector
+            and self.stage_columns * self.operands.scalar_bytes in BOX_BYTES
+        )
+
+    @lazy
     def row_columns(self) -> int:
         """Of an output row, that are multiplied."""
         return round_up(self.problem.output_size[1] + self.lead, BODY_COLUMNS)
@@ -348,12 +392,13 @@ class Tile:
             pixel = self.channel_groups * OUTPUTS * self.operands.scalar_bytes
             return self.vector * (self.stage_columns * pixel + 8 * self.operands.scalar_bytes)
         units = self.stage_columns // self.vector + self.shifted
-        return self.channel_groups * OUTPUTS * self.phases * (units | 1) * 16
+        units = units if self.grad_boxes else units | 1
+        return self.channel_groups * OUTPUTS * self.phases * units * 16
 
     @property
     def shared_bytes(self) -> int:
         return self.input_stages * (self.row_bytes + 16) + self.grad_stages * (
-            self.stage_bytes + 16
+            self.stage_bytes + 24
         )
 
     def fitted(self, budget: int) -> Tile | None:
@@ -363,8 +408,8 @@ class Tile:
         left = budget - tile.shared_bytes
         if left < 0:
             return None
-        more = min(left // (self.stage_bytes + 16), MOST_GRAD_STAGES - FEWEST_GRAD_STAGES)
-        left -= more * (self.stage_bytes + 16)
+        more = min(left // (self.stage_bytes + 24), MOST_GRAD_STAGES - FEWEST_GRAD_STAGES)
+        left -= more * (self.stage_bytes + 24)
         rows = min(left // (self.row_bytes + 16), self.new_rows + 1)
         return replace(tile, grad_stages=FEWEST_GRAD_STAGES + more, input_stages=fewest + rows)
 
@@ -386,7 +431,9 @@ class Tile:
         channels = min(self.channel_groups * OUTPUTS, self.group_out)
         stages = ceil_div(columns, self.stage_columns)
         issue, pieces = 0.0, 0.0
-        if not self.grad_bulk:
+        if self.grad_boxes:
+            issue = channels * self.phases * stages * BOX_ROW_CYCLES
+        elif not self.grad_bulk:
             pieces = channels * self.phases * columns / self.grad_vector
         elif operands.output_channels_last:
             whole = problem.out_channels == self.channel_groups * OUTPUTS
@@ -410,6 +457,8 @@ class Tile:
         vectors = channels * columns * self.new_rows * (1 + self.parts) / 2
         cycles = vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
         cycles *= SCALED_LOSS if self.halves else 1
+        # Three warps instead of two, where none has to clear boxes.
+        cycles *= 2 / 3 if self.grad_boxes and self.lead == 0 else 1
         return cycles * (STRIDED_LOSS if self.problem.stride[1] > 2 else 1)
 
     def step_cycles(self, columns: int) -> float:
@@ -616,6 +665,7 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
         "vector_input": tile.vector_input,
         "grad_vector": tile.grad_vector,
         "grad_bulk": tile.grad_bulk,
+        "grad_boxes": tile.grad_boxes,
         "lead": tile.lead,
         "channel_groups": tile.channel_groups,
         "kernel_rows": tile.kernel_rows,
@@ -632,7 +682,7 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
         "input_stages": tile.input_stages,
         "grad_stages": tile.grad_stages,
         "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),
-        "batch": 2 if producer == 88 else 1,
+        "batch": 2 if producer == 88 and not tile.halves else 1,
         "producer_registers": producer,
         "consumer_registers": block.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
