@@ -52,6 +52,7 @@ PROBLEMS = Path(__file__).with_name("problems.txt")
 PASSES = ("forward", "input_grad", "weight_grad")
 FORCED = "*"
 GEMM = "gemm"
+HALVES = "halves"
 MOST_TILES = 1000
 
 
@@ -59,12 +60,14 @@ MOST_TILES = 1000
 class Forced:
     """Plans with the kernel that large problems have, even where it is not the fastest.
 
-    Those are float32 as float16 and, of weight gradients, the tensor cores'; with its own tile, or
-    one of a larger problem: what NAMES has of its kernel's constants.
+    Those are float32 as float16 and, of weight gradients, the tensor cores' (see :class:`Halves`);
+    with its own tile, or one of a larger problem: what NAMES has of its kernel's constants.
     """
 
     direction: str
     tile: tuple[int, ...] = ()
+
+    halves = False  # of weight gradients
 
     @property
     def __name__(self) -> str:
@@ -125,12 +128,28 @@ class Forced:
 
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
-            return hopper_weight_grad.choose_tile(problem, operands, gpu)
-        tile = hopper_weight_grad.Tile(problem, operands, *self.tile)
+            return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
+        tile = hopper_weight_grad.Tile(problem, operands, *self.tile, halves=self.halves)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
         if fitted is None or tile.stage_columns > tile.row_columns:
             raise Declined("a tile that does not fit")
         return fitted
+
+
+@dataclass(frozen=True)
+class Halves(Forced):
+    """The same of a weight gradient with float32 as float16."""
+
+    halves = True
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{HALVES}{','.join(map(str, self.tile))}"
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        if not hopper_weight_grad.takes_halves(problem, operands):
+            raise Declined("what is not contiguous float32")
+        return super().__call__(problem, operands, gpu)
 
 
 @dataclass(frozen=True)
@@ -188,13 +207,15 @@ def _free_halves(correlate: ModuleType) -> Iterator[None]:
 
 
 def planner_of(word: str) -> Planner:
-    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4", "forward*gemm2,64,1"."""
+    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4", "weight_grad*halves"."""
     direction, forced, tile = word.partition(FORCED)
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    sizes = tile.removeprefix(GEMM)
-    kind = Forced if sizes == tile else Gemm
+    kinds = {GEMM: Gemm, HALVES: Halves}
+    name = next((name for name in kinds if tile.startswith(name)), "")
+    sizes = tile.removeprefix(name)
+    kind = kinds.get(name, Forced)
     return kind(direction, tuple(map(int, sizes.split(","))) if sizes else ())
 
 
@@ -226,10 +247,17 @@ NAMES = {
 GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE, gemm_weights.SOURCE)
 
 
+def _kind(kernel: Kernel) -> type[Forced]:
+    if kernel.source in GEMMS:
+        return Gemm
+    is_weight_grad = kernel.source == "hopper/weight_grad/weight_grad.cuh"
+    return Halves if is_weight_grad and dict(kernel.constants)["halves"] else Forced
+
+
 def _forced(work: Work) -> Iterator[Work]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
     kernel, family = _main_kernel(work.plan), work.plan.family
-    kind = Gemm if kernel.source in GEMMS else Forced
+    kind = _kind(kernel)
     if not isinstance(work.planner, kind):
         if family in ("hopper", "ampere"):
             yield replace(work, planner=kind(work.direction))

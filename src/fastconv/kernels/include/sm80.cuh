@@ -107,6 +107,11 @@ __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
 #endif
 }
 
+// Adds to a count in global memory, which threads of several blocks may add to.
+__device__ __forceinline__ void add_to_memory(unsigned* global, unsigned value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
 // nearest, ties away from zero.
 __device__ __forceinline__ float round_operand_to_tf32(float value) {

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import (
+    Argument,
     Constant,
     Declined,
     Kernel,
@@ -104,7 +105,7 @@ def _of_layer(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Laun
     return found, tables + 4 * (one.channels + one.columns + images)
 
 
-def _reduction_bytes(threads: int) -> int:
+def reduction_bytes(threads: int) -> int:
     """Of shared memory, to combine a number of each of a block's threads."""
     return 4 * (threads // 32)
 
@@ -116,7 +117,7 @@ def _scale(layer: Layer, pack: Kernel) -> Launch:
         replace(pack, entry="scale"),
         (min(channels, MOST_PACK_BLOCKS), 1, 1),
         SCALE_THREADS,
-        _reduction_bytes(SCALE_THREADS),
+        reduction_bytes(SCALE_THREADS),
         ("weight", "scratch", layer.batch),
     )
 
@@ -134,7 +135,7 @@ def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
         Kernel(one.source, "pack", constants),
         (min(blocks, MOST_PACK_BLOCKS), 1, 1),
         PACK_THREADS,
-        _reduction_bytes(PACK_THREADS) if layer.halves else 0,
+        reduction_bytes(PACK_THREADS) if layer.halves else 0,
         ("weight", "input", "scratch", layer.batch),
     )
     correlate = Launch(
@@ -205,6 +206,7 @@ def weight_grad_launches(
     shared_bytes: int,
     slots: int,
     batch: int,
+    grad_output: Argument = "grad_output",
 ) -> tuple[Launch, ...]:
     """Of ``count`` tiles of a weight, each summed by so many workers, ``slots`` of 16 bytes each.
 
@@ -219,7 +221,7 @@ def weight_grad_launches(
                 (tiles * workers, 1, 1),
                 threads,
                 shared_bytes,
-                ("grad_output", "input", "scratch", first, tiles, workers, batch),
+                (grad_output, "input", "scratch", first, tiles, workers, batch),
             ),
             Launch(
                 Kernel(source, "reduce", constants),

@@ -1,6 +1,7 @@
 // Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
 // them.
 #pragma once
+#include "tensor/powers.cuh"
 #include "tensor/tile.cuh"
 
 namespace fastconv {
@@ -158,13 +159,11 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   *reinterpret_cast<Words*>(target) = vector;
 }
 
-// Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
-// for, so that it fits where the high one does. It is multiplied by weights that are as much
-// smaller: a third part.
+// Floats as float16. Of two parts, the low one of the input is enlarged. It is multiplied by
+// weights that are as much smaller: a third part.
 template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
                                             const Numbers& scaled, Seen&) {
-  constexpr float kLow = 2048.0f;
   Words high, low, smaller;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -173,13 +172,11 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
     const bool to_even = C::parts == 2 || C::ties_to_even;
     high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
     if constexpr (C::parts == 2) {
-      const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
-      const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
-      constexpr float kFactor = kWeight ? 1.0f : kLow;
-      low.word[i] =
-          floats_to_halves((first - first_high) * kFactor, (second - second_high) * kFactor);
+      low.word[i] = low_halves(first, second, high.word[i], kWeight ? 1.0f : kLowFactor);
       if constexpr (kWeight) {
-        smaller.word[i] = floats_to_halves(first_high / kLow, second_high / kLow);
+        const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
+        const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
+        smaller.word[i] = floats_to_halves(first_high / kLowFactor, second_high / kLowFactor);
       }
     }
   }

@@ -270,7 +270,7 @@ __device__ __forceinline__ float sample(const Scalar* image, const float* column
       }
     }
   }
-  const float scale = scale_to(block_largest(largest), kImageExponent);
+  const float scale = scale_to(block_largest(largest), kSampleExponent);
   // All warps' have been written. They overflow only where no scale will do.
   for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
     const int column = Samples::column(channel);

@@ -27,6 +27,8 @@ inline void add_to_memory(float4* global, float4 values) {
   global->w += values.w;
 }
 
+inline void add_to_memory(unsigned* global, unsigned value) { *global += value; }
+
 inline float round_operand_to_tf32(float value) {
   const unsigned bits = __float_as_uint(value);
   return (bits & 0x7f800000u) == 0x7f800000u ? value : __uint_as_float(bits + 0x1000u);

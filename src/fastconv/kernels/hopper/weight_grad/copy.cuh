@@ -5,8 +5,10 @@
 namespace fastconv {
 namespace hopper {
 
-constexpr int kProducers = 64;  // threads, for each of the two tensors
-constexpr int kGradWarps = kProducers / 32;
+// Of the four warps that load.
+constexpr int kGradWarps = C::grad_boxes && !kClears ? 1 : 2;
+constexpr int kInputWarps = 4 - kGradWarps;
+constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // when a stage is full
 constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -295,10 +297,11 @@ __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   }
 }
 
-// Two warps: copy grad_output, as many stages ahead as there are.
-__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+// Calls `fill` for every stage that the block needs, as soon as there is room for it, with its
+// position in the ring.
+template <class Fill>
+__device__ __forceinline__ void for_stages(const Work& work, Fill fill) {
   Share share = work.share();
-  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
   Ring<C::grad_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
@@ -307,21 +310,87 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
     for (int step = 0; step < run.steps; ++step) {
 #pragma unroll 1
       for (int column = 0; column < columns; column += C::stage_columns) {
-        Barrier* const full = &barriers().grad_full[at.stage()];
         barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
-        // Lanes may have written to the stage, where bulk copies will.
-        fence_async_shared();
-        __syncwarp();
-        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, full, work.batch,
-                    {run.image, run.output_row(step), run.strip * kStripColumns + column,
-                     min(C::stage_columns, columns - column)});
-        __syncwarp();
-        arrive_after_copies(full);
+        fill(at, StagePlace{run.image, run.output_row(step), run.strip * kStripColumns + column,
+                            min(C::stage_columns, columns - column)});
         at.advance();
       }
     }
   }
 }
+__device__ __forceinline__ unsigned char* grad_stage(const Ring<C::grad_stages>& at) {
+  return shared_memory() + kGradRing + at.stage() * kStageBytes;
+}
+
+// Two warps: copy grad_output.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
+  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+    Barrier* const full = &barriers().grad_full[at.stage()];
+    // Lanes may have written to the stage, where bulk copies will.
+    fence_async_shared();
+    __syncwarp();
+    copier.copy(grad_stage(at), full, work.batch, place);
+    __syncwarp();
+    arrive_after_copies(full);
+  });
+}
+
+// One lane: the same in boxes of all channels and phases. Zeros are beyond the tensor's ends.
+__device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const Work& work) {
+  tensor_map_prefetch(grad_output);
+  const Tile tile = work.tile();
+  const int channel = tile.group * C::group_out + tile.output;
+  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+    Barrier* const full = (kClears ? barriers().box_full : barriers().grad_full) + at.stage();
+    const int images = place.image / kLanePhases;
+    barrier_arrive_expect(full, kStageBytes);
+    if constexpr (kClears) {
+      fence_async_shared();  // the stage was written to
+      const int pixel = place.row * C::out_width + place.column - early(place.row);
+      tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
+    } else {
+      tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);
+    }
+  });
+}
+
+// Writes zeros to columns of a lane's rows.
+__device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, int end) {
+#pragma unroll 1
+  for (int row = static_cast<int>(threadIdx.x) % 32; row < kStageRows; row += 32) {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const int at = row * kRowBytes + (i * kScalarBytes ^ swizzle_of(row));
+      *reinterpret_cast<Scalar*>(stage + at) = Scalar{};
+    }
+  }
+}
+
+// A warp: clears every box beyond its row's ends, and hands it over.
+__device__ __forceinline__ void clear_boxes(const Work& work) {
+  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+    barrier_wait(&barriers().box_full[at.stage()], 1u - at.parity());
+    const int first = place.column - early(place.row);
+    clear_columns(grad_stage(at), 0, -first);
+    clear_columns(grad_stage(at), C::out_width - first, place.columns);
+    fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().grad_full[at.stage()]);
+  });
+}
+
+__device__ __forceinline__ void load_grad(const TensorMap& grad_output, const Work& work) {
+  if (kClears && threadIdx.x >= 32) {
+    clear_boxes(work);
+  } else if (is_elected()) {
+    load_boxes(grad_output, work);
+  }
+}
+
+// What grad_output is to the kernel.
+using Grad = Either<C::grad_boxes, TensorMap, const Scalar*>::type;
+__device__ __forceinline__ int misalignment(const TensorMap&) { return 0; }
 
 }  // namespace hopper
 }  // namespace fastconv

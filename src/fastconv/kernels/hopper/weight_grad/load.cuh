@@ -1,6 +1,7 @@
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
 #pragma once
-#include "hopper/weight_grad/tile.cuh"
+#include "hopper/weight_grad/copy.cuh"
+#include "hopper/weight_grad/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -17,7 +18,6 @@ __host__ __device__ constexpr int units_of(int columns) {
   return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
 }
 constexpr int kUnits = units_of(kStripColumns);
-constexpr int kInputWarps = kProducers / 32;
 
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
@@ -31,14 +31,6 @@ constexpr int kFarColumn =
                                       kPieces * C::product_taps * C::dilation_width);
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
                          elements_of(kBlockOctets, kOctet, kInChannel)>;
-
-__device__ __forceinline__ float load_element(const float* source, bool valid) {
-  return load_or_zero(source, valid);
-}
-template <class Half>
-__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
-  return {static_cast<unsigned short>(load_or_zero(&source->bits, valid))};
-}
 
 __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
@@ -65,6 +57,12 @@ __device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int c
 
 using Phases = Vector<Scalar, kPhases>;
 
+// What a lane has of a unit: 4 neighbours in all phases, and what they are multiplied by.
+struct Loaded {
+  Quad quads[kPhases];
+  float power;
+};
+
 // Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
 __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
   Vector<float, 4> low;
@@ -77,13 +75,29 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float
       phases.element[i] = __uint_as_float(bits[0]);
       low.element[i] = __uint_as_float(bits[1]);
     } else {
-      phases.element[i] = round_operand_to_tf32(value);
+      phases.element[i] = round_factor(value);
     }
   }
   if constexpr (C::parts == 2) {
     *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
   }
   *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+}
+// As float16, or in two such parts.
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 8> phases) {
+  using Words = Vector<unsigned, 4>;
+  Words high, low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = phases.element[2 * i];
+    const float second = phases.element[2 * i + 1];
+    high.element[i] = floats_to_halves(first, second);
+    if constexpr (C::parts == 2) {
+      low.element[i] = low_halves(first, second, high.element[i], kLowFactor);
+    }
+  }
+  if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + kPartVectors * 16) = low;
+  *reinterpret_cast<Words*>(target) = high;
 }
 // 16-bit types as they are.
 template <class Half>
@@ -95,14 +109,17 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half,
 // octets, then along columns.
 struct InputLoader {
   const Scalar* row;  // row 0 of image 0, of the lane's channel
+  Tables tables;
   int channel;        // in an octet
   int channels_left;  // in the group, from there on
   int column;         // in a unit
   int first_column;   // of the tile, if the strip is the first
+  int group;
   int warp;
   int lane;
 
-  __device__ InputLoader(const Scalar* input, const Tile& tile, int thread) {
+  __device__ InputLoader(const Scalar* input, const Tables& tables, const Tile& tile, int thread)
+      : tables(tables) {
     warp = thread / 32;
     lane = thread % 32;
     channel = C::in_channels_last ? lane % 2 * kQuad : lane % kOctet;
@@ -110,7 +127,8 @@ struct InputLoader {
     const int first_channel = tile.plane() * kPlaneChannels + channel;
     channels_left = C::group_in - first_channel;
     first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
-    row = input + static_cast<long long>(tile.group * C::group_in + first_channel) * kInChannel;
+    group = C::groups == 1 ? 0 : tile.group;
+    row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
@@ -120,15 +138,20 @@ struct InputLoader {
            (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
   }
 
+  // Of a unit's channel, among all groups'.
+  __device__ int number(int unit) const {
+    return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
+  }
+
   // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
   // are left, from the first on; `first` is the strip's column.
   __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
-                                       Quad (&quads)[kPhases]) const {
+                                       Loaded& loaded) const {
     const int x = first + first_column + unit_column(unit) + column;
     const int left = channels_left - octet(unit) * kOctet;
     const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
     // The neighbours are channels, or columns.
-    const int number = C::in_channels_last ? 0 : x;
+    const int neighbour = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
     const Scalar* const source =
         image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
@@ -139,15 +162,18 @@ struct InputLoader {
       const int of_image = phase % C::phase_images;
       const int below = phase / C::phase_images * kStripRows;
       const bool exists = of_image < images && is_below(y + below, C::in_height);
-      quads[phase] =
-          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow), number,
-                    exists ? count : 0);
+      loaded.quads[phase] =
+          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
+                    neighbour, exists ? count : 0);
+    }
+    if constexpr (C::halves) {
+      loaded.power = load_or_zero(tables.powers() + number(unit), valid);
     }
   }
 
   // Writes it to a row of the ring.
   __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
-                                        const Quad (&quads)[kPhases]) const {
+                                        const Loaded& loaded) const {
     if (!exists(unit)) return;
     const int plane = octet(unit) / C::product_octets;
     const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
@@ -158,9 +184,22 @@ struct InputLoader {
       Phases phases;
 #pragma unroll
       for (int phase = 0; phase < kPhases; ++phase) {
-        phases.element[phase] = quads[phase].element[i];
+        phases.element[phase] = scaled(loaded.quads[phase].element[i], loaded.power);
       }
       store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+    }
+    if constexpr (C::halves) count_lossy(unit, loaded);
+  }
+
+  __device__ __forceinline__ void count_lossy(int unit, const Loaded& loaded) const {
+    unsigned least = ~0u;
+#pragma unroll
+    for (const Quad& quad : loaded.quads) {
+#pragma unroll
+      for (const Scalar& value : quad.element) least = min(least, magnitude_key(widen(value)));
+    }
+    if (least < least_key(loaded.power)) {
+      add_to_memory(tables.lossy() + number(unit), 1u);
     }
   }
 
@@ -170,25 +209,26 @@ struct InputLoader {
     unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
 #pragma unroll 1
     for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
-      Quad quads[C::batch][kPhases];
+      Loaded loaded[C::batch];
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) {
-        load(image, images, y, first, unit + kInputWarps * k, quads[k]);
+        load(image, images, y, first, unit + kInputWarps * k, loaded[k]);
       }
       if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
 #pragma unroll
-      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, quads[k]);
+      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, loaded[k]);
     }
     // With one unit there is nothing to do for the second warp but to wait.
     if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
   }
 };
 
-// Two warps: load the rows of every run.
-__device__ __forceinline__ void load_input(const Scalar* input, const Work& work) {
+// Warps that load the rows of every run.
+__device__ __forceinline__ void load_input(const Scalar* input, const Tables& tables,
+                                           const Work& work) {
   const Tile tile = work.tile();
   Share share = work.share();
-  const InputLoader loader(input, tile, static_cast<int>(threadIdx.x) - kProducers);
+  const InputLoader loader(input, tables, tile, static_cast<int>(threadIdx.x) - 32 * kGradWarps);
   const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
   Ring<C::input_stages> at(1);
   while (share.more()) {

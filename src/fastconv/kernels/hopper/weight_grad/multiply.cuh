@@ -1,6 +1,7 @@
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
 #pragma once
 #include "hopper/weight_grad/copy.cuh"
+#include "hopper/weight_grad/scale.cuh"
 #include "hopper/workspace.cuh"
 
 namespace fastconv {
@@ -18,12 +19,13 @@ using Fragments = unsigned[C::parts][kGroupProducts][4];
 // Where a thread's rows begin: of two channels, 8 apart, in its phases.
 struct FragmentRows {
   int offsets[2][kLanePhases];  // bytes, in a stage
+  int swizzle;                  // of their columns: the same for all of them
 };
 
 // 4 columns of a channel and phase, in pieces as wide as its start allows.
 template <class T>
 __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
-                                                                 int column) {
+                                                                 int column, int swizzle) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
@@ -35,7 +37,9 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
     using Piece = Vector<T, kPiece>;
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
-      const Piece piece = *reinterpret_cast<const Piece*>(row + (column + i) * kScalarBytes);
+      const int at = (column + i) * kScalarBytes;
+      const Piece piece =
+          *reinterpret_cast<const Piece*>(row + (C::grad_boxes ? at ^ swizzle : at));
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
     }
@@ -43,34 +47,74 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
   return columns;
 }
 
+// What a thread knows of its two channels, and finds out about them.
+struct Channels {
+  float bias[2] = {0.0f, 0.0f};  // sums of what was loaded since the last flush
+  float power[2];                // as float16: what numbers are multiplied by
+  unsigned lossy[2] = {0u, 0u};  // groups of numbers that float16 has not all bits of
+};
+
 // Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
-__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
-                                               const unsigned char* stage, const FragmentRows& rows,
-                                               int column, float) {
+__device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& channels,
+                                             const unsigned char* stage, const FragmentRows& rows,
+                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column);
+    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
       if constexpr (C::parts == 2) {
         split(columns.element[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
       } else {
-        target = __float_as_uint(round_operand_to_tf32(columns.element[i]));
+        target = __float_as_uint(round_factor(columns.element[i]));
       }
     }
     if constexpr (C::bias) {
-      bias[half] +=
+      channels.bias[half] +=
           columns.element[0] + columns.element[1] + (columns.element[2] + columns.element[3]);
     }
   }
 }
 
+// The same as float16, two neighbouring phases.
+__device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& channels,
+                                            const unsigned char* stage, const FragmentRows& rows,
+                                            int column) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto even = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
+    const auto odd =
+        load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
+    const float power = channels.power[half];
+    unsigned least = ~0u;
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      const float first = even.element[i] * power;
+      const float second = odd.element[i] * power;
+      const unsigned high = floats_to_halves(first, second);
+      const int at = half + i % 2 * 2;
+      fragments[0][i / 2][at] = high;
+      if constexpr (C::parts == 2) {
+        fragments[C::parts - 1][i / 2][at] = low_halves(first, second, high, kLowFactor);
+      }
+      least = min(least, min(magnitude_key(even.element[i]), magnitude_key(odd.element[i])));
+    }
+    channels.lossy[half] += least < least_key(power);
+    if constexpr (C::bias) {
+      channels.bias[half] +=
+          even.element[0] + odd.element[0] + (even.element[1] + odd.element[1]) +
+          (even.element[2] + odd.element[2] + (even.element[3] + odd.element[3]));
+    }
+  }
+}
+static_assert(kGradGroup == 2 * kGroupColumns, "what is looked at together");
+
 // Of 16-bit types, two neighbouring phases of two channels.
 template <class Half>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
-                                               const unsigned char* stage, const FragmentRows& rows,
-                                               int column, Half) {
+__device__ __forceinline__ void load_halves(Fragments& fragments, Channels& channels,
+                                            const unsigned char* stage, const FragmentRows& rows,
+                                            int column) {
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int k = 0; k < kGroupProducts; ++k) {
@@ -79,8 +123,9 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bia
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column);
-      const auto odd = load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column);
+      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column, rows.swizzle);
+      const auto odd =
+          load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -98,8 +143,21 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bia
         columns[i] = widen(Half{static_cast<unsigned short>(word)}) +
                      widen(Half{static_cast<unsigned short>(word >> 16)});
       }
-      bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
+      channels.bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
     }
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& channels,
+                                               const unsigned char* stage, const FragmentRows& rows,
+                                               int column) {
+  if constexpr (C::halves) {
+    load_scaled(fragments, channels, stage, rows, column);
+  } else if constexpr (sizeof(Element) == 4) {
+    load_rounded(fragments, channels, stage, rows, column);
+  } else {
+    load_halves<Element>(fragments, channels, stage, rows, column);
   }
 }
 
@@ -126,13 +184,12 @@ struct Consumer {
   int segment;      // first, from the first of the block's first plane
   unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
   bool accumulate = false;
-  // Sums of what was loaded: since the last flush, and until then.
-  float bias[2] = {0.0f, 0.0f};
-  float bias_total[2] = {0.0f, 0.0f};
-  Ring<C::input_stages> row{0};  // the first row of a step
+  Channels channels;
+  float bias_total[2] = {0.0f, 0.0f};  // until the last flush
+  Ring<C::input_stages> row{0};        // the first row of a step
   Ring<C::grad_stages> grad{0};
 
-  __device__ Consumer(const Scalar* grad_output, const Tile& tile) {
+  __device__ Consumer(const Grad& grad_output, const Tables& tables, const Tile& tile) {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int warpgroup = thread / 128;
     const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
@@ -142,13 +199,36 @@ struct Consumer {
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
     origin =
         misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+    if constexpr (C::halves) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool exists = tile.output + channel + thread % 32 / 4 + 8 * half < C::group_out;
+        channels.power[half] = load_or_zero(tables.powers() + kInputs + first + 8 * half, exists);
+      }
+    }
   }
 
   __device__ __forceinline__ void flush_bias() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      bias_total[half] += bias[half];
-      bias[half] = 0.0f;
+      bias_total[half] += channels.bias[half];
+      channels.bias[half] = 0.0f;
+    }
+  }
+
+  // Tells what it has found of its channels, unless another consumer with the same ones does.
+  __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    if (!tile.has_bias() || (C::channel_groups == 1 && thread >= 128)) return;
+    const int first = tile.output + thread / 32 * 16 + thread % 32 / 4;
+    unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // What is loaded of channels that do not exist is nobody's.
+      const int channel = first + 8 * half;
+      if (channel < C::group_out && channels.lossy[half] > 0) {
+        add_to_memory(counts + channel, channels.lossy[half]);
+      }
     }
   }
 
@@ -164,6 +244,7 @@ struct Consumer {
     const unsigned moved =
         static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
+    rows.swizzle = swizzle_of(static_cast<int>(threadIdx.x) % 8);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -237,7 +318,7 @@ struct Consumer {
         const int offset =
             (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
         const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
-        wgmma<kColumns>(Operand{}, sums[i], fragments[kLeftPart][k], right,
+        wgmma<kColumns>(Factor{}, sums[i], fragments[kLeftPart][k], right,
                         k > 0 || accumulate_first);
       }
     }
@@ -253,8 +334,8 @@ struct Consumer {
     for (int column = 0; column < columns; column += kBodyColumns) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
-                       Scalar{});
+        load_fragments<Scalar>(fragments[group], channels, stage, rows,
+                               column + group * kGroupColumns);
         wgmma_fence();
         multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
                        group > 0 || accumulate);
@@ -278,22 +359,42 @@ struct Consumer {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         constexpr int kLow = C::parts - 1;
-        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
-                       Scalar{});
+        load_fragments<Scalar>(fragments[group], channels, stage, rows,
+                               column + group * kGroupColumns);
         wgmma_fence();
         multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
         multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
-        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        if constexpr (!C::halves) {
+          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        }
         wgmma_commit();
       }
-      wgmma_wait<0>();
-      hold_sums(sums);
+      if constexpr (C::halves) {
+        // Low parts are enlarged, so these products have sums of their own.
+        add_to_totals(totals, sums, 1.0f / kLowFactor);
+        wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < C::segments; ++i) {
-#pragma unroll
-        for (int j = 0; j < kSums; ++j) totals[i][j] += sums[i][j];
+        for (int group = 0; group < 2; ++group) {
+          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+        }
+        wgmma_commit();
       }
+      add_to_totals(totals, sums, 1.0f);
       move_on(starts);
+    }
+  }
+
+  // Waits for the products, and adds their sums, times `factor`.
+  __device__ static __forceinline__ void add_to_totals(Sums& totals, Sums& sums, float factor) {
+    wgmma_wait<0>();
+    hold_sums(sums);
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        totals[i][j] =
+            factor == 1.0f ? totals[i][j] + sums[i][j] : fmaf(sums[i][j], factor, totals[i][j]);
+      }
     }
   }
 
@@ -346,7 +447,7 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
                         bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.bias[half]);
+    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.channels.bias[half]);
     if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
   }
 }
@@ -356,12 +457,12 @@ __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
-__device__ __forceinline__ void consume(const Scalar* grad_output, float4* workspace,
+__device__ __forceinline__ void consume(const Grad& grad_output, const Tables& tables,
                                         const Work& work) {
   Share share = work.share();
-  Consumer consumer(grad_output, work.tile());
+  Consumer consumer(grad_output, tables, work.tile());
   const int thread = static_cast<int>(threadIdx.x) - 128;
-  float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
+  float4* const slots = tables.workspace() + slots_of(blockIdx.x, thread / 128) + thread % 128;
   Sums sums, more;
   // Where numbers are in two parts, `more` collects the sums.
   Sums& totals = C::parts == 2 ? more : sums;
@@ -388,7 +489,8 @@ __device__ __forceinline__ void consume(const Scalar* grad_output, float4* works
     consumer.release_rows(kOldRows);
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
-  if constexpr (C::bias) store_bias(consumer, workspace, work);
+  if constexpr (C::bias) store_bias(consumer, tables.workspace(), work);
+  if constexpr (C::halves) consumer.count_lossy(tables, work.tile());
 }
 
 }  // namespace hopper

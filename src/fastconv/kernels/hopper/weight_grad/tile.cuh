@@ -10,10 +10,26 @@ namespace hopper {
 
 using namespace tensor;
 
+// An element that nobody writes meanwhile, or zero.
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {static_cast<unsigned short>(load_or_zero(&source->bits, valid))};
+}
+
 // --- The products: what a block computes ---------------------------------------------------------
 
-constexpr int kPhases = kVector;
+// What is multiplied: elements as they are, or float32 numbers as float16 (see scale.cuh).
+using Factor = Either<C::halves, Float16, Operand>::type;
+__device__ __forceinline__ float round_factor(float value) {
+  return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
+}
+constexpr int kPhases = C::halves ? 8 : kVector;
 static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
+static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
+              "contiguous float32");
 
 constexpr int kOutputs = 64;  // channels of a product
 constexpr int kConsumers = 2;
@@ -200,8 +216,21 @@ constexpr int kRowVectors = C::parts * kPartVectors;
 // follow each other at a time: an odd number of units apart, they lie in different banks.
 constexpr bool kShifted = !C::grad_channels_last && C::grad_vector < kVector;
 constexpr int kStageChannels = C::channel_groups * kOutputs;
+//
+// Or one tensor copy brings all of them (`grad_boxes`), rows of 64 or 128 bytes without a gap:
+// there, units of 16 bytes change places, in each of 8 rows that follow each other in another way.
 constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
-constexpr int kRowBytes = (kStageUnits | 1) * 16;
+constexpr int kRowBytes = C::grad_boxes ? kStageUnits * 16 : (kStageUnits | 1) * 16;
+static_assert(!C::grad_boxes || ((kRowBytes == 64 || kRowBytes == 128) && !kShifted &&
+                                 !C::grad_channels_last && C::phase_images == kPhases),
+              "what a tensor copy can describe");
+// Where a box is of pixels whose rows follow each other, it has other rows' beyond a row's ends:
+// these are cleared.
+constexpr bool kClears = C::grad_boxes && C::lead > 0;
+// By what the places of a row's units differ from what they would be.
+__device__ __forceinline__ constexpr int swizzle_of(int row) {
+  return C::grad_boxes ? row * kRowBytes / 128 % kStageUnits * 16 : 0;
+}
 constexpr int kStageRows = kStageChannels * kPhases;
 // A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by
 // side.
@@ -214,10 +243,9 @@ constexpr int kPixelBytes = kStageChannels * kScalarBytes;
 constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
 constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
 
-constexpr int kInputRing = 0;
-constexpr int kGradRing = kInputRing + C::input_stages * kRowVectors * 16;
-constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::grad_stages) <= C::shared_bytes, "");
+constexpr int kGradRing = 0;  // boxes begin at multiples of 1024 bytes
+constexpr int kInputRing = kGradRing + C::grad_stages * kStageBytes;
+constexpr int kBarriers = kInputRing + C::input_stages * kRowVectors * 16;
 static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
 
 struct Barriers {
@@ -225,7 +253,9 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier grad_full[C::grad_stages];
   Barrier grad_empty[C::grad_stages];
+  Barrier box_full[C::grad_stages];  // before it is cleared
 };
+static_assert(kBarriers + sizeof(Barriers) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);

@@ -29,7 +29,9 @@
 // One block per processor and three warpgroups, that work at the same time:
 //   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
 //              of a row's columns; warps 2 and 3 load input rows to registers, transpose and round
-//              or split them, and write them to theirs. Padding is part of the copy.
+//              or split them, and write them to theirs. Padding is part of the copy. Where tensor
+//              copies can describe a stage (`grad_boxes`), warp 0 issues one for each, and three
+//              warps load input.
 //   consumers  two warpgroups multiply.
 //
 // The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
@@ -37,6 +39,9 @@
 // with `parts` = 2 (x = high + low, both with TF32's mantissa, and three products): they are added
 // to totals in registers first, after every few columns. A second kernel adds the slots of all
 // blocks in a fixed order: the same bits every time.
+//
+// Where float16 has the range, float32 is multiplied as such (`halves`), and filters for which it
+// has not are computed once more by a kernel without (`repairs`): see scale.cuh.
 //
 // With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
 // the gradient of the bias. All of them do, since they have no time for conditions; the second
@@ -46,12 +51,16 @@
 #include "hopper/weight_grad/load.cuh"
 #include "hopper/weight_grad/multiply.cuh"
 #include "hopper/weight_grad/reduce.cuh"
+#include "hopper/weight_grad/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
-                                            float4* workspace, const Work& work) {
+__device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scalar* input,
+                                            const Tables& tables, const Work& work) {
+  if constexpr (C::repairs) {
+    if (!is_marked(tables, work.tile())) return;
+  }
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -59,22 +68,23 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       barrier_init(&barriers().input_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < C::grad_stages; ++i) {
-      barrier_init(&barriers().grad_full[i], kProducers);
+      barrier_init(&barriers().grad_full[i], kGradArrivals);
       barrier_init(&barriers().grad_empty[i], kConsumerWarps);
+      barrier_init(&barriers().box_full[i], 1);
     }
     barrier_init_fence();
   }
   __syncthreads();
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
-    if (warp < 2) {
+    if (warp < kGradWarps) {
       load_grad(grad_output, work);
     } else {
-      load_input(input, work);
+      load_input(input, tables, work);
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(grad_output, workspace, work);
+    consume(grad_output, tables, work);
   }
 }
 
@@ -82,16 +92,26 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
 }  // namespace fastconv
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
-                int first_tile, int tiles, int workers, int batch) {
-  fastconv::hopper::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
+    weight_grad(const __grid_constant__ fastconv::hopper::Grad grad_output,
+                const Config::Scalar* input, float4* scratch, int first_tile, int tiles,
+                int workers, int batch) {
+  fastconv::hopper::weight_grad(grad_output, input, {scratch}, {first_tile, tiles, workers, batch});
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
+    reduce(float4* scratch, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
            int tiles, int workers) {
-  fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+  const fastconv::hopper::Tables tables{scratch};
+  fastconv::hopper::reduce(tables, grad, first_tile, tiles, workers);
   if constexpr (Config::bias) {
-    fastconv::hopper::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
+    fastconv::hopper::reduce_bias(tables.workspace(), bias_grad, first_tile, tiles, workers);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
+          int batch) {
+  if constexpr (Config::halves) {
+    fastconv::hopper::find_powers(grad_output, input, {scratch}, batch);
   }
 }

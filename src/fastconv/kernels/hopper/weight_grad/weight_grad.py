@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
     Constant,
     Declined,
     Gpu,
+    Launch,
     Operands,
     Plan,
+    TensorMap,
     blocks_at_once,
     weight_grad_constants,
 )
@@ -25,7 +27,12 @@ from fastconv.kernels.hopper import block
 from fastconv.kernels.hopper.block import CONSUMERS, OUTPUTS, THREADS
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor import limits
-from fastconv.kernels.tensor.launches import weight_grad_launches
+from fastconv.kernels.tensor.launches import (
+    MOST_PACK_BLOCKS,
+    SCALE_THREADS,
+    reduction_bytes,
+    weight_grad_launches,
+)
 from fastconv.kernels.tensor.limits import (
     FLUSH_ADDITIONS,
     FLUSH_PRODUCTS,
@@ -45,9 +52,12 @@ BODY_COLUMNS = 8
 ROW_STAGE_COLUMNS = (16, 24, 32, 48, 64)
 PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
+LANES = 4  # of a warp, that share the phases of a channel
+BOX_BYTES = (64, 128)  # of a row that tensor copies swizzle
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_WALKS = 2**30  # of what a launch computes: 32-bit numbers
+MOST_FILTERS = 2**28  # that are judged one by one, in a table
 MOST_GRAD_STAGES = 4
 FEWEST_GRAD_STAGES = 2
 
@@ -55,8 +65,11 @@ FEWEST_GRAD_STAGES = 2
 PRODUCT_CYCLES = 1.0  # of a product, beyond its multiplications
 NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
+SCALED_LOSS = 1.6  # of twice as many numbers, that become float16
+HALVES_CYCLES = 4e4  # of launches that find scales, and of those that repair nothing
 STRIDED_LOSS = 2.0  # of strides above 2
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
+BOX_ROW_CYCLES = 4.0  # the same of a row of a tensor copy
 SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # by bytes of an element: rows whose ends are copied by lanes
 PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
 PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
@@ -75,11 +88,36 @@ def portable_cycles(problem: Problem, gpu: Gpu) -> float:
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient with ``weight_grad.cuh``."""
+    if not tile.halves:
+        return Plan(*_sums(tile, gpu), "hopper", _why(tile))
+    launches, scratch = _sums(tile, gpu)
+    operands = replace(tile.operands, bias_grad=False)
+    again = choose_tile(tile.problem, operands, gpu, halves=False)
+    repairs, more = _sums(again, gpu, repairs=True)
+    scale = Launch(
+        replace(launches[0].kernel, entry="scale"),
+        (min(tile.channels, MOST_PACK_BLOCKS), 1, 1),
+        SCALE_THREADS,
+        reduction_bytes(SCALE_THREADS),
+        ("grad_output", "input", "scratch", tile.problem.batch),
+    )
+    return Plan(
+        (scale, *launches, *repairs),
+        max(scratch, more),
+        "hopper",
+        _why(tile),
+        (f"beyond float16's range, in TF32: {_why(again)}",),
+    )
+
+
+def _sums(tile: Tile, gpu: Gpu, repairs: bool = False) -> tuple[tuple[Launch, ...], int]:
+    """What adds up a tile's weights; and the workspace that it needs, in bytes."""
     tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
+    tables = tile.tables_bytes if tile.halves or repairs else 0
     launches = weight_grad_launches(
         "hopper/weight_grad/weight_grad.cuh",
-        tuple(_constants(tile).items()),
+        tuple(_constants(tile, tables // 16, repairs).items()),
         tile.count,
         tiles_at_once,
         workers,
@@ -87,9 +125,37 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         tile.shared_bytes,
         tile.slot_bytes // 16,
         tile.problem.batch,
+        _grad_map(tile) if tile.grad_boxes else "grad_output",
     )
-    scratch = tiles_at_once * workers * tile.block_bytes
-    return Plan(launches, scratch, "hopper", _why(tile))
+    return launches, tables + tiles_at_once * workers * tile.block_bytes
+
+
+def _grad_map(tile: Tile) -> TensorMap:
+    """A stage: of an output row's columns, all channels and phases.
+
+    Rows in shared memory come as ``stage_row`` in ``tile.cuh`` has them. Where image rows are no
+    multiple of 16 bytes, an image is a single one.
+    """
+    problem, bytes_ = tile.problem, tile.operands.scalar_bytes
+    height, width = problem.output_size
+    plane = height * width * bytes_
+    image, lane_phases = problem.out_channels * plane, tile.phases // LANES
+    sizes = (problem.batch // lane_phases, problem.out_channels, lane_phases)
+    strides = (lane_phases * image, plane, image)
+    box = (tile.stage_columns, LANES, tile.channel_groups * OUTPUTS, lane_phases)
+    if tile.lead:
+        sizes = (height * width, *sizes)
+    else:
+        sizes, strides, box = (width, *sizes, height), (*strides, width * bytes_), (*box, 1)
+    return TensorMap(
+        "grad_output",
+        tile.operands.scalar,
+        sizes,
+        strides,
+        box,
+        swizzle=tile.stage_columns * bytes_,
+        promotion=128,
+    )
 
 
 @dataclass(frozen=True)
@@ -108,6 +174,7 @@ class Tile:
     strip_stages: int = 0
     input_stages: int = 0
     grad_stages: int = 0
+    halves: bool = False  # float32 multiplied as float16, see scale.cuh
 
     @property
     def parts(self) -> int:
@@ -120,6 +187,11 @@ class Tile:
     @property
     def vector(self) -> int:
         return self.operands.vector
+
+    @property
+    def phases(self) -> int:
+        """Numbers of 16 bytes of a product's operands."""
+        return phases(self.operands, self.halves)
 
     @property
     def group_in(self) -> int:
@@ -174,6 +246,16 @@ class Tile:
         """Of the workspace: with those of the bias."""
         return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.operands.bias_grad
 
+    @property
+    def channels(self) -> int:
+        """Of both tensors."""
+        return self.problem.in_channels + self.problem.out_channels
+
+    @property
+    def tables_bytes(self) -> int:
+        """Of what is known of channels and filters, as float16."""
+        return round_up(4 * (2 * self.channels + self.problem.out_channels * self.group_in), 16)
+
     @lazy
     def most_blocks(self) -> int:
         """Whose sums are in the workspace at once: more of them where weights are that large."""
@@ -183,7 +265,7 @@ class Tile:
 
     @property
     def phase_strips(self) -> int:
-        return self.vector // self.phase_images
+        return self.phases // self.phase_images
 
     @property
     def row_step(self) -> int:
@@ -232,6 +314,17 @@ class Tile:
         if self.operands.output_channels_last:
             return self.grad_vector == self.vector
         return self.stage_columns * self.operands.scalar_bytes >= LEAST_BULK_BYTES
+
+    @lazy
+    def grad_boxes(self) -> bool:
+        """Whether one tensor copy brings a stage of the output's gradient."""
+        return (
+            self.halves
+            and self.phase_strips == 1
+            and self.problem.batch % (self.phases // LANES) == 0
+            and self.grad_vector == self.vector
+            and self.stage_columns * self.operands.scalar_bytes in BOX_BYTES
+        )
 
     @lazy
     def row_columns(self) -> int:
@@ -299,12 +392,13 @@ class Tile:
             pixel = self.channel_groups * OUTPUTS * self.operands.scalar_bytes
             return self.vector * (self.stage_columns * pixel + 8 * self.operands.scalar_bytes)
         units = self.stage_columns // self.vector + self.shifted
-        return self.channel_groups * OUTPUTS * self.vector * (units | 1) * 16
+        units = units if self.grad_boxes else units | 1
+        return self.channel_groups * OUTPUTS * self.phases * units * 16
 
     @property
     def shared_bytes(self) -> int:
         return self.input_stages * (self.row_bytes + 16) + self.grad_stages * (
-            self.stage_bytes + 16
+            self.stage_bytes + 24
         )
 
     def fitted(self, budget: int) -> Tile | None:
@@ -314,8 +408,8 @@ class Tile:
         left = budget - tile.shared_bytes
         if left < 0:
             return None
-        more = min(left // (self.stage_bytes + 16), MOST_GRAD_STAGES - FEWEST_GRAD_STAGES)
-        left -= more * (self.stage_bytes + 16)
+        more = min(left // (self.stage_bytes + 24), MOST_GRAD_STAGES - FEWEST_GRAD_STAGES)
+        left -= more * (self.stage_bytes + 24)
         rows = min(left // (self.row_bytes + 16), self.new_rows + 1)
         return replace(tile, grad_stages=FEWEST_GRAD_STAGES + more, input_stages=fewest + rows)
 
@@ -337,20 +431,22 @@ class Tile:
         channels = min(self.channel_groups * OUTPUTS, self.group_out)
         stages = ceil_div(columns, self.stage_columns)
         issue, pieces = 0.0, 0.0
-        if not self.grad_bulk:
-            pieces = channels * self.vector * columns / self.grad_vector
+        if self.grad_boxes:
+            issue = channels * self.phases * stages * BOX_ROW_CYCLES
+        elif not self.grad_bulk:
+            pieces = channels * self.phases * columns / self.grad_vector
         elif operands.output_channels_last:
             whole = problem.out_channels == self.channel_groups * OUTPUTS
             pixels = self.vector * columns * PIXEL_COPY_CYCLES
             issue = self.vector * stages * COPY_CYCLES if whole else pixels
         else:
-            issue = channels * self.vector * stages * COPY_CYCLES
+            issue = channels * self.phases * stages * COPY_CYCLES
             issue *= SHIFTED_LOSS[operands.scalar_bytes] if self.shifted else 1
             # The ends of a row are left to lanes.
             ends = 2 if self.shifted else 1 if problem.output_size[1] % self.vector else 0
             per_unit = self.vector // math.gcd(self.grad_vector, problem.output_size[1])
-            pieces = channels * self.vector * ends * per_unit / self.strips
-        bytes_ = channels * columns * 16
+            pieces = channels * self.phases * ends * per_unit / self.strips
+        bytes_ = channels * self.phases * columns * operands.scalar_bytes
         under_way = (self.grad_stages - 1) * self.stage_bytes / LATENCY_CYCLES
         issue += pieces * PIECE_CYCLES
         return max(issue, bytes_ / min(BYTES_PER_CYCLE, under_way))
@@ -360,6 +456,9 @@ class Tile:
         channels = self.block_planes * self.product_octets * OCTET
         vectors = channels * columns * self.new_rows * (1 + self.parts) / 2
         cycles = vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
+        cycles *= SCALED_LOSS if self.halves else 1
+        # Three warps instead of two, where none has to clear boxes.
+        cycles *= 2 / 3 if self.grad_boxes and self.lead == 0 else 1
         return cycles * (STRIDED_LOSS if self.problem.stride[1] > 2 else 1)
 
     def step_cycles(self, columns: int) -> float:
@@ -389,9 +488,14 @@ class Tile:
         rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
         again = (1 + rows * self.strips / self.steps) * rows_again / 2
         whole, last = self.weights
-        return waves * (
+        return self.launch_cycles + waves * (
             BLOCK_CYCLES + 16 * (rows * ((self.strips - 1) * whole + last) + again * whole)
         )
+
+    @property
+    def launch_cycles(self) -> float:
+        """Of the launches that find scales, and those that have nothing to repair."""
+        return HALVES_CYCLES if self.halves else 0.0
 
     def least_cycles(self, gpu: Gpu, grad_cycles: float) -> float:
         """What it takes at least, with any strips and stages.
@@ -404,7 +508,7 @@ class Tile:
             self.input_cycles(self.row_columns * self.problem.stride[1]),
             grad_cycles,
         )
-        begun = max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
+        begun = self.launch_cycles + max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
         return begun + self.count * rows * row / gpu.processors
 
     @property
@@ -431,10 +535,28 @@ class Tile:
         return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
 
 
+def phases(operands: Operands, halves: bool) -> int:
+    """Numbers of 16 bytes of a product's operands."""
+    return 8 if halves else operands.vector
+
+
+def takes_halves(problem: Problem, operands: Operands) -> bool:
+    """Whether float32 can be multiplied as float16."""
+    contiguous = not (operands.input_channels_last or operands.output_channels_last)
+    filters = problem.out_channels * (problem.in_channels // problem.groups)
+    return operands.scalar == "float" and contiguous and filters < MOST_FILTERS
+
+
 def choose_tile(
-    problem: Problem, operands: Operands, gpu: Gpu, most_cycles: float = math.inf
+    problem: Problem,
+    operands: Operands,
+    gpu: Gpu,
+    most_cycles: float = math.inf,
+    halves: bool | None = None,
 ) -> Tile:
     """The tile that is estimated to take least, and no more than ``most_cycles``.
+
+    ``halves`` says whether float32 is multiplied as float16; None: where that takes less.
 
     Raises:
         Declined: there is none.
@@ -443,12 +565,14 @@ def choose_tile(
     least = most_cycles
     # Best products first: most of the others need not be looked at.
     bounds = []
-    grad_cycles: dict[int, float] = {}  # by channel groups, which alone decide
-    for i, products in enumerate(_products(problem, operands, gpu)):
-        groups = products.channel_groups
-        if groups not in grad_cycles:
-            grad_cycles[groups] = products.least_grad_cycles
-        bounds.append((products.least_cycles(gpu, grad_cycles[groups]), i, products))
+    grad_cycles: dict[tuple[int, bool], float] = {}  # by what alone decides
+    kinds = [False, True] if takes_halves(problem, operands) else [False]
+    ways = (_products(problem, operands, gpu, one) for one in kinds if halves in (None, one))
+    for i, products in enumerate(chain.from_iterable(ways)):
+        key = (products.channel_groups, products.halves)
+        if key not in grad_cycles:
+            grad_cycles[key] = products.least_grad_cycles
+        bounds.append((products.least_cycles(gpu, grad_cycles[key]), i, products))
     for bound, _, products in sorted(bounds):
         if bound > least:
             break
@@ -469,12 +593,12 @@ def choose_tile(
     return best
 
 
-def _products(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[Tile]:
+def _products(problem: Problem, operands: Operands, gpu: Gpu, halves: bool) -> Iterator[Tile]:
     """All ways to cut the weights into products, without strips and stages."""
     octets = ceil_div(problem.in_channels // problem.groups, OCTET)
     many_outputs = problem.out_channels // problem.groups > OUTPUTS
     most_columns = MOST_BLOCK_COLUMNS[limits.parts(operands)]
-    phases = (1, operands.vector)[: min(problem.batch, 2)]
+    all_images = (1, phases(operands, halves))[: min(problem.batch, 2)]
     for taps, rows in _taps(problem, operands, gpu):
         # Taps that are further apart than octets of channels make a product of one octet.
         joined = taps == 1 or problem.dilation[1] == 1
@@ -483,13 +607,13 @@ def _products(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[Tile]:
             if columns > min(MOST_COLUMNS, most_columns):
                 break
             planes = ceil_div(octets, product_octets)
-            for channel_groups, images in product((1, 2)[: 1 + many_outputs], phases):
+            for channel_groups, images in product((1, 2)[: 1 + many_outputs], all_images):
                 needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
                 most = min(most_columns // columns, MOST_SEGMENTS, needed)
                 for segments in range(1, most + 1):
                     yield Tile(
                         problem, operands, channel_groups, rows, taps, product_octets, segments,
-                        images,
+                        images, halves=halves,
                     )  # fmt: skip
 
 
@@ -524,7 +648,7 @@ def _with_strips(tile: Tile) -> Iterator[Tile]:
             yield replace(staged, strip_stages=strip)
 
 
-def _constants(tile: Tile) -> dict[str, Constant]:
+def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
     problem, operands = tile.problem, tile.operands
     split = tile.parts == 2
     sums = tile.segments * tile.columns // 2
@@ -534,9 +658,14 @@ def _constants(tile: Tile) -> dict[str, Constant]:
     return {
         **weight_grad_constants(problem, operands),
         "parts": tile.parts,
+        "halves": tile.halves,
+        "repairs": repairs,
+        "ties_to_even": tile.halves or repairs,
+        "slots_at": slots_at,
         "vector_input": tile.vector_input,
         "grad_vector": tile.grad_vector,
         "grad_bulk": tile.grad_bulk,
+        "grad_boxes": tile.grad_boxes,
         "lead": tile.lead,
         "channel_groups": tile.channel_groups,
         "kernel_rows": tile.kernel_rows,
@@ -553,7 +682,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "input_stages": tile.input_stages,
         "grad_stages": tile.grad_stages,
         "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),
-        "batch": 2 if producer == 88 else 1,
+        "batch": 2 if producer == 88 and not tile.halves else 1,
         "producer_registers": producer,
         "consumer_registers": block.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
@@ -561,7 +690,8 @@ def _constants(tile: Tile) -> dict[str, Constant]:
 
 
 def _why(tile: Tile) -> str:
+    halves = " in float16, where the range allows it" if tile.halves else ""
     return (
-        f"tensor cores: {tile.segments} products of {tile.columns} columns a warpgroup, "
+        f"tensor cores{halves}: {tile.segments} products of {tile.columns} columns a warpgroup, "
         f"{tile.product_taps} taps of {tile.product_octets * OCTET} channels each"
     )

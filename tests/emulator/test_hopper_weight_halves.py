@@ -1,0 +1,406 @@
+"""weight_grad.cuh with float32 multiplied as float16: scales, what is counted, and the repair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulator import precompile, test_hopper_weight_grad
+from emulator.driver import run_both_orders
+from emulator.test_hopper_weight_grad import CASES, GPU, MODES, SHIFTED, put_odd_numbers
+from emulator.works import (
+    Case,
+    Planner,
+    Tensors,
+    Work,
+    assert_correct,
+    assert_plain,
+    check,
+    new_output,
+    run,
+    some,
+    tensors_read,
+)
+from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
+from fastconv.problem import Problem
+
+PRECISIONS = ("tf32", "ieee")
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """With float16, even where it is not the fastest."""
+    return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=True), gpu)
+
+
+def _work(case: Case, precision: str, aligned: bool = True, bias: bool = False) -> Work:
+    return Work(case, weight_grad, aligned=aligned, gpu=GPU, precision=precision, bias_grad=bias)
+
+
+WORKS = [
+    *(_work(case, PRECISIONS[i % 2], bias=i % 3 == 0) for i, case in enumerate(CASES)),
+    *(_work(case, PRECISIONS[(i + 1) % 2], bias=i % 3 == 1) for i, case in enumerate(CASES)),
+    *(_work(CASES[0], precision, aligned=False) for precision in PRECISIONS),
+    *(_work(replace(CASES[8], input=(17, *CASES[8].input[1:])), one) for one in PRECISIONS),
+]  # fmt: skip
+RUN = some(WORKS, one_in=4)
+
+# Stages that one tensor copy brings: of whole rows, and of pixels whose rows follow each other; in
+# rows of 64 bytes and of 128, of images that are no whole number of phases, and of two groups.
+BOXES = (
+    (Case("boxes", (8, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 16),
+    (Case("boxes of groups", (10, 18, 5, 41), (80, 9, 3, 2), groups=2), 32),
+    (Case("boxes of many outputs", (8, 8, 3, 38), (130, 8, 1, 3)), 16),
+    (Case("boxes that are cleared", (10, 9, 6, 40), (70, 9, 3, 3)), 32),
+    (Case("boxes of odd rows", (8, 9, 8, 37), (20, 9, 1, 1)), 16),
+)
+
+
+def _in_stages_of(columns: int) -> Planner:
+    """Of all images at once, even where others are faster."""
+    ways = by_tiles._products
+
+    def of_images(*arguments: Any) -> Iterator[by_tiles.Tile]:
+        return (tile for tile in ways(*arguments) if tile.phase_strips == 1)
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        with (
+            mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
+            mock.patch.object(by_tiles, "_products", of_images),
+        ):
+            tile = by_tiles.choose_tile(problem, operands, gpu, halves=True)
+        assert tile.grad_boxes
+        return by_tiles.plan(tile, gpu)
+
+    return weight_grad
+
+
+IN_STAGES = {columns: _in_stages_of(columns) for columns in (16, 32)}
+BOX_WORKS = [
+    replace(_work(case, precision, bias=i % 2 == 0), planner=IN_STAGES[columns])
+    for i, ((case, columns), precision) in enumerate(product(BOXES, PRECISIONS))
+]
+WORKS += BOX_WORKS
+RUN += some(BOX_WORKS, one_in=3)
+
+# Whose numbers become anything: several blocks, and several of each channel's planes.
+PLAIN = [
+    _work(Case("plain", (3, 11, 9, 20), (20, 11, 3, 3), padding=(1, 1, 1, 1)), precision)
+    for precision in PRECISIONS
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    precompile({launch.kernel for work in [*RUN, *PLAIN] for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", RUN, ids=str)
+def test_against_float64(work: Work) -> None:
+    check(work)
+
+
+def test_works_cover_all_branches() -> None:
+    planned = [work.plan.launches for work in WORKS]
+    entries = ["scale", "weight_grad", "reduce", "weight_grad", "reduce"]
+    assert all([launch.kernel.entry for launch in one] == entries for one in planned)
+    first = [dict(one[1].kernel.constants) for one in planned]
+    second = [dict(one[3].kernel.constants) for one in planned]
+    assert all(one["halves"] and not one["repairs"] for one in first)
+    assert all(one["repairs"] and not one["halves"] and not one["bias"] for one in second)
+    for name, parts in product(("bias", "grad_bulk", "vector_input"), (1, 2)):
+        assert {one[name] for one in first if one["parts"] == parts} == {False, True}, name
+    assert {one["phase_images"] for one in first} == {1, 8}
+    assert {one["channel_groups"] for one in first} == {1, 2}
+    assert {one["lead"] for one in first} >= {0, 2}
+    boxes = {(one["stage_columns"], one["lead"] > 0) for one in first if one["grad_boxes"]}
+    assert boxes == {*product((16, 32), (False, True))}
+
+
+@dataclass
+class Halves:
+    """What float16 alone gives, and what it has found out."""
+
+    grad: Tensor
+    powers: Tensor  # of input channels, then of output channels
+    lossy: Tensor
+    marks: Tensor  # by output and input channel
+
+    @classmethod
+    def of(cls, work: Work, tensors: Tensors) -> Halves:
+        plan, output = work.plan, new_output(work)
+        scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
+        read = tensors_read(work, tensors)
+        run_both_orders(plan.launches[:3], {**read, "output": output, "scratch": scratch})
+        outputs, inputs = work.case.weight[:2]
+        channels = inputs * work.case.groups + outputs
+        powers, lossy, marks, _ = scratch.split(
+            [4 * channels, 4 * channels, 4 * outputs * inputs,
+             len(scratch) - 4 * (2 * channels + outputs * inputs)]
+        )  # fmt: skip
+        return cls(
+            output,
+            powers.view(torch.float),
+            lossy.view(torch.int),
+            marks.view(torch.int).view(outputs, inputs).ne(0),
+        )
+
+
+@pytest.mark.parametrize("work", PLAIN, ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 3e4, 1e-12, 1e14])
+def test_numbers_of_any_size_need_no_repair(work: Work, size: float) -> None:
+    tensors = Tensors.random(work)
+    tensors = replace(tensors, input=tensors.input * size, grad_output=tensors.grad_output * 3e-5)
+    tensors.input[:, :, :3] = 0  # as after a ReLU
+    tensors.grad_output[:, :, 2:4] = 0
+    halves = Halves.of(work, tensors)
+    assert halves.powers.ne(0).all()
+    assert not halves.lossy.any()
+    assert not halves.marks.any()
+    assert_correct(work, tensors, halves.grad)
+
+
+def _with_outlier(number: float) -> Callable[[Tensor], None]:
+    """One number in a channel."""
+
+    def change(channel: Tensor) -> None:
+        channel[1, 4, 7] = number
+
+    return change
+
+
+def _wide(channel: Tensor) -> None:
+    """Magnitudes from 2^-38 to 2^38, all alike."""
+    channel.mul_(torch.exp2(torch.randint(-38, 39, channel.shape).float()))
+
+
+def _all_but_one(factor: float) -> Callable[[Tensor], None]:
+    """Small but for one number, which the sample sees."""
+
+    def change(channel: Tensor) -> None:
+        channel.mul_(factor)
+        channel[1, 4, 7] = 1.0
+
+    return change
+
+
+# What becomes of one channel of either tensor, in all images. Small parts of it count, too.
+BEYOND = {
+    "a huge number": _with_outlier(1e12),
+    "near the largest number": _with_outlier(3e38),
+    "small but for one": _all_but_one(2.0**-30),
+    "tiny but for one": _all_but_one(2.0**-90),
+    "denormal but for one": _all_but_one(2.0**-130),
+    "many magnitudes": _wide,
+    "one small image": lambda channel: channel[1].mul_(2.0**-40),
+    "too large for any power": lambda channel: channel.mul_(1e30),
+    "too small for any power": lambda channel: channel.mul_(1e-30),
+}
+
+
+@pytest.mark.parametrize("work", PLAIN, ids=str)
+@pytest.mark.parametrize("which", ["input", "grad_output"])
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_channels_that_do_not_fit_are_repaired(work: Work, which: str, beyond: str) -> None:
+    """And no others are touched."""
+    tensors = Tensors.random(work)
+    unchanged = run(work, tensors)
+    BEYOND[beyond](getattr(tensors, which)[:, 5])
+    other = _hide_outlier(tensors, which)
+    if beyond in ("near the largest number", "too large for any power"):
+        other.mul_(1e-20)
+    unchanged_with = replace(tensors, **{which: getattr(tensors, which).clone()})
+    getattr(unchanged_with, which)[:, 5] = 0
+    expected = run(work, unchanged_with)
+    actual = run(work, tensors)
+    of_channel, others = _of_channel(which, 5)
+    if beyond == "denormal but for one" and work.precision == "ieee":
+        # TF32 has not the low parts of such numbers.
+        in_tf32 = run(replace(work, planner=test_hopper_weight_grad.weight_grad), tensors)
+        assert actual[of_channel].equal(in_tf32[of_channel])
+    else:
+        assert_correct(work, tensors, actual)
+    assert actual[others].equal(expected[others])
+    assert not actual[of_channel].equal(unchanged[of_channel])
+
+
+def _hide_outlier(tensors: Tensors, which: str) -> Tensor:
+    """Has it set the scale for nothing: the other tensor is zero beside it. Returns that tensor."""
+    other = tensors.grad_output if which == "input" else tensors.input
+    other[1, :, 2:7, 4:11] = 0
+    return other
+
+
+def _of_channel(which: str, channel: int) -> tuple[Any, Any]:
+    """The weights of a channel, and all others."""
+    outputs, inputs = PLAIN[0].case.weight[:2]
+    if which == "input":
+        return (slice(None), channel), (slice(None), [i for i in range(inputs) if i != channel])
+    return (channel,), ([i for i in range(outputs) if i != channel],)
+
+
+LOSSY = ("small but for one", "tiny but for one", "denormal but for one")
+
+
+@pytest.mark.parametrize("work", PLAIN, ids=str)
+@pytest.mark.parametrize("which", ["input", "grad_output"])
+@pytest.mark.parametrize("beyond", LOSSY)
+def test_float16_alone_would_be_wrong(work: Work, which: str, beyond: str) -> None:
+    """What marks are for: nothing else tells."""
+    tensors = Tensors.random(work)
+    BEYOND[beyond](getattr(tensors, which)[:, 5])
+    _hide_outlier(tensors, which)
+    halves = Halves.of(work, tensors)
+    of_channel, others = _of_channel(which, 5)
+    assert halves.grad.isfinite().all()
+    assert halves.marks[of_channel].all()
+    assert not halves.marks[others].any()
+    with pytest.raises(AssertionError, match="elements are wrong"):
+        assert_correct(work, tensors, halves.grad)
+
+
+@pytest.mark.parametrize("work", PLAIN, ids=str)
+@pytest.mark.parametrize("which", ["input", "grad_output"])
+def test_terms_that_are_all_of_a_weight(work: Work, which: str) -> None:
+    """A small number in a channel of large ones is all that some weights are made of."""
+    tensors = Tensors.random(work)
+    first = getattr(tensors, which)
+    other = tensors.grad_output if which == "input" else tensors.input
+    first[0, 4, 5, 9] = 1.234567 * 2.0**-30
+    other[:, 6] = 0
+    other[0, 6, 5, 9] = 1.0
+    halves = Halves.of(work, tensors)
+    pair = (6, 4) if which == "input" else (4, 6)
+    assert halves.marks[pair]
+    # To the others it does not matter.
+    halves.marks[pair] = False
+    assert not halves.marks.any()
+    assert_correct(work, tensors, run(work, tensors))
+
+
+def test_a_few_small_numbers_do_no_harm() -> None:
+    """Of normal numbers, one in 10^7 is too small: most weights are made of others."""
+    for work in PLAIN:
+        tensors = Tensors.random(work)
+        tensors.input[0, 4, 5, 9] *= 2.0**-30
+        tensors.grad_output[2, 7, 1, 1] *= 2.0**-30
+        halves = Halves.of(work, tensors)
+        assert halves.lossy.nonzero().flatten().tolist() == [4, 11 + 7]
+        assert not halves.marks.any()
+        assert_correct(work, tensors, halves.grad)
+
+
+def test_channels_of_zeros_fit() -> None:
+    """As after a ReLU that lets nothing through; even beside numbers that are lost."""
+    work = PLAIN[0]
+    tensors = Tensors.random(work)
+    tensors.input[:, 3] = 0
+    tensors.grad_output[:, 9] = -0.0
+    tensors.grad_output[2, 7, 1, 1] *= 2.0**-30
+    halves = Halves.of(work, tensors)
+    assert not halves.marks.any()
+    assert halves.grad[:, 3].eq(0).all()
+    assert halves.grad[9].eq(0).all()
+    assert_correct(work, tensors, halves.grad)
+
+
+def test_a_number_that_no_sample_has() -> None:
+    """In a channel of zeros otherwise, and of images so large that samples are a part of them."""
+    case = Case("sampled", (1, 8, 260, 300), (8, 8, 1, 1))
+    work = _work(case, "tf32")
+    tensors = Tensors.random(work)
+    tensors.input[:, 3] = 0
+    tensors.input[0, 3, 127, 22] = 1e-3  # between two pieces of the sample
+    halves = Halves.of(work, tensors)
+    assert halves.powers[3] == 0
+    assert halves.marks[:, 3].all()
+    assert halves.marks.sum() == 8
+    assert_correct(work, tensors, run(work, tensors))
+
+
+def _powers(count: int) -> Tensor:
+    """Of two, from 2^-40 to 2^40, the ends included."""
+    exponents = torch.randint(-40, 41, (count,))
+    exponents[0], exponents[-1] = -40, 40
+    return torch.exp2(exponents.float())
+
+
+@pytest.mark.parametrize("work", PLAIN, ids=str)
+def test_units_do_not_matter(work: Work) -> None:
+    """Of channels that float16 does, and of one that it does not."""
+    tensors = Tensors.random(work)
+    BEYOND["small but for one"](tensors.input[:, 2])
+    _hide_outlier(tensors, "input")
+    outputs, inputs = work.case.weight[:2]
+    of_inputs, of_outputs = _powers(inputs), _powers(outputs)
+    scaled = replace(
+        tensors,
+        input=tensors.input * of_inputs[:, None, None],
+        grad_output=tensors.grad_output * of_outputs[:, None, None],
+    )
+    marks = Halves.of(work, scaled).marks
+    assert marks[:, 2].all()
+    assert marks.sum() == outputs
+    both = of_outputs[:, None] * of_inputs
+    assert run(work, scaled).equal(run(work, tensors) * both[..., None, None])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_infinity_stays_where_it_is(precision: str) -> None:
+    work = _work(SHIFTED, precision)
+    tensors = Tensors.random(work)
+    put_odd_numbers(tensors.input)
+    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
+    tensors.grad_output[0, 8, 2, 60] = torch.nan
+    assert_plain(work, tensors)
+
+
+def test_blocks_that_scale_several_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_tiles, "MOST_PACK_BLOCKS", 3)
+    assert PLAIN[0].plan.launches[0].grid == (3, 1, 1)
+    check(PLAIN[0])
+
+
+def test_tiles_in_rounds() -> None:
+    """Each is judged when it is complete, by what there is of it."""
+    case = Case("many outputs", (1, 16, 5, 9), (200, 16, 3, 3))
+    work = _work(case, "tf32")
+    tile = by_tiles.choose_tile(case.problem, _operands(case), GPU, halves=True)
+    assert tile.count > 1
+    with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tile.block_bytes):
+        planned = work.plan
+        assert len(planned.launches) == 1 + 2 * 2 * tile.count
+        tensors = Tensors.random(work)
+        tensors.grad_output[:, 150] *= 2.0**-30
+        tensors.grad_output[0, 150, 1, 3] = 1.0
+        assert_correct(work, tensors, run(work, tensors))
+
+
+def _operands(case: Case) -> Operands:
+    strides = torch.empty(case.weight, device="meta").stride()
+    return Operands("float", 4, False, False, strides, True, MODES["tf32"][1])
+
+
+def test_only_where_it_is_faster() -> None:
+    """Large layers whose products take longest; and only contiguous float32."""
+    large = Case("large", (8, 32, 512, 512), (64, 32, 5, 9))
+    small = Case("small", (8, 32, 16, 16), (64, 32, 5, 9))
+    h200 = replace(GPU, processors=132)
+
+    def halves(case: Case, **changes: Any) -> bool:
+        operands = replace(_operands(case), **changes)
+        return by_tiles.choose_tile(case.problem, operands, h200).halves
+
+    assert halves(large)
+    assert halves(large, precision="ieee")
+    assert not halves(small)
+    assert not halves(large, input_channels_last=True)
+    assert not halves(large, output_channels_last=True)
+    assert not halves(large, scalar="fastconv::bfloat16", scalar_bytes=2)
