@@ -52,12 +52,17 @@ __device__ __forceinline__ Half scaled(Half element, float) {
 // --- Numbers that float16 has not all bits of ----------------------------------------------------
 
 // A number's magnitude, for comparisons: zeros, which lose nothing, are larger than all others.
+__host__ __device__ constexpr unsigned magnitude_key_of(unsigned bits) { return bits * 2u - 1u; }
 __device__ __forceinline__ unsigned magnitude_key(float number) {
-  return __float_as_uint(number) * 2u - 1u;
+  return magnitude_key_of(__float_as_uint(number));
 }
-// That of the least number of a channel that has all bits; with the power 0, no number does.
+// That of the least number of a channel that has all bits, 2^-14 divided by its power; with the
+// power 0, no number does. In integers: of the same with floats, ptxas 13.0 made ~0u for all powers
+// where registers were short.
 __device__ __forceinline__ unsigned least_key(float power) {
-  return power == 0.0f ? ~0u : magnitude_key(kLeastHalf * inverse(power));
+  constexpr unsigned kOne = magnitude_key_of(127u << 23), kLeast = magnitude_key_of(113u << 23);
+  const unsigned key = kOne + kLeast - 2u * __float_as_uint(power) + 1u;
+  return __float_as_uint(power) == 0u ? ~0u : key;
 }
 
 // Of how many numbers the least is compared with it: of the input, all that a lane loads at once.
