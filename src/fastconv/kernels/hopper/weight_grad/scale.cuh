@@ -23,7 +23,7 @@ constexpr int kGradients = C::groups * C::group_out;
 struct Tables {
   float4* scratch;
 
-  // What a channel's numbers are multiplied by; 0 if no power will do.
+  // What a channel's numbers are multiplied by; kNoPower if no power will do.
   __device__ __forceinline__ float* powers() const { return reinterpret_cast<float*>(scratch); }
   // How many groups of its numbers have some that float16 has not all bits of.
   __device__ __forceinline__ unsigned* lossy() const {
@@ -56,13 +56,17 @@ __host__ __device__ constexpr unsigned magnitude_key_of(unsigned bits) { return 
 __device__ __forceinline__ unsigned magnitude_key(float number) {
   return magnitude_key_of(__float_as_uint(number));
 }
-// That of the least number of a channel that has all bits, 2^-14 divided by its power; with the
-// power 0, no number does. In integers: of the same with floats, ptxas 13.0 made ~0u for all powers
-// where registers were short.
+// What a channel is multiplied by of which no sample tells how large it is. It becomes infinite,
+// but for the smallest numbers; and all that are not zero count as lost, as least_key has it.
+constexpr unsigned kNoPowerBits = (127u + 113u) << 23;
+
+// The key of the least number that has all bits, 2^-14 divided by the power: a single instruction.
+// (Of a comparison of the power with zero and a product of floats, ptxas 13.0 made ~0u for all
+// powers where registers were short.)
 __device__ __forceinline__ unsigned least_key(float power) {
-  constexpr unsigned kOne = magnitude_key_of(127u << 23), kLeast = magnitude_key_of(113u << 23);
-  const unsigned key = kOne + kLeast - 2u * __float_as_uint(power) + 1u;
-  return __float_as_uint(power) == 0u ? ~0u : key;
+  constexpr unsigned kOne = 127u << 23, kLeast = (127u - 14u) << 23;
+  static_assert(magnitude_key_of(kLeast + kOne - kNoPowerBits) == ~0u, "no number has all bits");
+  return magnitude_key_of(kLeast + kOne) - 2u * __float_as_uint(power);
 }
 
 // Of how many numbers the least is compared with it: of the input, all that a lane loads at once.
@@ -90,7 +94,8 @@ __device__ __forceinline__ float power_of(const Scalar* channel, long long image
     largest = larger(largest, fabsf(widen(load_element(source, lane < kPixels))));
   }
   largest = block_largest(largest);
-  return largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
+  const float power = largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
+  return power == 0.0f ? __uint_as_float(kNoPowerBits) : power;
 }
 
 // Finds the powers of all channels, and clears the other tables.
@@ -133,9 +138,11 @@ struct ScaledChannel {
       : power(tables.powers()[channel]),
         lossy(static_cast<float>(tables.lossy()[channel]) * group) {}
   // Whether all of its numbers are zero.
-  __device__ __forceinline__ bool zero() const { return power == 0.0f && lossy == 0.0f; }
-  // What scales sums back; those of a channel without a power are zero.
-  __device__ __forceinline__ float back() const { return power == 0.0f ? 0.0f : inverse(power); }
+  __device__ __forceinline__ bool zero() const {
+    return __float_as_uint(power) == kNoPowerBits && lossy == 0.0f;
+  }
+  // What scales sums back.
+  __device__ __forceinline__ float back() const { return inverse(power); }
 };
 
 // Whether a weight's sum is as good as TF32's; `size` is the sum of the magnitudes of its parts.
