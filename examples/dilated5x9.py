@@ -412,7 +412,9 @@ SOURCES["hopper/weight_grad/weight_grad.cuh"] = r"""
 // One block per processor and three warpgroups, that work at the same time:
 //   producers  warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
 //              of a row's columns; warps 2 and 3 load input rows to registers, transpose and round
-//              or split them, and write them to theirs. Padding is part of the copy.
+//              or split them, and write them to theirs. Padding is part of the copy. Where tensor
+//              copies can describe a stage (`grad_boxes`), warp 0 issues one for each, and three
+//              warps load input.
 //   consumers  two warpgroups multiply.
 //
 // The tensor core truncates as it accumulates, so that errors grow with the length of its sums.
@@ -421,6 +423,9 @@ SOURCES["hopper/weight_grad/weight_grad.cuh"] = r"""
 // to totals in registers first, after every few columns. A second kernel adds the slots of all
 // blocks in a fixed order: the same bits every time.
 //
+// Where float16 has the range, float32 is multiplied as such (`halves`), and filters for which it
+// has not are computed once more by a kernel without (`repairs`): see scale.cuh.
+//
 // With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
 // the gradient of the bias. All of them do, since they have no time for conditions; the second
 // kernel takes the sums of one of those that see the same channels.
@@ -428,12 +433,16 @@ SOURCES["hopper/weight_grad/weight_grad.cuh"] = r"""
 #include "hopper/weight_grad/load.cuh"
 #include "hopper/weight_grad/multiply.cuh"
 #include "hopper/weight_grad/reduce.cuh"
+#include "hopper/weight_grad/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Scalar* input,
-                                            float4* workspace, const Work& work) {
+__device__ __forceinline__ void weight_grad(const Grad& grad_output, const Scalar* input,
+                                            const Tables& tables, const Work& work) {
+  if constexpr (C::repairs) {
+    if (!is_marked(tables, work.tile())) return;
+  }
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
@@ -441,22 +450,23 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
       barrier_init(&barriers().input_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < C::grad_stages; ++i) {
-      barrier_init(&barriers().grad_full[i], kProducers);
+      barrier_init(&barriers().grad_full[i], kGradArrivals);
       barrier_init(&barriers().grad_empty[i], kConsumerWarps);
+      barrier_init(&barriers().box_full[i], 1);
     }
     barrier_init_fence();
   }
   __syncthreads();
   if (warp < 4) {
     give_back_registers<C::producer_registers>();
-    if (warp < 2) {
+    if (warp < kGradWarps) {
       load_grad(grad_output, work);
     } else {
-      load_input(input, work);
+      load_input(input, tables, work);
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(grad_output, workspace, work);
+    consume(grad_output, tables, work);
   }
 }
 
@@ -464,17 +474,27 @@ __device__ __forceinline__ void weight_grad(const Scalar* grad_output, const Sca
 }  // namespace fastconv
 
 __global__ void __launch_bounds__(384, 1)
-    weight_grad(const Config::Scalar* grad_output, const Config::Scalar* input, float4* workspace,
-                int first_tile, int tiles, int workers, int batch) {
-  fastconv::hopper::weight_grad(grad_output, input, workspace, {first_tile, tiles, workers, batch});
+    weight_grad(const __grid_constant__ fastconv::hopper::Grad grad_output,
+                const Config::Scalar* input, float4* scratch, int first_tile, int tiles,
+                int workers, int batch) {
+  fastconv::hopper::weight_grad(grad_output, input, {scratch}, {first_tile, tiles, workers, batch});
 }
 
 __global__ void __launch_bounds__(256)
-    reduce(const float4* workspace, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
+    reduce(float4* scratch, Config::Scalar* grad, Config::Scalar* bias_grad, int first_tile,
            int tiles, int workers) {
-  fastconv::hopper::reduce(workspace, grad, first_tile, tiles, workers);
+  const fastconv::hopper::Tables tables{scratch};
+  fastconv::hopper::reduce(tables, grad, first_tile, tiles, workers);
   if constexpr (Config::bias) {
-    fastconv::hopper::reduce_bias(workspace, bias_grad, first_tile, tiles, workers);
+    fastconv::hopper::reduce_bias(tables.workspace(), bias_grad, first_tile, tiles, workers);
+  }
+}
+
+__global__ void __launch_bounds__(1024)
+    scale(const Config::Scalar* grad_output, const Config::Scalar* input, float4* scratch,
+          int batch) {
+  if constexpr (Config::halves) {
+    fastconv::hopper::find_powers(grad_output, input, {scratch}, batch);
   }
 }
 """
@@ -2293,7 +2313,7 @@ __device__ __forceinline__ float sample(const Scalar* image, const float* column
       }
     }
   }
-  const float scale = scale_to(block_largest(largest), kImageExponent);
+  const float scale = scale_to(block_largest(largest), kSampleExponent);
   // All warps' have been written. They overflow only where no scale will do.
   for (int channel = threadIdx.x; channel < Samples::kChannels; channel += blockDim.x) {
     const int column = Samples::column(channel);
@@ -4210,6 +4230,7 @@ SOURCES["tensor/scale.cuh"] = r"""
 // If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
 // TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
 // numbers and the weights decides.
+#include "tensor/powers.cuh"
 #include "tensor/vector.cuh"
 
 namespace fastconv {
@@ -4217,15 +4238,11 @@ namespace tensor {
 
 constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
 
-// The exponents that numbers are scaled to: that of the largest weight, and of an image's largest
-// number in the sample. Others of it may be 2^4 times as large.
-constexpr int kWeightExponent = 14;
-constexpr int kImageExponent = 11;
-constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
+constexpr int kWeightExponent = 14;  // that the largest weight is scaled to
 
-// What a vector's largest number has to reach, once scaled. From 2^-14 on, float16 has all bits;
-// the low parts of weights, and weights 2^-11 times as large, have no scale of their own.
-constexpr float kLeastInput = 1.0f / (1 << 14);
+// What a vector's largest number has to reach, once scaled. The low parts of weights, and weights
+// 2^-11 times as large, have no scale of their own.
+constexpr float kLeastInput = kLeastHalf;
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
 // The root mean square, of a channel or of a filter, beside which it does not matter what smaller
@@ -4308,59 +4325,6 @@ struct Items {
   __device__ __forceinline__ void judge(NoRange&, int) const {}
 };
 
-// All lanes' values, combined in a fixed order.
-template <class Value, class Combine>
-__device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
-#pragma unroll
-  for (int flip = 16; flip > 0; flip /= 2) {
-    value = combine(value, __shfl_xor_sync(~0u, value, flip));
-  }
-  return value;
-}
-
-// All threads' values, in a block of whole warps.
-template <class Value, class Combine>
-__device__ __forceinline__ Value block_combined(Value value, Combine combine) {
-  auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
-  value = warp_combined(value, combine);
-  __syncthreads();  // the last call's have been read
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = of_warps[0];
-  for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) value = combine(value, of_warps[i]);
-  return value;
-}
-__device__ __forceinline__ float block_largest(float number) {
-  return block_combined(number, larger);
-}
-template <class Value>
-__device__ __forceinline__ Value sum_of(Value first, Value second) {
-  return first + second;
-}
-
-constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
-
-// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
-// add up to `exponents`; 1 if there are none.
-__device__ __forceinline__ float mean_power(int exponents, int count) {
-  if (count == 0) return 1.0f;
-  const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
-  return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
-}
-// One divided by a power of two.
-__device__ __forceinline__ float inverse(float power) {
-  return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
-// The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
-// small or no number.
-__device__ __forceinline__ float scale_to(float number, int exponent) {
-  if (number == 0.0f) return 1.0f;
-  const int its = static_cast<int>(__float_as_uint(number) >> 23 & 255u) - 127;
-  if (its < -kMostExponent || its > kMostExponent) return 0.0f;
-  return __uint_as_float(static_cast<unsigned>(127 + exponent - its) << 23);
-}
-
 }  // namespace tensor
 }  // namespace fastconv
 """
@@ -4368,6 +4332,7 @@ __device__ __forceinline__ float scale_to(float number, int exponent) {
 SOURCES["tensor/vector.cuh"] = r"""
 // Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
 // them.
+#include "tensor/powers.cuh"
 #include "tensor/tile.cuh"
 
 namespace fastconv {
@@ -4525,13 +4490,11 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
   *reinterpret_cast<Words*>(target) = vector;
 }
 
-// Floats as float16. Of two parts, the low one of the input is 2^11 times as large as it counts
-// for, so that it fits where the high one does. It is multiplied by weights that are as much
-// smaller: a third part.
+// Floats as float16. Of two parts, the low one of the input is enlarged. It is multiplied by
+// weights that are as much smaller: a third part.
 template <bool kWeight, class Seen>
 __device__ __forceinline__ void store_parts(unsigned char* target, int part_bytes,
                                             const Numbers& scaled, Seen&) {
-  constexpr float kLow = 2048.0f;
   Words high, low, smaller;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -4540,13 +4503,11 @@ __device__ __forceinline__ void store_parts(unsigned char* target, int part_byte
     const bool to_even = C::parts == 2 || C::ties_to_even;
     high.word[i] = to_even ? floats_to_halves(first, second) : round_to_halves(first, second);
     if constexpr (C::parts == 2) {
-      const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
-      const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
-      constexpr float kFactor = kWeight ? 1.0f : kLow;
-      low.word[i] =
-          floats_to_halves((first - first_high) * kFactor, (second - second_high) * kFactor);
+      low.word[i] = low_halves(first, second, high.word[i], kWeight ? 1.0f : kLowFactor);
       if constexpr (kWeight) {
-        smaller.word[i] = floats_to_halves(first_high / kLow, second_high / kLow);
+        const float first_high = half_to_float(static_cast<unsigned short>(high.word[i]));
+        const float second_high = half_to_float(static_cast<unsigned short>(high.word[i] >> 16));
+        smaller.word[i] = floats_to_halves(first_high / kLowFactor, second_high / kLowFactor);
       }
     }
   }
@@ -4569,6 +4530,88 @@ __device__ __forceinline__ void store_input(unsigned char* target, int part_byte
   const Numbers scaled = powers.scale(vector);
   range.see(scaled);
   store_parts<false>(target, part_bytes, scaled, range);
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
+SOURCES["tensor/powers.cuh"] = r"""
+// Powers of two that bring numbers into float16's range, and what a block's threads find together
+// to choose them.
+#include "tensor/operand.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+// The exponent that the largest number of a sample is scaled to: others may be 2^4 times as large.
+constexpr int kSampleExponent = 11;
+constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
+constexpr float kLeastHalf = 1.0f / (1 << 14);  // from here on, float16 has all bits
+
+// Of numbers in two parts, the low one is this many times as large as it counts for, so that it
+// fits where the high one does.
+constexpr float kLowFactor = 2048.0f;
+
+// What two numbers have beyond `high`, their float16, times `factor`.
+__device__ __forceinline__ unsigned low_halves(float first, float second, unsigned high,
+                                               float factor) {
+  const float first_high = half_to_float(static_cast<unsigned short>(high));
+  const float second_high = half_to_float(static_cast<unsigned short>(high >> 16));
+  return floats_to_halves((first - first_high) * factor, (second - second_high) * factor);
+}
+
+// All lanes' values, combined in a fixed order.
+template <class Value, class Combine>
+__device__ __forceinline__ Value warp_combined(Value value, Combine combine) {
+#pragma unroll
+  for (int flip = 16; flip > 0; flip /= 2) {
+    value = combine(value, __shfl_xor_sync(~0u, value, flip));
+  }
+  return value;
+}
+
+// All threads' values, in a block of whole warps.
+template <class Value, class Combine>
+__device__ __forceinline__ Value block_combined(Value value, Combine combine) {
+  auto* const of_warps = reinterpret_cast<Value*>(shared_memory());
+  value = warp_combined(value, combine);
+  __syncthreads();  // the last call's have been read
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_warps[0];
+  for (int i = 1; i < static_cast<int>(blockDim.x) / 32; ++i) value = combine(value, of_warps[i]);
+  return value;
+}
+__device__ __forceinline__ float block_largest(float number) {
+  return block_combined(number, larger);
+}
+template <class Value>
+__device__ __forceinline__ Value sum_of(Value first, Value second) {
+  return first + second;
+}
+
+constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;  // of 2^-100 and 2^100
+
+// The power of two that is the mean of `count` numbers whose exponents, as they are in their bits,
+// add up to `exponents`; 1 if there are none.
+__device__ __forceinline__ float mean_power(int exponents, int count) {
+  if (count == 0) return 1.0f;
+  const unsigned bits = static_cast<unsigned>((exponents + count / 2) / count) << 23;
+  return __uint_as_float(min(max(bits, kLeastBits), kMostBits));
+}
+// One divided by a power of two.
+__device__ __forceinline__ float inverse(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+// The power of two that gives a number this exponent; 1 for zero, 0 for one that is too large, too
+// small or no number.
+__device__ __forceinline__ float scale_to(float number, int exponent) {
+  if (number == 0.0f) return 1.0f;
+  const int its = static_cast<int>(__float_as_uint(number) >> 23 & 255u) - 127;
+  if (its < -kMostExponent || its > kMostExponent) return 0.0f;
+  return __uint_as_float(static_cast<unsigned>(127 + exponent - its) << 23);
 }
 
 }  // namespace tensor
@@ -5107,6 +5150,11 @@ __device__ __forceinline__ void add_to_memory(float4* global, float4 values) {
       "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
       : "memory");
 #endif
+}
+
+// Adds to a count in global memory, which threads of several blocks may add to.
+__device__ __forceinline__ void add_to_memory(unsigned* global, unsigned value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
 // For an operand of a TF32 product, which ignores the last 13 bits: makes of that a rounding to
@@ -5972,7 +6020,8 @@ __device__ __forceinline__ void mma(Bfloat16, float (&sums)[4], const unsigned (
 
 SOURCES["hopper/weight_grad/load.cuh"] = r"""
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
-#include "hopper/weight_grad/tile.cuh"
+#include "hopper/weight_grad/copy.cuh"
+#include "hopper/weight_grad/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -5989,7 +6038,6 @@ __host__ __device__ constexpr int units_of(int columns) {
   return kBlockOctets * ceil_div(tile_columns(columns), kUnitColumns);
 }
 constexpr int kUnits = units_of(kStripColumns);
-constexpr int kInputWarps = kProducers / 32;
 
 // Input rows from a strip of rows to the next.
 constexpr int kStripRows = kSteps * kRowStep * C::stride_height;
@@ -6003,14 +6051,6 @@ constexpr int kFarColumn =
                                       kPieces * C::product_taps * C::dilation_width);
 using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
                          elements_of(kBlockOctets, kOctet, kInChannel)>;
-
-__device__ __forceinline__ float load_element(const float* source, bool valid) {
-  return load_or_zero(source, valid);
-}
-template <class Half>
-__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
-  return {load_or_zero(&source->bits, valid)};
-}
 
 __device__ __forceinline__ bool is_below(int value, int bound) {
   return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
@@ -6037,6 +6077,12 @@ __device__ __forceinline__ Quad load_quad(const Scalar* source, int first, int c
 
 using Phases = Vector<Scalar, kPhases>;
 
+// What a lane has of a unit: 4 neighbours in all phases, and what they are multiplied by.
+struct Loaded {
+  Quad quads[kPhases];
+  float power;
+};
+
 // Writes one column's phases as the tensor core wants them: rounded to TF32, or in two such parts.
 __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 4> phases) {
   Vector<float, 4> low;
@@ -6049,13 +6095,29 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<float
       phases.element[i] = __uint_as_float(bits[0]);
       low.element[i] = __uint_as_float(bits[1]);
     } else {
-      phases.element[i] = round_operand_to_tf32(value);
+      phases.element[i] = round_factor(value);
     }
   }
   if constexpr (C::parts == 2) {
     *reinterpret_cast<Vector<float, 4>*>(target + kPartVectors * 16) = low;
   }
   *reinterpret_cast<Vector<float, 4>*>(target) = phases;
+}
+// As float16, or in two such parts.
+__device__ __forceinline__ void store_phases(unsigned char* target, Vector<float, 8> phases) {
+  using Words = Vector<unsigned, 4>;
+  Words high, low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = phases.element[2 * i];
+    const float second = phases.element[2 * i + 1];
+    high.element[i] = floats_to_halves(first, second);
+    if constexpr (C::parts == 2) {
+      low.element[i] = low_halves(first, second, high.element[i], kLowFactor);
+    }
+  }
+  if constexpr (C::parts == 2) *reinterpret_cast<Words*>(target + kPartVectors * 16) = low;
+  *reinterpret_cast<Words*>(target) = high;
 }
 // 16-bit types as they are.
 template <class Half>
@@ -6067,14 +6129,17 @@ __device__ __forceinline__ void store_phases(unsigned char* target, Vector<Half,
 // octets, then along columns.
 struct InputLoader {
   const Scalar* row;  // row 0 of image 0, of the lane's channel
+  Tables tables;
   int channel;        // in an octet
   int channels_left;  // in the group, from there on
   int column;         // in a unit
   int first_column;   // of the tile, if the strip is the first
+  int group;
   int warp;
   int lane;
 
-  __device__ InputLoader(const Scalar* input, const Tile& tile, int thread) {
+  __device__ InputLoader(const Scalar* input, const Tables& tables, const Tile& tile, int thread)
+      : tables(tables) {
     warp = thread / 32;
     lane = thread % 32;
     channel = C::in_channels_last ? lane % 2 * kQuad : lane % kOctet;
@@ -6082,7 +6147,8 @@ struct InputLoader {
     const int first_channel = tile.plane() * kPlaneChannels + channel;
     channels_left = C::group_in - first_channel;
     first_column = kFirstColumn - kShift + tile.piece * (C::product_taps * C::dilation_width);
-    row = input + static_cast<long long>(tile.group * C::group_in + first_channel) * kInChannel;
+    group = C::groups == 1 ? 0 : tile.group;
+    row = input + static_cast<long long>(group * C::group_in + first_channel) * kInChannel;
   }
 
   __device__ static int octet(int unit) { return unit % kBlockOctets; }
@@ -6092,15 +6158,20 @@ struct InputLoader {
            (kTileColumns % kUnitColumns == 0 || unit_column(unit) + column < kTileColumns);
   }
 
+  // Of a unit's channel, among all groups'.
+  __device__ int number(int unit) const {
+    return (group + 1) * C::group_in - channels_left + octet(unit) * kOctet;
+  }
+
   // Starts loading a lane's part of a unit, of input row y for the first strip of rows. `images`
   // are left, from the first on; `first` is the strip's column.
   __device__ __forceinline__ void load(const Scalar* image, int images, int y, int first, int unit,
-                                       Quad (&quads)[kPhases]) const {
+                                       Loaded& loaded) const {
     const int x = first + first_column + unit_column(unit) + column;
     const int left = channels_left - octet(unit) * kOctet;
     const bool valid = exists(unit) && (C::in_channels_last ? is_below(x, C::in_width) : left > 0);
     // The neighbours are channels, or columns.
-    const int number = C::in_channels_last ? 0 : x;
+    const int neighbour = C::in_channels_last ? 0 : x;
     const int count = !valid ? 0 : C::in_channels_last ? max(left, 0) : C::in_width;
     const Scalar* const source =
         image + (static_cast<InOffset>(octet(unit) * kOctet) * kInChannel +
@@ -6111,15 +6182,18 @@ struct InputLoader {
       const int of_image = phase % C::phase_images;
       const int below = phase / C::phase_images * kStripRows;
       const bool exists = of_image < images && is_below(y + below, C::in_height);
-      quads[phase] =
-          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow), number,
-                    exists ? count : 0);
+      loaded.quads[phase] =
+          load_quad(source + (of_image * kImage + static_cast<long long>(below) * kInRow),
+                    neighbour, exists ? count : 0);
+    }
+    if constexpr (C::halves) {
+      loaded.power = load_or_zero(tables.powers() + number(unit), valid);
     }
   }
 
   // Writes it to a row of the ring.
   __device__ __forceinline__ void store(unsigned char* ring_row, int unit,
-                                        const Quad (&quads)[kPhases]) const {
+                                        const Loaded& loaded) const {
     if (!exists(unit)) return;
     const int plane = octet(unit) / C::product_octets;
     const int vector = plane * kPlaneVectors + octet(unit) % C::product_octets * kOctet + channel +
@@ -6130,9 +6204,22 @@ struct InputLoader {
       Phases phases;
 #pragma unroll
       for (int phase = 0; phase < kPhases; ++phase) {
-        phases.element[phase] = quads[phase].element[i];
+        phases.element[phase] = scaled(loaded.quads[phase].element[i], loaded.power);
       }
       store_phases(ring_row + (vector + i * kNeighbour) * 16, phases);
+    }
+    if constexpr (C::halves) count_lossy(unit, loaded);
+  }
+
+  __device__ __forceinline__ void count_lossy(int unit, const Loaded& loaded) const {
+    unsigned least = ~0u;
+#pragma unroll
+    for (const Quad& quad : loaded.quads) {
+#pragma unroll
+      for (const Scalar& value : quad.element) least = min(least, magnitude_key(widen(value)));
+    }
+    if (least < least_key(loaded.power)) {
+      add_to_memory(tables.lossy() + number(unit), 1u);
     }
   }
 
@@ -6142,25 +6229,26 @@ struct InputLoader {
     unsigned char* const ring_row = shared_memory() + kInputRing + at.stage() * (kRowVectors * 16);
 #pragma unroll 1
     for (int unit = warp; unit < units; unit += kInputWarps * C::batch) {
-      Quad quads[C::batch][kPhases];
+      Loaded loaded[C::batch];
 #pragma unroll
       for (int k = 0; k < C::batch; ++k) {
-        load(image, images, y, first, unit + kInputWarps * k, quads[k]);
+        load(image, images, y, first, unit + kInputWarps * k, loaded[k]);
       }
       if (unit == warp) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
 #pragma unroll
-      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, quads[k]);
+      for (int k = 0; k < C::batch; ++k) store(ring_row, unit + kInputWarps * k, loaded[k]);
     }
     // With one unit there is nothing to do for the second warp but to wait.
     if (warp >= units) barrier_wait(&barriers().input_empty[at.stage()], at.parity());
   }
 };
 
-// Two warps: load the rows of every run.
-__device__ __forceinline__ void load_input(const Scalar* input, const Work& work) {
+// Warps that load the rows of every run.
+__device__ __forceinline__ void load_input(const Scalar* input, const Tables& tables,
+                                           const Work& work) {
   const Tile tile = work.tile();
   Share share = work.share();
-  const InputLoader loader(input, tile, static_cast<int>(threadIdx.x) - kProducers);
+  const InputLoader loader(input, tables, tile, static_cast<int>(threadIdx.x) - 32 * kGradWarps);
   const int tap_row = tile.kernel_row * C::dilation_height - C::padding_top;
   Ring<C::input_stages> at(1);
   while (share.more()) {
@@ -6219,27 +6307,84 @@ struct Weight {
     column = tile.piece * C::product_taps + core / C::product_octets;
   }
 
-  __device__ bool exists() const {
-    return output < C::group_out && input < C::group_in && row < C::kernel_height &&
-           column < C::kernel_width;
+  // Whether there is such a weight, and this kernel is to compute it.
+  __device__ bool is_wanted(const Tables& tables, int group) const {
+    const bool exists = output < C::group_out && input < C::group_in && row < C::kernel_height &&
+                        column < C::kernel_width;
+    if constexpr (C::repairs) {
+      return exists && tables.marks()[Tables::filter(group * C::group_out + output, input)] != 0;
+    }
+    return exists;
+  }
+};
+
+// Four neighbouring sums, of all workers.
+struct Totals {
+  float sums[4];
+
+  __device__ Totals(const float4* first, long long distance, int workers) {
+    const float4 total = total_of(first, distance, workers);
+    sums[0] = total.x;
+    sums[1] = total.y;
+    sums[2] = total.z;
+    sums[3] = total.w;
+  }
+  __device__ __forceinline__ float weight(int i, const Tables&, int, const Weight&) const {
+    return sums[i];
+  }
+};
+
+// The same of scaled numbers, with the sums of the parts' magnitudes.
+struct ScaledTotals {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  float sizes[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  __device__ ScaledTotals(const float4* first, long long distance, int workers) {
+#pragma unroll 8
+    for (int worker = 0; worker < workers; ++worker) {
+      const float4 part = first[worker * distance];
+      const float parts[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[i] += parts[i];
+        sizes[i] += fabsf(parts[i]);
+      }
+    }
+  }
+  // Scaled back; marks the filter if it is not as good as TF32's.
+  __device__ __forceinline__ float weight(int i, const Tables& tables, int group,
+                                          const Weight& weight) const {
+    const int output = group * C::group_out + weight.output;
+    const ScaledChannel in(tables, group * C::group_in + weight.input, kInputGroup);
+    const ScaledChannel out(tables, kInputs + output, kGradGroup);
+    if (!fits(in, out, sums[i], sizes[i])) tables.marks()[Tables::filter(output, weight.input)] = 1;
+    return sums[i] * (in.back() * out.back());
   }
 };
 
 // Adds up the slots of every weight, workers in order, and writes it where its strides say.
-__device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, int first_tile,
+__device__ __forceinline__ void reduce(const Tables& tables, Scalar* grad, int first_tile,
                                        int tiles, int workers) {
+  using Sum = Either<C::halves, ScaledTotals, Totals>::type;
   constexpr int kBlockSlots = kConsumers * kSlots * 128;
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kBlockSlots; i += step) {
     const Tile tile(first_tile + i / kBlockSlots);
-    const float4 total = total_of(workspace + i, tiles * kBlockSlots, workers);
-    const float values[4] = {total.x, total.y, total.z, total.w};
+    const auto weight_of = [&](int j) {
+      return Weight(tile, i / (kSlots * 128) % kConsumers, i / 128 % kSlots, i % 128, j);
+    };
+    bool wanted = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) wanted = wanted || weight_of(j).is_wanted(tables, tile.group);
+    if (!wanted) continue;
+    const Sum sum(tables.workspace() + i, tiles * kBlockSlots, workers);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const Weight weight(tile, i / (kSlots * 128) % kConsumers, i / 128 % kSlots, i % 128, j);
-      if (!weight.exists()) continue;
+      const Weight weight = weight_of(j);
+      if (!weight.is_wanted(tables, tile.group)) continue;
       grad[weight_offset(tile.group * C::group_out + weight.output, weight.input, weight.row,
-                         weight.column)] = narrow<Scalar>(values[j]);
+                         weight.column)] =
+          narrow<Scalar>(sum.weight(j, tables, tile.group, weight));
     }
   }
 }
@@ -6271,6 +6416,7 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 SOURCES["hopper/weight_grad/multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
 #include "hopper/weight_grad/copy.cuh"
+#include "hopper/weight_grad/scale.cuh"
 #include "hopper/workspace.cuh"
 
 namespace fastconv {
@@ -6288,12 +6434,13 @@ using Fragments = unsigned[C::parts][kGroupProducts][4];
 // Where a thread's rows begin: of two channels, 8 apart, in its phases.
 struct FragmentRows {
   int offsets[2][kLanePhases];  // bytes, in a stage
+  int swizzle;                  // of their columns: the same for all of them
 };
 
 // 4 columns of a channel and phase, in pieces as wide as its start allows.
 template <class T>
 __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
-                                                                 int column) {
+                                                                 int column, int swizzle) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
@@ -6305,7 +6452,9 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
     using Piece = Vector<T, kPiece>;
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
-      const Piece piece = *reinterpret_cast<const Piece*>(row + (column + i) * kScalarBytes);
+      const int at = (column + i) * kScalarBytes;
+      const Piece piece =
+          *reinterpret_cast<const Piece*>(row + (C::grad_boxes ? at ^ swizzle : at));
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
     }
@@ -6313,34 +6462,74 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
   return columns;
 }
 
+// What a thread knows of its two channels, and finds out about them.
+struct Channels {
+  float bias[2] = {0.0f, 0.0f};  // sums of what was loaded since the last flush
+  float power[2];                // as float16: what numbers are multiplied by
+  unsigned lossy[2] = {0u, 0u};  // groups of numbers that float16 has not all bits of
+};
+
 // Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
-__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
-                                               const unsigned char* stage, const FragmentRows& rows,
-                                               int column, float) {
+__device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& channels,
+                                             const unsigned char* stage, const FragmentRows& rows,
+                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column);
+    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
       if constexpr (C::parts == 2) {
         split(columns.element[i], target, fragments[C::parts - 1][i / 2][half + i % 2 * 2]);
       } else {
-        target = __float_as_uint(round_operand_to_tf32(columns.element[i]));
+        target = __float_as_uint(round_factor(columns.element[i]));
       }
     }
     if constexpr (C::bias) {
-      bias[half] +=
+      channels.bias[half] +=
           columns.element[0] + columns.element[1] + (columns.element[2] + columns.element[3]);
     }
   }
 }
 
+// The same as float16, two neighbouring phases.
+__device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& channels,
+                                            const unsigned char* stage, const FragmentRows& rows,
+                                            int column) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto even = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
+    const auto odd =
+        load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
+    const float power = channels.power[half];
+    unsigned least = ~0u;
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) {
+      const float first = even.element[i] * power;
+      const float second = odd.element[i] * power;
+      const unsigned high = floats_to_halves(first, second);
+      const int at = half + i % 2 * 2;
+      fragments[0][i / 2][at] = high;
+      if constexpr (C::parts == 2) {
+        fragments[C::parts - 1][i / 2][at] = low_halves(first, second, high, kLowFactor);
+      }
+      least = min(least, min(magnitude_key(even.element[i]), magnitude_key(odd.element[i])));
+    }
+    channels.lossy[half] += least < least_key(power);
+    if constexpr (C::bias) {
+      channels.bias[half] +=
+          even.element[0] + odd.element[0] + (even.element[1] + odd.element[1]) +
+          (even.element[2] + odd.element[2] + (even.element[3] + odd.element[3]));
+    }
+  }
+}
+static_assert(kGradGroup == 2 * kGroupColumns, "what is looked at together");
+
 // Of 16-bit types, two neighbouring phases of two channels.
 template <class Half>
-__device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bias)[2],
-                                               const unsigned char* stage, const FragmentRows& rows,
-                                               int column, Half) {
+__device__ __forceinline__ void load_halves(Fragments& fragments, Channels& channels,
+                                            const unsigned char* stage, const FragmentRows& rows,
+                                            int column) {
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int k = 0; k < kGroupProducts; ++k) {
@@ -6349,8 +6538,9 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bia
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column);
-      const auto odd = load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column);
+      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column, rows.swizzle);
+      const auto odd =
+          load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -6368,8 +6558,21 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, float (&bia
         columns[i] = widen(Half{static_cast<unsigned short>(word)}) +
                      widen(Half{static_cast<unsigned short>(word >> 16)});
       }
-      bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
+      channels.bias[half] += columns[0] + columns[1] + (columns[2] + columns[3]);
     }
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& channels,
+                                               const unsigned char* stage, const FragmentRows& rows,
+                                               int column) {
+  if constexpr (C::halves) {
+    load_scaled(fragments, channels, stage, rows, column);
+  } else if constexpr (sizeof(Element) == 4) {
+    load_rounded(fragments, channels, stage, rows, column);
+  } else {
+    load_halves<Element>(fragments, channels, stage, rows, column);
   }
 }
 
@@ -6396,13 +6599,12 @@ struct Consumer {
   int segment;      // first, from the first of the block's first plane
   unsigned origin;  // where in grad_output its first row begins, in elements: the last bits
   bool accumulate = false;
-  // Sums of what was loaded: since the last flush, and until then.
-  float bias[2] = {0.0f, 0.0f};
-  float bias_total[2] = {0.0f, 0.0f};
-  Ring<C::input_stages> row{0};  // the first row of a step
+  Channels channels;
+  float bias_total[2] = {0.0f, 0.0f};  // until the last flush
+  Ring<C::input_stages> row{0};        // the first row of a step
   Ring<C::grad_stages> grad{0};
 
-  __device__ Consumer(const Scalar* grad_output, const Tile& tile) {
+  __device__ Consumer(const Grad& grad_output, const Tables& tables, const Tile& tile) {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int warpgroup = thread / 128;
     const int channel = (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 % 4 * 16;
@@ -6412,13 +6614,36 @@ struct Consumer {
     const unsigned first = tile.group * C::group_out + tile.output + channel + thread % 32 / 4;
     origin =
         misalignment(grad_output) + first * kOutChannel + phase_distance(thread % 4 * kLanePhases);
+    if constexpr (C::halves) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool exists = tile.output + channel + thread % 32 / 4 + 8 * half < C::group_out;
+        channels.power[half] = load_or_zero(tables.powers() + kInputs + first + 8 * half, exists);
+      }
+    }
   }
 
   __device__ __forceinline__ void flush_bias() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      bias_total[half] += bias[half];
-      bias[half] = 0.0f;
+      bias_total[half] += channels.bias[half];
+      channels.bias[half] = 0.0f;
+    }
+  }
+
+  // Tells what it has found of its channels, unless another consumer with the same ones does.
+  __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    if (!tile.has_bias() || (C::channel_groups == 1 && thread >= 128)) return;
+    const int first = tile.output + thread / 32 * 16 + thread % 32 / 4;
+    unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // What is loaded of channels that do not exist is nobody's.
+      const int channel = first + 8 * half;
+      if (channel < C::group_out && channels.lossy[half] > 0) {
+        add_to_memory(counts + channel, channels.lossy[half]);
+      }
     }
   }
 
@@ -6434,6 +6659,7 @@ struct Consumer {
     const unsigned moved =
         static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
+    rows.swizzle = swizzle_of(static_cast<int>(threadIdx.x) % 8);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -6507,7 +6733,7 @@ struct Consumer {
         const int offset =
             (column + 2 * k) * (C::stride_width * kColumnVectors) + kRightPart * kPartVectors;
         const Matrix right = ring() >> 32 << 32 | (starts[i] + offset);
-        wgmma<kColumns>(Operand{}, sums[i], fragments[kLeftPart][k], right,
+        wgmma<kColumns>(Factor{}, sums[i], fragments[kLeftPart][k], right,
                         k > 0 || accumulate_first);
       }
     }
@@ -6523,8 +6749,8 @@ struct Consumer {
     for (int column = 0; column < columns; column += kBodyColumns) {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
-                       Scalar{});
+        load_fragments<Scalar>(fragments[group], channels, stage, rows,
+                               column + group * kGroupColumns);
         wgmma_fence();
         multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns,
                        group > 0 || accumulate);
@@ -6548,22 +6774,42 @@ struct Consumer {
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         constexpr int kLow = C::parts - 1;
-        load_fragments(fragments[group], bias, stage, rows, column + group * kGroupColumns,
-                       Scalar{});
+        load_fragments<Scalar>(fragments[group], channels, stage, rows,
+                               column + group * kGroupColumns);
         wgmma_fence();
         multiply<kLow, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
         multiply<0, kLow>(sums, fragments[group], starts, group * kGroupColumns, true);
-        multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        if constexpr (!C::halves) {
+          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, true);
+        }
         wgmma_commit();
       }
-      wgmma_wait<0>();
-      hold_sums(sums);
+      if constexpr (C::halves) {
+        // Low parts are enlarged, so these products have sums of their own.
+        add_to_totals(totals, sums, 1.0f / kLowFactor);
+        wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < C::segments; ++i) {
-#pragma unroll
-        for (int j = 0; j < kSums; ++j) totals[i][j] += sums[i][j];
+        for (int group = 0; group < 2; ++group) {
+          multiply<0, 0>(sums, fragments[group], starts, group * kGroupColumns, group > 0);
+        }
+        wgmma_commit();
       }
+      add_to_totals(totals, sums, 1.0f);
       move_on(starts);
+    }
+  }
+
+  // Waits for the products, and adds their sums, times `factor`.
+  __device__ static __forceinline__ void add_to_totals(Sums& totals, Sums& sums, float factor) {
+    wgmma_wait<0>();
+    hold_sums(sums);
+#pragma unroll
+    for (int i = 0; i < C::segments; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        totals[i][j] =
+            factor == 1.0f ? totals[i][j] + sums[i][j] : fmaf(sums[i][j], factor, totals[i][j]);
+      }
     }
   }
 
@@ -6616,7 +6862,7 @@ __device__ __forceinline__ void store_bias(const Consumer& consumer, float4* wor
                         bias_slots(work.tiles * work.workers, blockIdx.x, thread / 128);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.bias[half]);
+    const float total = sum_of_four_lanes(consumer.bias_total[half] + consumer.channels.bias[half]);
     if (thread % 4 == 0) target[thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8] = total;
   }
 }
@@ -6626,12 +6872,12 @@ __device__ __forceinline__ long long slots_of(int block, int warpgroup) {
   return (static_cast<long long>(block) * kConsumers + warpgroup) * (kSlots * 128);
 }
 
-__device__ __forceinline__ void consume(const Scalar* grad_output, float4* workspace,
+__device__ __forceinline__ void consume(const Grad& grad_output, const Tables& tables,
                                         const Work& work) {
   Share share = work.share();
-  Consumer consumer(grad_output, work.tile());
+  Consumer consumer(grad_output, tables, work.tile());
   const int thread = static_cast<int>(threadIdx.x) - 128;
-  float4* const slots = workspace + slots_of(blockIdx.x, thread / 128) + thread % 128;
+  float4* const slots = tables.workspace() + slots_of(blockIdx.x, thread / 128) + thread % 128;
   Sums sums, more;
   // Where numbers are in two parts, `more` collects the sums.
   Sums& totals = C::parts == 2 ? more : sums;
@@ -6658,7 +6904,8 @@ __device__ __forceinline__ void consume(const Scalar* grad_output, float4* works
     consumer.release_rows(kOldRows);
   }
   if (steps > 0 || !flushed) flush(totals, slots, !flushed);
-  if constexpr (C::bias) store_bias(consumer, workspace, work);
+  if constexpr (C::bias) store_bias(consumer, tables.workspace(), work);
+  if constexpr (C::halves) consumer.count_lossy(tables, work.tile());
 }
 
 }  // namespace hopper
@@ -6672,8 +6919,10 @@ SOURCES["hopper/weight_grad/copy.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-constexpr int kProducers = 64;  // threads, for each of the two tensors
-constexpr int kGradWarps = kProducers / 32;
+// Of the four warps that load.
+constexpr int kGradWarps = C::grad_boxes && !kClears ? 1 : 2;
+constexpr int kInputWarps = 4 - kGradWarps;
+constexpr int kGradArrivals = C::grad_boxes ? 1 : 32 * kGradWarps;  // when a stage is full
 constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
 constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
 constexpr int kInRow = C::in_width * kInColumn;
@@ -6962,10 +7211,11 @@ __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
   }
 }
 
-// Two warps: copy grad_output, as many stages ahead as there are.
-__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+// Calls `fill` for every stage that the block needs, as soon as there is room for it, with its
+// position in the ring.
+template <class Fill>
+__device__ __forceinline__ void for_stages(const Work& work, Fill fill) {
   Share share = work.share();
-  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
   Ring<C::grad_stages> at(1);
   while (share.more()) {
     const Run run = share.next();
@@ -6974,20 +7224,247 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
     for (int step = 0; step < run.steps; ++step) {
 #pragma unroll 1
       for (int column = 0; column < columns; column += C::stage_columns) {
-        Barrier* const full = &barriers().grad_full[at.stage()];
         barrier_wait(&barriers().grad_empty[at.stage()], at.parity());
-        // Lanes may have written to the stage, where bulk copies will.
-        fence_async_shared();
-        __syncwarp();
-        copier.copy(shared_memory() + kGradRing + at.stage() * kStageBytes, full, work.batch,
-                    {run.image, run.output_row(step), run.strip * kStripColumns + column,
-                     min(C::stage_columns, columns - column)});
-        __syncwarp();
-        arrive_after_copies(full);
+        fill(at, StagePlace{run.image, run.output_row(step), run.strip * kStripColumns + column,
+                            min(C::stage_columns, columns - column)});
         at.advance();
       }
     }
   }
+}
+__device__ __forceinline__ unsigned char* grad_stage(const Ring<C::grad_stages>& at) {
+  return shared_memory() + kGradRing + at.stage() * kStageBytes;
+}
+
+// Two warps: copy grad_output.
+__device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work& work) {
+  const GradCopier copier(grad_output, work.tile(), static_cast<int>(threadIdx.x));
+  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+    Barrier* const full = &barriers().grad_full[at.stage()];
+    // Lanes may have written to the stage, where bulk copies will.
+    fence_async_shared();
+    __syncwarp();
+    copier.copy(grad_stage(at), full, work.batch, place);
+    __syncwarp();
+    arrive_after_copies(full);
+  });
+}
+
+// One lane: the same in boxes of all channels and phases. Zeros are beyond the tensor's ends.
+__device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const Work& work) {
+  tensor_map_prefetch(grad_output);
+  const Tile tile = work.tile();
+  const int channel = tile.group * C::group_out + tile.output;
+  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+    Barrier* const full = (kClears ? barriers().box_full : barriers().grad_full) + at.stage();
+    const int images = place.image / kLanePhases;
+    barrier_arrive_expect(full, kStageBytes);
+    if constexpr (kClears) {
+      fence_async_shared();  // the stage was written to
+      const int pixel = place.row * C::out_width + place.column - early(place.row);
+      tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
+    } else {
+      tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);
+    }
+  });
+}
+
+// Writes zeros to columns of a lane's rows.
+__device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, int end) {
+#pragma unroll 1
+  for (int row = static_cast<int>(threadIdx.x) % 32; row < kStageRows; row += 32) {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      const int at = row * kRowBytes + (i * kScalarBytes ^ swizzle_of(row));
+      *reinterpret_cast<Scalar*>(stage + at) = Scalar{};
+    }
+  }
+}
+
+// A warp: clears every box beyond its row's ends, and hands it over.
+__device__ __forceinline__ void clear_boxes(const Work& work) {
+  for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
+    barrier_wait(&barriers().box_full[at.stage()], 1u - at.parity());
+    const int first = place.column - early(place.row);
+    clear_columns(grad_stage(at), 0, -first);
+    clear_columns(grad_stage(at), C::out_width - first, place.columns);
+    fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().grad_full[at.stage()]);
+  });
+}
+
+__device__ __forceinline__ void load_grad(const TensorMap& grad_output, const Work& work) {
+  if (kClears && threadIdx.x >= 32) {
+    clear_boxes(work);
+  } else if (is_elected()) {
+    load_boxes(grad_output, work);
+  }
+}
+
+// What grad_output is to the kernel.
+using Grad = Either<C::grad_boxes, TensorMap, const Scalar*>::type;
+__device__ __forceinline__ int misalignment(const TensorMap&) { return 0; }
+
+}  // namespace hopper
+}  // namespace fastconv
+"""
+
+SOURCES["hopper/weight_grad/scale.cuh"] = r"""
+// float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
+//
+// Each channel of either tensor, of all images, is multiplied by a power of two that a sample of
+// its numbers decides. Below 2^-14, float16 has not all bits of a number. Who has such a number in
+// registers counts it; who adds up the sums compares what these numbers may have lost with what
+// there is of each weight, and marks the filters (of an output and an input channel) for which it
+// may be too much. A second pair of launches (`repairs`) computes those in TF32.
+//
+// Numbers above 65504 become infinite, and so, or NaN, does every sum that they are a part of: such
+// filters are marked, too.
+#include "hopper/weight_grad/tile.cuh"
+#include "tensor/powers.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kInputs = C::groups * C::group_in;  // channels
+constexpr int kGradients = C::groups * C::group_out;
+
+// Tables at the workspace's start: of the channels of both tensors, the input's first, and of
+// filters.
+struct Tables {
+  float4* scratch;
+
+  // What a channel's numbers are multiplied by; 0 if no power will do.
+  __device__ __forceinline__ float* powers() const { return reinterpret_cast<float*>(scratch); }
+  // How many groups of its numbers have some that float16 has not all bits of.
+  __device__ __forceinline__ unsigned* lossy() const {
+    return reinterpret_cast<unsigned*>(powers() + kInputs + kGradients);
+  }
+  // Not 0 for filters that float16 does not do.
+  __device__ __forceinline__ int* marks() const {
+    return reinterpret_cast<int*>(lossy() + kInputs + kGradients);
+  }
+  // Of channels of all groups' outputs, and of a group's inputs.
+  __device__ static __forceinline__ int filter(int output, int input) {
+    return output * C::group_in + input;
+  }
+  // The slots that come behind them.
+  __device__ __forceinline__ float4* workspace() const { return scratch + C::slots_at; }
+};
+
+__device__ __forceinline__ float scaled(float number, float power) {
+  return C::halves ? number * power : number;
+}
+template <class Half>
+__device__ __forceinline__ Half scaled(Half element, float) {
+  return element;  // only floats have powers
+}
+
+// --- Numbers that float16 has not all bits of ----------------------------------------------------
+
+// A number's magnitude, for comparisons: zeros, which lose nothing, are larger than all others.
+__device__ __forceinline__ unsigned magnitude_key(float number) {
+  return __float_as_uint(number) * 2u - 1u;
+}
+// That of the least number of a channel that has all bits; with the power 0, no number does.
+__device__ __forceinline__ unsigned least_key(float power) {
+  return power == 0.0f ? ~0u : magnitude_key(kLeastHalf * inverse(power));
+}
+
+// Of how many numbers the least is compared with it: of the input, all that a lane loads at once.
+constexpr int kGradGroup = 8;
+constexpr int kInputGroup = kQuad * kPhases;
+
+// --- Samples -------------------------------------------------------------------------------------
+
+constexpr int kSamplePieces = 2048;  // of 32 numbers each, of a channel
+
+// A block: the power of a channel whose planes have so many pixels, `image` elements apart.
+template <int kPixels>
+__device__ __forceinline__ float power_of(const Scalar* channel, long long image, int batch) {
+  constexpr int kAll = ceil_div(kPixels, 32);
+  constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;   // where the last piece begins
+  const int pieces = min(ceil_div(kSamplePieces, batch), kAll);  // of an image
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  float largest = 0.0f;
+#pragma unroll 8
+  for (int i = threadIdx.x / 32; i < pieces * batch; i += warps) {
+    const int piece = i / batch;
+    const long long first = pieces > 1 ? kLast * piece / (pieces - 1) : 0;
+    const Scalar* const source = channel + (i % batch * image + first + lane);
+    largest = larger(largest, fabsf(widen(load_element(source, lane < kPixels))));
+  }
+  largest = block_largest(largest);
+  return largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
+}
+
+// Finds the powers of all channels, and clears the other tables.
+__device__ __forceinline__ void find_powers(const Scalar* grad_output, const Scalar* input,
+                                            const Tables& tables, int batch) {
+  constexpr int kInPixels = C::in_height * C::in_width;
+  constexpr int kOutPixels = C::out_height * C::out_width;
+#pragma unroll 1
+  for (int i = blockIdx.x; i < kInputs + kGradients; i += gridDim.x) {
+    const int output = i - kInputs;
+    const float power =
+        output < 0 ? power_of<kInPixels>(input + static_cast<long long>(i) * kInPixels,
+                                         static_cast<long long>(kInputs) * kInPixels, batch)
+                   : power_of<kOutPixels>(grad_output + static_cast<long long>(output) * kOutPixels,
+                                          static_cast<long long>(kGradients) * kOutPixels, batch);
+    if (threadIdx.x == 0) {
+      tables.powers()[i] = power;
+      tables.lossy()[i] = 0;
+    }
+  }
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kGradients * C::group_in; i += step) {
+    tables.marks()[i] = 0;
+  }
+}
+
+// --- Judging -------------------------------------------------------------------------------------
+
+// What a number below 2^-14 loses at most, times the largest number that it is multiplied by.
+constexpr float kLoss = 65536.0f / (C::parts == 2 ? 1ll << 35 : 1ll << 24);
+// What a weight may lose, as a part of what blocks have of it.
+constexpr float kTolerance = 1.0f / (C::parts == 2 ? 1 << 25 : 1 << 20);
+
+// What its power and its count say of a channel.
+struct ScaledChannel {
+  float power;
+  float lossy;  // numbers, at most
+
+  __device__ ScaledChannel(const Tables& tables, int channel, int group)
+      : power(tables.powers()[channel]),
+        lossy(static_cast<float>(tables.lossy()[channel]) * group) {}
+  // Whether all of its numbers are zero.
+  __device__ __forceinline__ bool zero() const { return power == 0.0f && lossy == 0.0f; }
+  // What scales sums back; those of a channel without a power are zero.
+  __device__ __forceinline__ float back() const { return power == 0.0f ? 0.0f : inverse(power); }
+};
+
+// Whether a weight's sum is as good as TF32's; `size` is the sum of the magnitudes of its parts.
+__device__ __forceinline__ bool fits(const ScaledChannel& input, const ScaledChannel& gradient,
+                                     float sum, float size) {
+  const bool loses = !input.zero() && !gradient.zero();
+  const float lost = loses ? (input.lossy + gradient.lossy) * kLoss : 0.0f;
+  return is_finite(sum) && lost <= size * kTolerance;
+}
+
+// Whether a filter of a tile is marked. All lanes of a warp ask, and get the same answer.
+__device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile) {
+  const int first_input = tile.plane() * kPlaneChannels;
+  const int inputs = min(kBlockPlanes * kPlaneChannels, C::group_in - first_input);
+  const int outputs = min(kStageChannels, C::group_out - tile.output);
+  bool found = false;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < outputs * inputs; i += 32) {
+    const int output = tile.group * C::group_out + tile.output + i / inputs;
+    found = found || tables.marks()[Tables::filter(output, first_input + i % inputs)] != 0;
+  }
+  return __any_sync(~0u, found);
 }
 
 }  // namespace hopper
@@ -7019,6 +7496,80 @@ __device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots
 }  // namespace fastconv
 """
 
+SOURCES["tensor/workspace.cuh"] = r"""
+// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
+// sums each and its neighbours' side by side, which a second kernel adds up in a fixed order.
+#include "tensor/operand.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+template <int kRows, int kSums>
+__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
+  }
+}
+
+// Adds a thread's sums to its slots of the workspace, or sets those; kThreads have theirs there,
+// side by side.
+template <int kThreads, bool kSet, int kRows, int kSums>
+__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
+#pragma unroll
+  for (int i = 0; i < kRows * kSums / 4; ++i) {
+    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
+    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
+    if constexpr (kSet) {
+      slots[i * kThreads] = values;
+    } else {
+      add_to_memory(slots + i * kThreads, values);
+    }
+  }
+}
+template <int kThreads, int kRows, int kSums>
+__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots, bool set) {
+  if (set) {
+    flush<kThreads, true>(sums, slots);
+  } else {
+    flush<kThreads, false>(sums, slots);
+  }
+}
+
+// Of four neighbouring lanes, which have pixels of the same channels.
+__device__ __forceinline__ float sum_of_four_lanes(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  value += __shfl_xor_sync(~0u, value, 2);
+  return value;
+}
+
+// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
+__device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+  for (int worker = 0; worker < workers; ++worker) {
+    const float4 partial = first[worker * distance];
+    total.x += partial.x;
+    total.y += partial.y;
+    total.z += partial.z;
+    total.w += partial.w;
+  }
+  return total;
+}
+
+// Where a weight lies; `output` counts the channels of all groups.
+__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
+  return static_cast<long long>(output) * C::weight_stride_out +
+         static_cast<long long>(input) * C::weight_stride_in +
+         static_cast<long long>(row) * C::weight_stride_height +
+         static_cast<long long>(column) * C::weight_stride_width;
+}
+
+}  // namespace tensor
+}  // namespace fastconv
+"""
+
 SOURCES["hopper/weight_grad/tile.cuh"] = r"""
 // The tile: what a block of weight_grad.cuh computes, how it walks through images, and what lies
 // where in shared memory.
@@ -7031,10 +7582,26 @@ namespace hopper {
 
 using namespace tensor;
 
+// An element that nobody writes meanwhile, or zero.
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
 // --- The products: what a block computes ---------------------------------------------------------
 
-constexpr int kPhases = kVector;
+// What is multiplied: elements as they are, or float32 numbers as float16 (see scale.cuh).
+using Factor = Either<C::halves, Float16, Operand>::type;
+__device__ __forceinline__ float round_factor(float value) {
+  return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
+}
+constexpr int kPhases = C::halves ? 8 : kVector;
 static_assert(C::phase_images * C::phase_strips == kPhases, "16 bytes of them");
+static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
+              "contiguous float32");
 
 constexpr int kOutputs = 64;  // channels of a product
 constexpr int kConsumers = 2;
@@ -7221,8 +7788,21 @@ constexpr int kRowVectors = C::parts * kPartVectors;
 // follow each other at a time: an odd number of units apart, they lie in different banks.
 constexpr bool kShifted = !C::grad_channels_last && C::grad_vector < kVector;
 constexpr int kStageChannels = C::channel_groups * kOutputs;
+//
+// Or one tensor copy brings all of them (`grad_boxes`), rows of 64 or 128 bytes without a gap:
+// there, units of 16 bytes change places, in each of 8 rows that follow each other in another way.
 constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
-constexpr int kRowBytes = (kStageUnits | 1) * 16;
+constexpr int kRowBytes = C::grad_boxes ? kStageUnits * 16 : (kStageUnits | 1) * 16;
+static_assert(!C::grad_boxes || ((kRowBytes == 64 || kRowBytes == 128) && !kShifted &&
+                                 !C::grad_channels_last && C::phase_images == kPhases),
+              "what a tensor copy can describe");
+// Where a box is of pixels whose rows follow each other, it has other rows' beyond a row's ends:
+// these are cleared.
+constexpr bool kClears = C::grad_boxes && C::lead > 0;
+// By what the places of a row's units differ from what they would be.
+__device__ __forceinline__ constexpr int swizzle_of(int row) {
+  return C::grad_boxes ? row * kRowBytes / 128 % kStageUnits * 16 : 0;
+}
 constexpr int kStageRows = kStageChannels * kPhases;
 // A lane of a consumer has so many neighbouring phases; they lie far apart, the lanes' side by
 // side.
@@ -7235,10 +7815,9 @@ constexpr int kPixelBytes = kStageChannels * kScalarBytes;
 constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
 constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
 
-constexpr int kInputRing = 0;
-constexpr int kGradRing = kInputRing + C::input_stages * kRowVectors * 16;
-constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
-static_assert(kBarriers + 16 * (C::input_stages + C::grad_stages) <= C::shared_bytes, "");
+constexpr int kGradRing = 0;  // boxes begin at multiples of 1024 bytes
+constexpr int kInputRing = kGradRing + C::grad_stages * kStageBytes;
+constexpr int kBarriers = kInputRing + C::input_stages * kRowVectors * 16;
 static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
 
 struct Barriers {
@@ -7246,7 +7825,9 @@ struct Barriers {
   Barrier input_empty[C::input_stages];
   Barrier grad_full[C::grad_stages];
   Barrier grad_empty[C::grad_stages];
+  Barrier box_full[C::grad_stages];  // before it is cleared
 };
+static_assert(kBarriers + sizeof(Barriers) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
@@ -7274,80 +7855,6 @@ struct Ring {
 };
 
 }  // namespace hopper
-}  // namespace fastconv
-"""
-
-SOURCES["tensor/workspace.cuh"] = r"""
-// Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
-// sums each and its neighbours' side by side, which a second kernel adds up in a fixed order.
-#include "tensor/operand.cuh"
-
-namespace fastconv {
-namespace tensor {
-
-template <int kRows, int kSums>
-__device__ __forceinline__ void clear(float (&sums)[kRows][kSums]) {
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) sums[i][j] = 0.0f;
-  }
-}
-
-// Adds a thread's sums to its slots of the workspace, or sets those; kThreads have theirs there,
-// side by side.
-template <int kThreads, bool kSet, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots) {
-#pragma unroll
-  for (int i = 0; i < kRows * kSums / 4; ++i) {
-    const float* const four = &sums[i * 4 / kSums][i * 4 % kSums];
-    const float4 values = make_float4(four[0], four[1], four[2], four[3]);
-    if constexpr (kSet) {
-      slots[i * kThreads] = values;
-    } else {
-      add_to_memory(slots + i * kThreads, values);
-    }
-  }
-}
-template <int kThreads, int kRows, int kSums>
-__device__ __forceinline__ void flush(const float (&sums)[kRows][kSums], float4* slots, bool set) {
-  if (set) {
-    flush<kThreads, true>(sums, slots);
-  } else {
-    flush<kThreads, false>(sums, slots);
-  }
-}
-
-// Of four neighbouring lanes, which have pixels of the same channels.
-__device__ __forceinline__ float sum_of_four_lanes(float value) {
-  value += __shfl_xor_sync(~0u, value, 1);
-  value += __shfl_xor_sync(~0u, value, 2);
-  return value;
-}
-
-// Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
-__device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
-  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-  for (int worker = 0; worker < workers; ++worker) {
-    const float4 partial = first[worker * distance];
-    total.x += partial.x;
-    total.y += partial.y;
-    total.z += partial.z;
-    total.w += partial.w;
-  }
-  return total;
-}
-
-// Where a weight lies; `output` counts the channels of all groups.
-__device__ __forceinline__ long long weight_offset(int output, int input, int row, int column) {
-  return static_cast<long long>(output) * C::weight_stride_out +
-         static_cast<long long>(input) * C::weight_stride_in +
-         static_cast<long long>(row) * C::weight_stride_height +
-         static_cast<long long>(column) * C::weight_stride_width;
-}
-
-}  // namespace tensor
 }  // namespace fastconv
 """
 
@@ -9365,26 +9872,59 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     stride_height=1, stride_width=1, dilation_height=2, dilation_width=3, padding_top=2,
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
     weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
-    vector_input=True, grad_vector=4, grad_bulk=True, lead=0, channel_groups=1, kernel_rows=5,
-    product_taps=9, product_octets=1, segments=5, phase_images=4, phase_strips=1, steps=254,
-    stage_columns=32, strip_stages=2, strip_weight=916, last_strip_weight=710, input_stages=7,
+    halves=True, repairs=False, ties_to_even=True, slots_at=560, vector_input=True,
+    grad_vector=4, grad_bulk=True, grad_boxes=True, lead=0, channel_groups=1, kernel_rows=5,
+    product_taps=9, product_octets=1, segments=5, phase_images=8, phase_strips=1, steps=254,
+    stage_columns=16, strip_stages=4, strip_weight=990, last_strip_weight=753, input_stages=7,
     grad_stages=2, flush_steps=16, batch=1, producer_registers=56, consumer_registers=224,
-    shared_bytes=231568,
+    shared_bytes=223392,
+)
+SM_90A_WEIGHT_GRAD_FLOAT_TF32_1 = config(
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, grad_boxes=False,
+    phase_images=4, stage_columns=32, strip_stages=2, strip_weight=916, last_strip_weight=710,
+    shared_bytes=231584,
 )
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
+            "hopper/weight_grad/weight_grad.cuh", "scale", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
+            grid=96, block=1024, shared_bytes=128,
+            arguments=("grad_output", "input", "scratch", 8),
+        ),
+        Launch(
             "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
-            grid=132, block=384, shared_bytes=231568,
-            arguments=("grad_output", "input", "scratch", 0, 2, 66, 8),
+            grid=132, block=384, shared_bytes=223392,
+            arguments=(
+                TensorMap(
+                    tensor="grad_output", scalar="float", sizes=(496, 4, 64, 2, 508),
+                    strides=(129007616, 1007872, 64503808, 1984), box=(16, 4, 64, 2, 1),
+                    element_strides=(1, 1, 1, 1, 1), swizzle=64, promotion=128,
+                ),
+                "input",
+                "scratch",
+                0,
+                2,
+                66,
+                8,
+            ),
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 2, 66),
         ),
+        Launch(
+            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
+            grid=132, block=384, shared_bytes=231584,
+            arguments=("grad_output", "input", "scratch", 0, 2, 66, 8),
+        ),
+        Launch(
+            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
+            grid=90, block=256, shared_bytes=0,
+            arguments=("scratch", "output", "bias_grad", 0, 2, 66),
+        ),
     ),
-    scratch_bytes=24330240,
+    scratch_bytes=24339200,
 )
 
 SM_80_WEIGHT_GRAD_FLOAT_TF32_0 = config(
@@ -9677,24 +10217,56 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 )
 
 SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
-    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, segments=2, stage_columns=24, strip_stages=1,
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, kernel_rows=2, segments=2, strip_stages=5,
+    strip_weight=1466, last_strip_weight=365, input_stages=3, flush_steps=6,
+    producer_registers=72, consumer_registers=216, shared_bytes=225376,
+)
+SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1 = config(
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_1, parts=2, segments=2, stage_columns=24, strip_stages=1,
     strip_weight=456, last_strip_weight=347, flush_steps=21, producer_registers=72,
-    consumer_registers=216, shared_bytes=229520,
+    consumer_registers=216, shared_bytes=229536,
 )
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
+            "hopper/weight_grad/weight_grad.cuh", "scale", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            grid=96, block=1024, shared_bytes=128,
+            arguments=("grad_output", "input", "scratch", 8),
+        ),
+        Launch(
             "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
-            grid=395, block=384, shared_bytes=229520,
-            arguments=("grad_output", "input", "scratch", 0, 5, 79, 8),
+            grid=132, block=384, shared_bytes=225376,
+            arguments=(
+                TensorMap(
+                    tensor="grad_output", scalar="float", sizes=(496, 4, 64, 2, 508),
+                    strides=(129007616, 1007872, 64503808, 1984), box=(16, 4, 64, 2, 1),
+                    element_strides=(1, 1, 1, 1, 1), swizzle=64, promotion=128,
+                ),
+                "input",
+                "scratch",
+                0,
+                6,
+                22,
+                8,
+            ),
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            grid=108, block=256, shared_bytes=0,
+            arguments=("scratch", "output", "bias_grad", 0, 6, 22),
+        ),
+        Launch(
+            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
+            grid=395, block=384, shared_bytes=229536,
+            arguments=("grad_output", "input", "scratch", 0, 5, 79, 8),
+        ),
+        Launch(
+            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 5, 79),
         ),
     ),
-    scratch_bytes=29122560,
+    scratch_bytes=29131520,
 )
 
 SM_80_WEIGHT_GRAD_FLOAT_IEEE_0 = config(

@@ -406,7 +406,11 @@ def test_matrix_products(entry: str) -> None:
 
 @needs_nvrtc
 def test_tensor_core_weight_grad() -> None:
-    """Sums leave few registers: what outer loops need, but no sum, may be spilled."""
+    """Sums leave few registers: what outer loops need, but no sum, may be spilled.
+
+    Of the 5x9 layers as float16, loaders have 56 registers for 32 numbers under way, and consumers
+    that sum the bias read some words between products.
+    """
     works = _taken(
         Work(workload.name, workload.problem, planner.weight_grad, *mode)
         for workload, mode in product(FOUNDING, MODES)
@@ -414,7 +418,7 @@ def test_tensor_core_weight_grad() -> None:
     assert len(works) == len(FOUNDING) * len(MODES)
     biased = [replace(work, bias_grad=True) for work in works]
     works = works + biased if ALL else [*works[::2], *biased[1::2]]
-    _check_tensor_core_kernels(works, most_spilled=128)
+    _check_tensor_core_kernels(works, most_spilled=272)
 
 
 @needs_nvrtc

@@ -242,6 +242,7 @@ NAMES = {
     gemm_planes.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
     gemm_weights.SOURCE: (
         "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
+        "teams", "team_warps",
     ),
 }  # fmt: skip
 GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE, gemm_weights.SOURCE)

@@ -21,6 +21,7 @@ from emulator import (
     test_hopper_gemm_pixels,
     test_hopper_gemm_planes,
     test_hopper_halves,
+    test_hopper_phases,
     test_hopper_spread,
 )
 from emulator.test_hopper_correlate import MODES
@@ -89,6 +90,7 @@ def _assert_tensor_cores(plan: planner.Planner, problem: Problem, *kind: Any) ->
 WORKS = [
     *test_hopper_correlate.WORKS,
     *test_hopper_halves.WORKS,
+    *test_hopper_phases.WORKS,
     *test_hopper_spread.WORKS,
     *test_hopper_gemm_pixels.WORKS,
     *test_hopper_gemm_planes.WORKS,

@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import test_hopper_collect, test_hopper_gemm_weights, test_hopper_weight_grad
+from emulator import (
+    test_hopper_collect,
+    test_hopper_gemm_weights,
+    test_hopper_weight_grad,
+    test_hopper_weight_halves,
+)
 from emulator.test_hopper_weight_grad import MODES, TOLERANCES, put_odd_numbers
 from emulator.works import ODD_NUMBERS, Tensors, Work, float64, new_output, placed
 from fastconv import ops
@@ -35,6 +40,7 @@ WORKS = [
     *test_hopper_weight_grad.WORKS,
     *test_hopper_collect.WORKS,
     *test_hopper_gemm_weights.WORKS,
+    *test_hopper_weight_halves.WORKS,
 ]
 
 

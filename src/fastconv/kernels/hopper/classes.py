@@ -332,21 +332,26 @@ GEMM_PLANES = Anatomy(
 
 def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
     span = 16 * _vector(c) // 2  # elements of 128 bytes
-    last, taps = c["channels_last"], c["kernel_height"] * c["kernel_width"]
-    tap_columns = ceil_div(c["in_channels"], span) * span if last else c["in_channels"]
+    taps = c["kernel_height"] * c["kernel_width"]
+    group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
+    unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
+    tap_columns = ceil_div(group_in, unit) * unit
     rows, columns = 64 * c["row_groups"], c["column_groups"] * c["product_columns"]
-    positions = c["out_height"] * c["out_width"]
-    products = ceil_div(positions % span, span // 4) % 4
+    of_image = c["input_copied"] and not c["channels_last"]
+    products = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
         "several columns": c["column_groups"] > 1,
         "boxes": min(ceil_div(c["product_columns"], 64), 3),
         "several taps": taps > 1,
-        "several tiles": min(ceil_div(c["out_channels"], rows), 2)
+        "several tiles": min(ceil_div(group_out, rows), 2)
         * min(ceil_div(taps * tap_columns, columns), 2),
-        "whole rows": c["out_channels"] % rows == 0,
-        "whole columns": taps * tap_columns % columns == 0 and c["in_channels"] == tap_columns,
-        "last products": 0 if last else products,
+        "several groups": c["groups"] > c["joined"],
+        "joined groups": c["joined"] > 1,
+        "whole rows": group_out % rows == 0,
+        "whole columns": taps * tap_columns % columns == 0 and group_in == tap_columns,
+        "whole octets": group_in % 8 == 0,
+        "last products": products if of_image else 0,
         "neighbours": c["weight_stride_in"] == 1,
         "clusters": c["cluster"] > 1,
         "four neighbours": c["cluster"] > 1 and _has_vectors(c, taps),
@@ -355,7 +360,7 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
 
 def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
     """Whether four input channels are neighbours in the weight, at a multiple of four."""
-    far = ["in_channels", "weight_stride_out"]
+    far = ["group_in", "weight_stride_out"]
     far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
     return c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
 
@@ -363,19 +368,25 @@ def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
 GEMM_WEIGHTS = Anatomy(
     sizes=GEOMETRY
     | {
-        "in_channels", "out_channels", "out_height", "out_width", "row_groups", "column_groups",
-        "product_columns", "blocks", "stages", "flush_steps", "cluster",
+        "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
+        "flush_steps", "cluster", "team_warps",
     },
     chosen=_gemm_weights,
     parts={
-        "load": ("channels_last", "flat", "several rows", "several columns", "boxes",
-                 "several taps", "whole columns", "depth"),
-        "multiply": ("Scalar", "channels_last", "bias", "several rows", "several columns", "boxes",
-                     "last products", "depth"),
-        "store": ("Scalar", "whole", "clusters", "bias", "boxes", "several taps", "whole rows",
-                  "whole columns", "neighbours"),
-        "reduce": ("Scalar", "whole", "clusters", "bias", "reduce_parts", "several tiles",
-                   "several taps", "whole rows", "whole columns", "four neighbours"),
+        "load": ("channels_last", "grad_copied", "input_copied", "flat", "several rows",
+                 "several columns", "boxes", "several taps", "several groups", "whole columns",
+                 "depth"),
+        "gather": ("Scalar", "channels_last", "grad_copied", "input_copied", "few", "teams",
+                   "several taps", "several groups", "whole rows", "whole columns",
+                   "whole octets"),
+        "multiply": ("Scalar", "channels_last", "grad_copied", "input_copied", "bias",
+                     "several rows", "several columns", "boxes", "last products", "depth"),
+        "store": ("Scalar", "whole", "clusters", "bias", "boxes", "few", "several taps",
+                  "joined groups", "whole rows", "whole columns", "neighbours",
+                  "four neighbours"),
+        "reduce": ("Scalar", "whole", "clusters", "bias", "reduce_parts", "several tiles", "few",
+                   "several taps", "several groups", "joined groups", "whole rows",
+                   "whole columns"),
     },
 )  # fmt: skip
 

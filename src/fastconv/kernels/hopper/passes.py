@@ -28,6 +28,8 @@ from fastconv.problem import Problem
 # Of correlate's estimates, which are made to choose among its tiles, large images took 0.7 to 0.8
 # when they were measured, small ones about all.
 CORRELATE_SHARE = 0.92
+# Of layers whose phases are channels, 0.8 (ResNet-50's first) to 1.9 (AlexNet's, in TF32).
+UNFOLDING_SHARE = 1.2
 
 _WAYS = {"forward": forward_ways, "input_grad": input_grad_ways}
 
@@ -145,8 +147,9 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
 def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
     if not ways:
         raise Declined(f"input gradients of more than {MOST_PHASES} phases, but all at once")
+    share = UNFOLDING_SHARE if ways[0][0].unfolds else CORRELATE_SHARE
     return _Choice(
-        correlate.image_cycles(ways, gpu) * CORRELATE_SHARE,
+        correlate.image_cycles(ways, gpu) * share,
         partial(correlate.plan, ways, gpu),
         partial(correlate.alternatives, ways, gpu),
     )

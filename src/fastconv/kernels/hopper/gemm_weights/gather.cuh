@@ -13,14 +13,13 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kLanePositions = 4 / static_cast<int>(sizeof(Scalar));
-constexpr int kTeamWarps = C::loaders / C::teams;
-constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / kTeamWarps;
-constexpr int kWarpColumns = kTileColumns / kTeamWarps;
+constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / C::team_warps;
+constexpr int kWarpColumns = kTileColumns / C::team_warps;
 
 // Warps of a team take turns at eight rows each, and so at columns; but few columns are neighbours,
 // so that a warp looks at few rows of the kernel. Where the i-th of a warp lies after its first:
 constexpr int kFirstPitch = C::few ? kWarpColumns : 8;  // from a warp's first column to the next's
-__host__ __device__ constexpr int row_place(int i) { return i / 8 * 8 * kTeamWarps + i % 8; }
+__host__ __device__ constexpr int row_place(int i) { return i / 8 * 8 * C::team_warps + i % 8; }
 __host__ __device__ constexpr int column_place(int i) { return C::few ? i : row_place(i); }
 
 // Elements of the input from a channel to the next, and from a pixel to the next in a row.
@@ -162,7 +161,7 @@ struct Gatherer {
     hold_registers(first);  // what follows from it would need more registers than instructions
 #pragma unroll
     for (int number = 0; number < kWarpColumns / 8; ++number) {
-      const Octet octet(static_cast<int>(first[0] + number * kTeamWarps) * 8);
+      const Octet octet(static_cast<int>(first[0] + number * C::team_warps) * 8);
       const Scalar* sources[kLanePositions];
       bool read[kLanePositions];
 #pragma unroll
@@ -261,9 +260,9 @@ template <int kNumber, class Sources>
 __device__ __forceinline__ void gather_share(int number, const Shared& shared, Ring& ring,
                                              const Run& run, int& ahead,
                                              Gatherer<Sources>& gatherer) {
-  constexpr int kLast = C::few ? kColumnTiles * kTeamWarps - 1 : 0;
+  constexpr int kLast = C::few ? kColumnTiles * C::team_warps - 1 : 0;
   if (kNumber == kLast || number == kNumber) {
-    gather_run<kNumber / kTeamWarps * kTileColumns + kNumber % kTeamWarps * kFirstPitch>(
+    gather_run<kNumber / C::team_warps * kTileColumns + kNumber % C::team_warps * kFirstPitch>(
         shared, ring, run, ahead, gatherer);
   } else {
     gather_share<min_of(kNumber + 1, kLast)>(number, shared, ring, run, ahead, gatherer);
@@ -274,14 +273,14 @@ template <class Sources>
 __device__ __forceinline__ void gather_steps(const Shared& shared, const Sources& sources,
                                              const Share& share, int batch) {
   const int number = static_cast<int>(threadIdx.x) / 32 - kConsumerWarps;
-  const int warp = number % kTeamWarps;
-  int ahead = number / kTeamWarps;  // a team's first step
+  const int warp = number % C::team_warps;
+  int ahead = number / C::team_warps;  // a team's first step
   Ring ring(1);
   for (int i = 0; i < ahead; ++i) ring.advance();
   for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {
     const Tile tile(run.tile);
     Gatherer<Sources> gatherer(sources, tile, warp, batch);
-    gather_share<0>(tile.column / kTileColumns * kTeamWarps + warp, shared, ring, run, ahead,
+    gather_share<0>(tile.column / kTileColumns * C::team_warps + warp, shared, ring, run, ahead,
                     gatherer);
   });
 }

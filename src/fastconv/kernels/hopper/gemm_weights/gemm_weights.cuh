@@ -12,7 +12,7 @@ using GradOutput = Source<C::grad_copied>;
 using Input = Source<C::input_copied>;
 using Sources = SourcesOf<C::grad_copied, C::input_copied>;
 constexpr int kCopiers = C::grad_copied || C::input_copied ? 1 : 0;  // lanes
-constexpr int kGatherers = C::input_copied ? 0 : kTeamWarps;         // warps
+constexpr int kGatherers = C::input_copied ? 0 : C::team_warps;      // warps
 
 __device__ __forceinline__ void begin(const Shared& shared) {
   if (threadIdx.x == 0) {

@@ -91,12 +91,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 128 * self.consumers + 32 * self.loaders
-
-    @property
-    def loaders(self) -> int:
-        """Warps."""
-        return self.teams * self.team_warps
+        return 128 * self.consumers + 32 * self.teams * self.team_warps
 
     @property
     def rows(self) -> int:
@@ -340,9 +335,10 @@ def _grids(tile: Tile, gpu: Gpu) -> list[int]:
 
 
 def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
-    """With clusters for all tiles at once."""
+    """With clusters for all tiles at once, on processors that have as many blocks as they could."""
     found = []
     for cluster, share in CLUSTERS.items():
-        if tile.count * cluster <= share * gpu.processors * tile.blocks:
+        per_processor = tile.count * cluster / gpu.processors
+        if tile.blocks - 1 < per_processor <= share * tile.blocks:
             found.append(tile.in_clusters(cluster))
     return [one for one in found if one is not None]

@@ -67,6 +67,7 @@ NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
 SCALED_LOSS = 1.6  # of twice as many numbers, that become float16
 HALVES_CYCLES = 4e4  # of launches that find scales, and of those that repair nothing
+HALVES_LOSS = 1.05  # to be worth what it takes if there is something to repair
 STRIDED_LOSS = 2.0  # of strides above 2
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
 BOX_ROW_CYCLES = 4.0  # the same of a row of a tensor copy
@@ -140,9 +141,9 @@ def _grad_map(tile: Tile) -> TensorMap:
     height, width = problem.output_size
     plane = height * width * bytes_
     image, lane_phases = problem.out_channels * plane, tile.phases // LANES
-    sizes = (problem.batch // lane_phases, problem.out_channels, lane_phases)
-    strides = (lane_phases * image, plane, image)
-    box = (tile.stage_columns, LANES, tile.channel_groups * OUTPUTS, lane_phases)
+    sizes: tuple[int, ...] = (problem.batch // lane_phases, problem.out_channels, lane_phases)
+    strides: tuple[int, ...] = (lane_phases * image, plane, image)
+    box: tuple[int, ...] = (LANES, tile.channel_groups * OUTPUTS, lane_phases)
     if tile.lead:
         sizes = (height * width, *sizes)
     else:
@@ -152,7 +153,7 @@ def _grad_map(tile: Tile) -> TensorMap:
         tile.operands.scalar,
         sizes,
         strides,
-        box,
+        (tile.stage_columns, *box),
         swizzle=tile.stage_columns * bytes_,
         promotion=128,
     )
@@ -556,7 +557,7 @@ def choose_tile(
 ) -> Tile:
     """The tile that is estimated to take least, and no more than ``most_cycles``.
 
-    ``halves`` says whether float32 is multiplied as float16; None: where that takes less.
+    ``halves`` says whether float32 is multiplied as float16; None: where that takes clearly less.
 
     Raises:
         Declined: there is none.
@@ -572,7 +573,8 @@ def choose_tile(
         key = (products.channel_groups, products.halves)
         if key not in grad_cycles:
             grad_cycles[key] = products.least_grad_cycles
-        bounds.append((products.least_cycles(gpu, grad_cycles[key]), i, products))
+        bound = products.least_cycles(gpu, grad_cycles[key])
+        bounds.append((bound * _loss(products, halves), i, products))
     for bound, _, products in sorted(bounds):
         if bound > least:
             break
@@ -580,7 +582,7 @@ def choose_tile(
             tile = candidate.fitted(gpu.shared_bytes_per_block)
             if tile is None or tile.block_bytes > WORKSPACE_BYTES:
                 continue
-            cycles = tile.cycles(gpu)
+            cycles = tile.cycles(gpu) * _loss(tile, halves)
             if cycles < least or (cycles == least and best is None):
                 best, least = tile, cycles
     if best is None:
@@ -591,6 +593,11 @@ def choose_tile(
     if best.all_steps * max(best.weights) * best.workers(gpu) >= 2**62:
         raise Declined("more work than can be shared by 64-bit numbers")
     return best
+
+
+def _loss(tile: Tile, halves: bool | None) -> float:
+    """By how much a tile is taken to be slower than it is, where there is a choice."""
+    return HALVES_LOSS if tile.halves and halves is None else 1.0
 
 
 def _products(problem: Problem, operands: Operands, gpu: Gpu, halves: bool) -> Iterator[Tile]:
