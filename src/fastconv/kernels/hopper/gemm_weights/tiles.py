@@ -49,9 +49,10 @@ UNEVEN_LOSS = 1.67  # of those that are not
 LATENCY = 223.0  # of a load, as far as it is seen
 GATHER_CYCLES = 1.55  # of a warp's access to 128 bytes of memory or shared memory
 GATHER_LATENCY = 400.0  # of the loads of a step, as far as it is seen
-FEW_SHARE = 0.8  # of loads of few channels, most of which the L1 cache has
+FEW_SHARES = (0.42, 0.3)  # of loads of few channels that the L1 cache has not; channels-last
 PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
 OVERLAP_LOSS = 0.64
+GATHER_OVERLAP_LOSS = 0.3
 FLUSH_BYTES = 18.1  # a cycle, of a block's sums on their way out
 RUN_CYCLES = 255.0  # to begin and end one
 REDUCED_BYTES = 72.9  # a cycle and processor, that are read again
@@ -237,7 +238,7 @@ class Tile:
         positions = 4 // layer.operands.scalar_bytes  # of a lane
         pixel = layer.problem.in_channels if layer.channels_last else 1
         lines = 1 + min(4 * pixel * layer.problem.stride[1] * 32 / SPAN, 32)
-        loads = self.columns * lines * (FEW_SHARE if layer.few else 1.0)
+        loads = self.columns * lines * (FEW_SHARES[layer.channels_last] if layer.few else 1.0)
         loads += 2 * (self.gathered_rows - self.columns)
         return GATHER_CYCLES * (self.gathered_rows + positions * loads)
 
@@ -250,7 +251,8 @@ class Tile:
             waited = self._gather_cycles + GATHER_LATENCY / self.teams / min(self.blocks, blocks)
         computed = max(self._step_cycles * PRODUCT_SHARE, waited)
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
-        multiplied = limits.together(blocks * steps * computed, loaded, loss=OVERLAP_LOSS)
+        loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
+        multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
         return multiplied + self._end_cycles(blocks, steps, gpu)
 
     def _end_cycles(self, blocks: int, steps: int, gpu: Gpu) -> float:
@@ -296,7 +298,9 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
 @lru_cache(maxsize=64)
 def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
     depths = DEPTHS if layer.pixels else (layer.span_elements,)
-    teams = TEAMS if layer.gathered else ((1, 1),)
+    teams: tuple[tuple[int, int], ...] = TEAMS if layer.gathered else ((1, 1),)
+    if layer.few:  # a team's warps have different instructions, of which a cache holds so many
+        teams = tuple(team for team in TEAMS if team[1] == 4)
     found = []
     for groups, depth, blocks, team in product(GROUPS, depths, range(1, MOST_BLOCKS + 1), teams):
         for columns in _widths(layer, groups[1], team[1]):

@@ -67,6 +67,7 @@ NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
 SCALED_LOSS = 1.6  # of twice as many numbers, that become float16
 HALVES_CYCLES = 4e4  # of launches that find scales, and of those that repair nothing
+HALVES_SHARE = 1.35  # of what it was taken for, as measured: 1.1 to 1.6, of raft1x5 3.7
 HALVES_LOSS = 1.05  # to be worth what it takes if there is something to repair
 STRIDED_LOSS = 2.0  # of strides above 2
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
@@ -489,8 +490,9 @@ class Tile:
         rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
         again = (1 + rows * self.strips / self.steps) * rows_again / 2
         whole, last = self.weights
+        share = HALVES_SHARE if self.halves else 1.0
         return self.launch_cycles + waves * (
-            BLOCK_CYCLES + 16 * (rows * ((self.strips - 1) * whole + last) + again * whole)
+            BLOCK_CYCLES + 16 * share * (rows * ((self.strips - 1) * whole + last) + again * whole)
         )
 
     @property
@@ -510,7 +512,8 @@ class Tile:
             grad_cycles,
         )
         begun = self.launch_cycles + max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
-        return begun + self.count * rows * row / gpu.processors
+        share = HALVES_SHARE if self.halves else 1.0
+        return begun + share * self.count * rows * row / gpu.processors
 
     @property
     def least_grad_cycles(self) -> float:
