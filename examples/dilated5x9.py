@@ -3962,13 +3962,22 @@ __device__ __forceinline__ void hold_registers(unsigned (&operands)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(operands[i])::"memory");
 }
 
+// Keeps the compiler from taking an address apart, so that what is added to it later is part of the
+// loads, and not kept in registers of its own.
+template <class T>
+__device__ __forceinline__ void hold_address(const T*& address) {
+  asm volatile("" : "+l"(address));
+}
+
 // A matrix in shared memory for the tensor cores, without swizzle: cores of 8 rows by 16 bytes,
 // each 128 bytes in one piece. `leading` bytes lie between cores that neighbour along the sum,
 // `stride` bytes between those that neighbour across it. To move the start, add bytes / 16.
 using Matrix = unsigned long long;
 
 __device__ __forceinline__ Matrix matrix(const void* start, int leading, int stride) {
-  return static_cast<Matrix>(shared_address(start) >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
+  // In a cluster, an address has the block's rank in its highest bits, where other fields are.
+  const unsigned address = shared_address(start) & 0x3ffffu;
+  return static_cast<Matrix>(address >> 4) | static_cast<Matrix>(leading >> 4) << 16 |
          static_cast<Matrix>(stride >> 4) << 32;
 }
 
@@ -3979,6 +3988,42 @@ __device__ __forceinline__ Matrix matrix(const void* start, int leading, int str
 // between pieces that neighbour along the sum, `leading` bytes between those across it.
 __device__ __forceinline__ Matrix swizzled_matrix(const void* start, int leading, int stride) {
   return matrix(start, leading, stride) | 1ull << 62;
+}
+
+// --- Clusters: blocks that run at the same time and read each other's shared memory --------------
+// Of a kernel with __cluster_dims__; the others' blocks are clusters by themselves.
+
+// Which of the cluster's blocks this is.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of the cluster's blocks, but for those that have exited. Who waits sees
+// what all of them wrote before. One is due before the first access of another block's shared
+// memory, which may not have begun, and one after the last, before that block ends.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// Four floats of another block of the cluster: what its shared memory has where `shared` lies in
+// this one's.
+__device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
+  float4 value;
+  asm volatile(
+      "{\n"
+      ".reg .u32 address;\n"
+      "mapa.shared::cluster.u32 address, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [address];\n"
+      "}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(shared_address(shared)), "r"(rank)
+      : "memory");
+  return value;
 }
 
 // --- Launches that follow each other -------------------------------------------------------------
@@ -5055,17 +5100,19 @@ namespace fastconv {
 // --- Loads, stores and conversions ---------------------------------------------------------------
 
 // The 2, 4, 8 or 16 bytes at `global` that nobody writes while the kernel runs, or zeros if not
-// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them.
-__device__ __forceinline__ unsigned short load_or_zero(const unsigned short* global, bool valid) {
-  unsigned short value;
+// `valid` (then nothing is read). Issued where it is called: the compiler moves none of them. (Two
+// bytes have a register of their own: two halves of one would be put together as soon as the second
+// is there, and the thread would wait for it.)
+__device__ __forceinline__ unsigned load_or_zero(const unsigned short* global, bool valid) {
+  unsigned value;
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %2, 0;\n"
-      "mov.b16 %0, 0;\n"
-      "@p ld.global.nc.b16 %0, [%1];\n"
+      "mov.b32 %0, 0;\n"
+      "@p ld.global.nc.u16 %0, [%1];\n"
       "}"
-      : "=h"(value)
+      : "=r"(value)
       : "l"(global), "r"(static_cast<int>(valid)));
   return value;
 }
@@ -7335,7 +7382,7 @@ constexpr int kGradients = C::groups * C::group_out;
 struct Tables {
   float4* scratch;
 
-  // What a channel's numbers are multiplied by; 0 if no power will do.
+  // What a channel's numbers are multiplied by; kNoPower if no power will do.
   __device__ __forceinline__ float* powers() const { return reinterpret_cast<float*>(scratch); }
   // How many groups of its numbers have some that float16 has not all bits of.
   __device__ __forceinline__ unsigned* lossy() const {
@@ -7364,12 +7411,21 @@ __device__ __forceinline__ Half scaled(Half element, float) {
 // --- Numbers that float16 has not all bits of ----------------------------------------------------
 
 // A number's magnitude, for comparisons: zeros, which lose nothing, are larger than all others.
+__host__ __device__ constexpr unsigned magnitude_key_of(unsigned bits) { return bits * 2u - 1u; }
 __device__ __forceinline__ unsigned magnitude_key(float number) {
-  return __float_as_uint(number) * 2u - 1u;
+  return magnitude_key_of(__float_as_uint(number));
 }
-// That of the least number of a channel that has all bits; with the power 0, no number does.
+// What a channel is multiplied by of which no sample tells how large it is. It becomes infinite,
+// but for the smallest numbers; and all that are not zero count as lost, as least_key has it.
+constexpr unsigned kNoPowerBits = (127u + 113u) << 23;
+
+// The key of the least number that has all bits, 2^-14 divided by the power: a single instruction.
+// (Of a comparison of the power with zero and a product of floats, ptxas 13.0 made ~0u for all
+// powers where registers were short.)
 __device__ __forceinline__ unsigned least_key(float power) {
-  return power == 0.0f ? ~0u : magnitude_key(kLeastHalf * inverse(power));
+  constexpr unsigned kOne = 127u << 23, kLeast = (127u - 14u) << 23;
+  static_assert(magnitude_key_of(kLeast + kOne - kNoPowerBits) == ~0u, "no number has all bits");
+  return magnitude_key_of(kLeast + kOne) - 2u * __float_as_uint(power);
 }
 
 // Of how many numbers the least is compared with it: of the input, all that a lane loads at once.
@@ -7397,7 +7453,8 @@ __device__ __forceinline__ float power_of(const Scalar* channel, long long image
     largest = larger(largest, fabsf(widen(load_element(source, lane < kPixels))));
   }
   largest = block_largest(largest);
-  return largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
+  const float power = largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
+  return power == 0.0f ? __uint_as_float(kNoPowerBits) : power;
 }
 
 // Finds the powers of all channels, and clears the other tables.
@@ -7440,9 +7497,11 @@ struct ScaledChannel {
       : power(tables.powers()[channel]),
         lossy(static_cast<float>(tables.lossy()[channel]) * group) {}
   // Whether all of its numbers are zero.
-  __device__ __forceinline__ bool zero() const { return power == 0.0f && lossy == 0.0f; }
-  // What scales sums back; those of a channel without a power are zero.
-  __device__ __forceinline__ float back() const { return power == 0.0f ? 0.0f : inverse(power); }
+  __device__ __forceinline__ bool zero() const {
+    return __float_as_uint(power) == kNoPowerBits && lossy == 0.0f;
+  }
+  // What scales sums back.
+  __device__ __forceinline__ float back() const { return inverse(power); }
 };
 
 // Whether a weight's sum is as good as TF32's; `size` is the sum of the magnitudes of its parts.
@@ -7544,16 +7603,19 @@ __device__ __forceinline__ float sum_of_four_lanes(float value) {
   return value;
 }
 
+__device__ __forceinline__ void add(float4& total, const float4& value) {
+  total.x += value.x;
+  total.y += value.y;
+  total.z += value.z;
+  total.w += value.w;
+}
+
 // Adds up a slot of all workers, in order; `distance` slots lie between one's and the next's.
 __device__ __forceinline__ float4 total_of(const float4* first, long long distance, int workers) {
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
   for (int worker = 0; worker < workers; ++worker) {
-    const float4 partial = first[worker * distance];
-    total.x += partial.x;
-    total.y += partial.y;
-    total.z += partial.z;
-    total.w += partial.w;
+    add(total, first[worker * distance]);
   }
   return total;
 }
@@ -7588,7 +7650,7 @@ __device__ __forceinline__ float load_element(const float* source, bool valid) {
 }
 template <class Half>
 __device__ __forceinline__ Half load_element(const Half* source, bool valid) {
-  return {load_or_zero(&source->bits, valid)};
+  return {static_cast<unsigned short>(load_or_zero(&source->bits, valid))};
 }
 
 // --- The products: what a block computes ---------------------------------------------------------

@@ -85,6 +85,7 @@ FEW = Case("few steps", (1, 8, 6, 4), (8, 8, 1, 1))
 ODD_PLANES = Case("odd planes", (3, 75, 7, 7), (133, 75, 1, 1))
 STRIDED_PLANES = Case("strided planes", (3, 24, 9, 10), (40, 24, 1, 1), (2, 3))
 PADDED = Case("padded", (2, 33, 9, 11), (70, 33, 3, 3), padding=(1, 2, 0, 1), dilation=(2, 1))
+RAGGED = Case("ragged octets", (2, 11, 4, 44), (24, 11, 2, 35), padding=(0, 1, 2, 1))
 FIRST = Case("first layer", (2, 3, 23, 21), (40, 3, 7, 5), (2, 3), (3, 2, 1, 4))
 ONE_CHANNEL = Case("one channel", (2, 1, 30, 24), (16, 1, 11, 7), (1, 2), (5, 5, 3, 3), (2, 1))
 WIDE_GROUPS = Case("wide groups", (2, 144, 7, 6), (160, 72, 2, 3), groups=2)
@@ -127,12 +128,14 @@ WORKS = [
     _work(SHORT, "bfloat16", False, True),
     _work(FEW, "tf32", False, False),
     _work(ODD_PLANES, "tf32", False, True),
-    _work(ODD_PLANES, "bfloat16", False, True, with_tile(2, 1, 64, 64, grid=7)),
+    _work(ODD_PLANES, "bfloat16", False, True, with_tile(1, 1, 64, 64, grid=7)),
     _work(STRIDED_PLANES, "tf32", False, False),
     _work(STRIDED_PLANES, "float16", False, True),
     _work(PADDED, "tf32", False, True),
     _work(PADDED, "tf32", False, False, with_tile(2, 1, 192, 32, grid=3, teams=(2, 4))),
-    _work(PADDED, "tf32", False, False, with_tile(1, 2, 64, 32, grid=5, products=4, teams=(1, 8))),
+    _work(TAPS, "tf32", False, False, with_tile(1, 2, 64, 32, grid=5, products=4, teams=(1, 8))),
+    _work(RAGGED, "tf32", False, False),
+    _work(RAGGED, "bfloat16", False, True),
     _work(PADDED, "bfloat16", False, True),
     _work(STRIDED, "tf32", False, True),
     _work(STRIDED, "tf32", False, False, with_tile(1, 1, 256, 32, grid=2)),
