@@ -54,7 +54,7 @@ def _ways(direction: str, problem: Problem, operands: Operands) -> list[list[Lay
     layer = Layer.of(problem, operands)
     if direction == "forward":
         return forward_ways(layer)
-    return input_grad_ways(layer, problem, pairs=False)
+    return input_grad_ways(layer, problem, most_together=1)
 
 
 def planner_of(direction: str, choice: Choice | None = None, halves: bool = False) -> Planner:
