@@ -134,6 +134,7 @@ struct Gatherer {
       *reinterpret_cast<unsigned*>(target) = bits[index][0] | bits[index][1] << 16;
     }
   }
+
   template <bool kStores>
   __device__ __forceinline__ void move_rows(unsigned char* target) {
     const int first = tile.row + warp * 8;

@@ -109,6 +109,11 @@ class Layer:
         return ceil_div(batch * self.positions, depth)
 
     @property
+    def lane_positions(self) -> int:
+        """Of a step, that a lane gathers: four bytes of each channel."""
+        return 4 // self.operands.scalar_bytes
+
+    @property
     def product_depth(self) -> int:
         """Positions of a product."""
         return 32 // self.operands.scalar_bytes
