@@ -4285,9 +4285,9 @@ constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
 
 constexpr int kWeightExponent = 14;  // that the largest weight is scaled to
 
-// What a vector's largest number has to reach, once scaled. The low parts of weights, and weights
-// 2^-11 times as large, have no scale of their own.
-constexpr float kLeastInput = kLeastHalf;
+// What a vector's largest number has to reach, once scaled: from there on, float16 has all bits. The
+// low parts of weights, and weights 2^-11 times as large, have no scale of their own.
+constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
 // The root mean square, of a channel or of a filter, beside which it does not matter what smaller
@@ -4592,7 +4592,6 @@ namespace tensor {
 // The exponent that the largest number of a sample is scaled to: others may be 2^4 times as large.
 constexpr int kSampleExponent = 11;
 constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
-constexpr float kLeastHalf = 1.0f / (1 << 14);  // from here on, float16 has all bits
 
 // Of numbers in two parts, the low one is this many times as large as it counts for, so that it
 // fits where the high one does.

@@ -9,7 +9,6 @@ namespace tensor {
 // The exponent that the largest number of a sample is scaled to: others may be 2^4 times as large.
 constexpr int kSampleExponent = 11;
 constexpr int kMostExponent = 50;  // of what is scaled: products of two scales are normal numbers
-constexpr float kLeastHalf = 1.0f / (1 << 14);  // from here on, float16 has all bits
 
 // Of numbers in two parts, the low one is this many times as large as it counts for, so that it
 // fits where the high one does.
