@@ -232,7 +232,7 @@ def test_founding_workloads_do_not_spill() -> None:
     assert [name for name, kernel in compiled.items() if kernel.spill_bytes] == []
 
 
-SLOWEST_COMPILE = 5.0  # seconds
+SLOWEST_COMPILE = 15.0  # seconds of a CPU that others may slow down to a third
 
 
 def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None:
