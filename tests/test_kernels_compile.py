@@ -202,7 +202,7 @@ needs_nvrtc = pytest.mark.skipif(
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_70"])
 def test_covering_set(arch: str) -> None:
     turn = list(GPUS).index(arch)  # each architecture leaves out some others, to take less time
-    works = [work for number, work in enumerate(COVERING) if (number + turn) % 10 < 7]
+    works = [work for number, work in enumerate(COVERING) if (number + turn) % 10 < 4]
     _check(_compile(works, GPUS[arch], jit.compile_kernel))
 
 
@@ -232,17 +232,17 @@ def test_founding_workloads_do_not_spill() -> None:
     assert [name for name, kernel in compiled.items() if kernel.spill_bytes] == []
 
 
-SLOWEST_COMPILE = 15.0  # seconds of a CPU that others may slow down to a third
+SLOWEST_COMPILE = 8.0  # seconds of a thread
 
 
 def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None:
     """They lose most of their speed if sums are spilled, or products wait for one another."""
-    seconds = {}
+    slow = []
 
     def compiler(kernel: Kernel, arch: str) -> jit.Compiled:
-        start = time.thread_time()
-        compiled = jit.compile_kernel(kernel, arch)
-        seconds[compile.describe(kernel)] = time.thread_time() - start
+        compiled, seconds = _timed(kernel, arch)
+        if seconds > SLOWEST_COMPILE:
+            slow.append((kernel, arch))
         return compiled
 
     compiled = _compile(works, HOPPER, compiler)
@@ -253,7 +253,9 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
         if (fault := _spilled(kernel, most_spilled) or _serialised(kernel.log))
     }
     assert faults == {}
-    assert {kernel: s for kernel, s in seconds.items() if s > SLOWEST_COMPILE} == {}
+    # A busy machine may take long for anything, but not again and again.
+    again = {compile.describe(one[0]): min(_timed(*one)[1] for _ in range(3)) for one in slow}
+    assert {kernel: s for kernel, s in again.items() if s > SLOWEST_COMPILE} == {}
     for work in works:
         for index, launch in enumerate(work.planned(HOPPER).launches):
             of: dict[str, Any] = dict(launch.kernel.constants)
@@ -263,6 +265,11 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
                 registers = compiled[_name(work, index, launch.kernel)].registers
                 assert registers is not None, str(work)
                 assert wanted <= launch.block * registers, str(work)
+
+
+def _timed(kernel: Kernel, arch: str) -> tuple[jit.Compiled, float]:
+    start = time.thread_time()
+    return jit.compile_kernel(kernel, arch), time.thread_time() - start
 
 
 def _spilled(kernel: jit.Compiled, most: int) -> int:
@@ -280,13 +287,14 @@ def _serialised(log: str) -> str | None:
 @needs_nvrtc
 @pytest.mark.parametrize("suite", DENSE)
 def test_tensor_core_forward(suite: str) -> None:
-    """The founding workloads in all modes, the others in one, half of them the most demanding."""
+    """The founding workloads in all modes; of the others every second one in one mode, half of
+    them the most demanding."""
     all_modes = ALL or suite == "founding"
     others = [mode for mode in MODES if mode != MOST_REGISTERS]
     turns = cycle(chain.from_iterable((MOST_REGISTERS, other) for other in others))
     works = _taken(
         Work(workload.name, workload.problem, planner.forward, *mode)
-        for workload, one in zip(SUITES[suite], turns, strict=False)
+        for workload, one in zip(SUITES[suite][:: 1 if all_modes else 2], turns, strict=False)
         for mode in (MODES if all_modes else [one])
     )
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
@@ -297,13 +305,14 @@ def test_tensor_core_forward(suite: str) -> None:
 
 @needs_nvrtc
 def test_tensor_core_input_grad() -> None:
-    """The founding workloads in all modes, every other one of the others in one."""
-    others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 2]
-    kinds = [*product(FOUNDING, MODES), *zip(others, cycle(MODES), strict=False)]
+    """The founding workloads in half of the modes each, one in four of the others in one."""
+    others = [workload for name in DENSE[1:] for workload in SUITES[name]][:: 1 if ALL else 4]
+    founding = [*product(FOUNDING, MODES)]
+    kinds = [*(founding if ALL else founding[::2]), *zip(others, cycle(MODES), strict=False)]
     works = _taken(
         Work(workload.name, workload.problem, planner.input_grad, *mode) for workload, mode in kinds
     )
-    assert len(works) > len(FOUNDING) * len(MODES)
+    assert len(works) > len(founding) // 2
     # asym5x9's in ieee keeps 32 bytes of what its loaders look at once for a few pixels, and the
     # one that spreads keyword20x8's 56.
     _check_tensor_core_kernels(works, most_spilled=56)
@@ -317,7 +326,7 @@ AMPERE_WORKS = [
     for workload in (workload for suite in DENSE for workload in SUITES[suite])
     for plan, mode in product((ampere.forward, ampere.input_grad, ampere.weight_grad), MODES)
 ]
-FEW = 4
+FEW = 2
 
 
 def _plans(work: Work, gpu: Gpu) -> bool:
@@ -363,8 +372,8 @@ STRIDED = {
 def test_tensor_core_strided_input_grad(name: str) -> None:
     works = [Work(name, STRIDED[name], planner.input_grad, *mode) for mode in MODES]
     assert _taken(works) == works
-    turn = list(STRIDED).index(name) % 2
-    _check_tensor_core_kernels(works if ALL else works[turn::2])
+    turn = list(STRIDED).index(name) % 3
+    _check_tensor_core_kernels(works if ALL else works[turn::3])
 
 
 # Layers of ResNet-50, whose matrix products have kernels of their own: for channels-last images in

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import gcd, prod
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from effort import calls
 from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Gpu, Launch, Operands, Plan
@@ -248,21 +249,18 @@ def test_weight_gradients() -> None:
 def test_planning_takes_no_time(
     mode: str, kernel: int, outputs: int, size: tuple[int, int], channels_last: bool
 ) -> None:
-    """The first call of a shape waits for it."""
+    """The first call of a shape waits for it: a quarter of a second at most."""
     pad = kernel // 2
     problem = _problem((4, 64, *size), (outputs, 64, kernel, kernel), padding=(pad,) * 4)
     operands = _operands(problem, mode, channels_last)
-    start = time.thread_time()
-    planner.forward(problem, operands, H200)
-    assert time.thread_time() - start < 0.5
+    assert calls(lambda: planner.forward(problem, operands, H200)) < 500_000
 
 
 def test_planning_many_taps_takes_no_time() -> None:
     """There are 4000 ways to cut this weight's gradient into products."""
     problem = _problem((4, 11, 405, 822), (84, 11, 23, 150))
-    start = time.thread_time()
-    planner.weight_grad(problem, _operands(problem, "bfloat16"), H200)
-    assert time.thread_time() - start < 1.5
+    operands = _operands(problem, "bfloat16")
+    assert calls(lambda: planner.weight_grad(problem, operands, H200)) < 500_000
 
 
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "ampere"), (T4, "direct")])
@@ -308,18 +306,19 @@ def _order(plan: Plan) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("plan", PASSES)
-@pytest.mark.parametrize("mode", ["tf32", "ieee", "bfloat16"])
-def test_sums_do_not_depend_on_the_batch(mode: str, plan: Planner) -> None:
+@pytest.mark.parametrize(("third", "mode"), enumerate(["tf32", "ieee", "bfloat16"]))
+def test_sums_do_not_depend_on_the_batch(third: int, mode: str, plan: Planner) -> None:
+    """Nor on the number of processors. Each mode has a third of the layers."""
     taken = 0
-    for workload, channels_last in product(WORKLOADS, (False, True)):
+    for workload, channels_last in product(WORKLOADS[third::3], (False, True)):
         operands = _operands(workload.problem, mode, channels_last)
         orders = set()
-        for batch, gpu in product((1, 5, 300), (H200, replace(H200, processors=78))):
+        for batch, gpu in ((1, H200), (5, replace(H200, processors=78)), (300, H200)):
             planned = plan(workload.with_batch(batch).problem, operands, gpu)
             orders.add(_order(planned))
         assert len(orders) == 1, workload.name
         taken += planned.family == "hopper"
-    assert taken > 20
+    assert taken > 7
 
 
 # --- What kernels and GPUs allow ------------------------------------------------------------------
@@ -882,10 +881,16 @@ def test_so_many_phases_are_folded_or_nothing() -> None:
 @pytest.mark.parametrize("mode", TENSOR_CORE_MODES)
 def test_plans_of_the_suites_are_legal(mode: str, channels_last: bool, plan: Planner) -> None:
     for workload in WORKLOADS:
-        problem = workload.problem
-        planned = plan(problem, _operands(problem, mode, channels_last), H200)
+        planned = _planned(plan, workload, mode, channels_last)
         if planned.family == "hopper":
             _assert_legal(planned, H200)
+
+
+@cache
+def _planned(plan: Planner, workload: Workload, mode: str, channels_last: bool) -> Plan:
+    """On an H200, once for all tests."""
+    operands = _operands(workload.problem, mode, channels_last)
+    return plan(workload.problem, operands, H200)
 
 
 DOWNSAMPLING = {
@@ -914,9 +919,7 @@ def test_measured_choices_are_found() -> None:
     table = tuned.read(tuned.SHIPPED)
     taken = {}
     for workload, mode, last in product((*FOUNDING, *REAL, *ODD), TENSOR_CORE_MODES, (False, True)):
-        plan = planner.forward(
-            workload.problem, _operands(workload.problem, mode, channels_last=last), H200
-        )
+        plan = _planned(planner.forward, workload, mode, last)
         taken[plan.key] = plan.choice
     assert table, "there is a table"
     assert {key: taken.get(key) for key in table} == table
