@@ -18,7 +18,6 @@ from fastconv.jit import cache
 
 _TITLE = "fastconv kernels, format {}\n"
 _FORMAT = 1
-_MOST_TITLE_BYTES = 100
 
 
 class ArchiveError(ValueError):
@@ -76,8 +75,7 @@ def _title() -> bytes:
 def _check_title(contents: bytes) -> None:
     if contents.startswith(_title()):
         return
-    first, _, _ = contents[:_MOST_TITLE_BYTES].partition(b"\n")
-    if found := re.fullmatch(_TITLE.strip().format("([0-9]+)").encode(), first):
+    if found := re.match(_TITLE.format("([0-9]{1,9})").encode(), contents):
         raise ArchiveError(
             f"it has format {found[1].decode()}, of another version of fastconv; this one reads "
             f"format {_FORMAT}"
