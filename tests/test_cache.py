@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -25,7 +26,7 @@ from fastconv.jit import archive, cache, compile, trust
 from test_jit import scale
 
 DAY_S = 24 * 3600.0
-ABOUT = {"kernel": "scale", "architecture": "sm_80"}
+ABOUT = {"source": "scale.cuh", "architecture": "sm_80"}
 
 # Programs of tests run without the packages' own modules, which import torch.
 WITHOUT_TORCH = """
@@ -218,6 +219,18 @@ class TestEviction:
                 _store(number)
         assert len(_kept()) == 5
 
+    def test_what_another_process_removed_meanwhile(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It counts as removed: the rest goes as if there were no other process."""
+        for number in range(3):
+            _store(number, age_s=(1 + number) * DAY_S)
+        seen = [*cache.entries(), cache.Entry(folder / f"{_key(9)}.cubin", 1000, 0.0)]
+        monkeypatch.setattr(cache, "entries", lambda: [*seen])
+        monkeypatch.setenv(cache.VARIABLE, "2500")
+        cache._sweep()
+        assert _names(folder) == [f"{_key(number)}.cubin" for number in range(2)]
+
     def test_an_entry_beyond_the_limit_is_no_trouble(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -278,9 +291,9 @@ class TestList:
         first, empty, *table = capsys.readouterr().out.splitlines()
         assert first.startswith(f"{folder}: 3 kernels, ")
         assert empty == ""
-        assert table[0].split() == ["kernel", "architecture", "size", "last", "used"]
+        assert table[0].split() == ["source", "architecture", "size", "last", "used"]
         assert [row.split()[:2] for row in table[1:]] == [
-            ["scale", "sm_90a"], ["scale", "sm_80"], ["unknown", "unknown"]
+            ["scale.cuh", "sm_90a"], ["scale.cuh", "sm_80"], ["unknown", "unknown"]
         ]  # fmt: skip
         assert "  68.5 KiB  " in table[2]
         assert "27 bytes  1971-01-0" in table[3]
@@ -299,14 +312,14 @@ class TestList:
     def test_words_that_would_command_a_terminal(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        cache.store("cubin", _key(1), b"", {**ABOUT, "kernel": "\x1b[2J"})
+        cache.store("cubin", _key(1), b"", {**ABOUT, "source": "\x1b[2J"})
         folder.chmod(0o777)
         assert _run("list") == 0
         shown = capsys.readouterr().out
         assert "not used, as others could plant code" in shown
         assert r"'\x1b[2J'  sm_80" in shown
 
-    @pytest.mark.parametrize("described", [b"no JSON", b"[]", b'{"kernel": 1}', b"[" * 100_000])
+    @pytest.mark.parametrize("described", [b"no JSON", b"[]", b'{"source": 1}', b"[" * 100_000])
     def test_descriptions_that_cannot_be_read(self, folder: Path, described: bytes) -> None:
         path = _store(1)
         rest = len(described).to_bytes(4, "little") + described
@@ -466,6 +479,14 @@ class TestArchive:
         with pytest.raises(archive.ArchiveError, match="does not hold what it should"):
             archive.decode(_file(rest))
 
+    def test_an_entry_that_comes_twice(self) -> None:
+        name = f"{_key(1)}.cubin"
+        entry = cache.pack(name, b"payload", ABOUT)
+        one = archive._line({"name": name, "bytes": len(entry)}) + entry
+        assert archive.decode(_file(archive._line(MADE_BY) + one)).packed == {name: entry}
+        with pytest.raises(archive.ArchiveError, match="no entry is"):
+            archive.decode(_file(archive._line(MADE_BY) + 2 * one))
+
     def test_entries_of_another_name(self) -> None:
         """Each has a checksum of its own, beside that of the whole."""
         names = [f"{_key(number)}.cubin" for number in range(2)]
@@ -513,8 +534,15 @@ class TestMoving:
     def test_the_same_kernels_give_the_same_bytes(
         self, exported: Path, folder: Path, tmp_path: Path
     ) -> None:
-        _build(range(2, -1, -1), "sm_90a")
-        _build(range(1, -1, -1), "sm_80")
+        """Whenever, in whichever order, and for whichever of a program's kernels they were made."""
+        for factor, arch in (
+            (2, "sm_90a"),
+            (1, "sm_90a"),
+            (0, "sm_90a"),
+            (1, "sm_80"),
+            (0, "sm_80"),
+        ):
+            jit.build(dataclasses.replace(scale(factor), entry=f"other{factor}"), arch)
         for entry in cache.entries():
             os.utime(entry.path, (0, 0))
         assert _run("export", tmp_path / "again") == 0
@@ -616,8 +644,15 @@ class TestMoving:
             {"architecture": "\x1b[2J"},
         ],
     )
-    def test_kernels_that_never_were_ours(self, change: dict[str, str], tmp_path: Path) -> None:
+    def test_kernels_that_never_were_ours(
+        self, change: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Nothing is read that a file from elsewhere names."""
+
+        def unreachable(name: str) -> None:
+            raise AssertionError(f"{name} would be read")
+
+        monkeypatch.setattr(compile, "_contents", unreachable)
         about = {**ABOUT, "text": "", **change}
         key = cache.key(about["text"], {}, compile._options(about["architecture"]), (13, 0))
         assert not compile.is_current(f"{key}.cubin", about)

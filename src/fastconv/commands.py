@@ -255,12 +255,12 @@ def list_cache(arguments: Namespace) -> int:
     print("\n".join(information.kept_lines(kept)))
     rows = [_cells(*one) for one in described]
     if rows:
-        rows.insert(0, ("kernel", "architecture", "size", "last used"))
+        rows.insert(0, ("source", "architecture", "size", "last used"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         print()
         for row in rows:
-            kernel, architecture, size, used = row
-            print(f"{kernel:{widths[0]}}  {architecture:{widths[1]}}  {size:>{widths[2]}}  {used}")
+            source, architecture, size, used = row
+            print(f"{source:{widths[0]}}  {architecture:{widths[1]}}  {size:>{widths[2]}}  {used}")
     return 0
 
 
@@ -335,7 +335,7 @@ def _entry(entry: cache.Entry, about: Mapping[str, str]) -> dict[str, Any]:
     return {
         "key": entry.path.stem,
         "kind": entry.path.suffix[1:],
-        "kernel": about.get("kernel"),
+        "source": about.get("source"),
         "architecture": about.get("architecture"),
         "bytes": entry.bytes,
         "used": datetime.fromtimestamp(entry.used, timezone.utc).isoformat(timespec="seconds"),
@@ -344,9 +344,9 @@ def _entry(entry: cache.Entry, about: Mapping[str, str]) -> dict[str, Any]:
 
 def _cells(entry: cache.Entry, about: Mapping[str, str]) -> tuple[str, str, str, str]:
     """An entry as a row of a table."""
-    kernel, architecture = (_shown(about.get(k, "unknown")) for k in ("kernel", "architecture"))
+    source, architecture = (_shown(about.get(k, "unknown")) for k in ("source", "architecture"))
     used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-    return kernel, architecture, cache.in_units(entry.bytes), used
+    return source, architecture, cache.in_units(entry.bytes), used
 
 
 def _shown(text: str) -> str:

@@ -74,7 +74,8 @@ def build(kernel: Kernel, arch: str) -> bytes:
     cubin = cache.load(_KIND, key)
     if cubin is None:
         cubin = compile_kernel(kernel, arch).cubin
-        about = {"kernel": kernel.entry, "architecture": arch, "text": text}
+        # Not by its name: a program may have several kernels, and any of them is asked for first.
+        about = {"source": kernel.source, "architecture": arch, "text": text}
         cache.store(_KIND, key, cubin, about)
     return cubin
 
