@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import signal
@@ -67,8 +68,8 @@ def scale(factor: int = 3, body: str = BODY) -> Kernel:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, in which nothing has gone wrong yet."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_warned", False)
-    monkeypatch.setattr(cache, "_cleaned", False)
+    monkeypatch.setattr(cache, "_told", set())
+    monkeypatch.setattr(cache, "_stores", itertools.count())
     compile._contents.cache_clear()
     yield tmp_path / "cache"
     compile._contents.cache_clear()
@@ -172,7 +173,7 @@ from fastconv import jit
 from fastconv.jit import cache, compile
 from test_jit import scale
 
-cache.load, cache.store = lambda key: None, lambda key, payload: None
+cache.load, cache.store = lambda *_: None, lambda *_: None
 function = 'extern "C" __global__ void f{}(float* x) {{ *x = powf(*x, x[{}]); }}'
 kernel = scale(body="\\n".join(function.format(i, i) for i in range(200)))
 
@@ -304,13 +305,13 @@ class TestKey:
 
 
 class TestCache:
-    KEY, PAYLOAD = "k" * 64, b"machine code" * 100
+    KEY, PAYLOAD = "c0" * 32, b"machine code" * 100
 
     def test_round_trip(self, folder: Path) -> None:
-        assert cache.load(self.KEY) is None
+        assert cache.load("cubin", self.KEY) is None
         assert cache.size() == (0, 0)
-        cache.store(self.KEY, self.PAYLOAD)
-        assert cache.load(self.KEY) == self.PAYLOAD
+        cache.store("cubin", self.KEY, self.PAYLOAD, {})
+        assert cache.load("cubin", self.KEY) == self.PAYLOAD
         (entry,) = folder.iterdir()
         assert cache.size() == (entry.stat().st_size, 1)
 
@@ -327,19 +328,19 @@ class TestCache:
         ids=["empty", "in the header", "truncated", "extended", "one bit", "wrong magic"],
     )
     def test_damaged_entry_is_removed_and_replaced(self, folder: Path, damage: Any) -> None:
-        cache.store(self.KEY, self.PAYLOAD)
+        cache.store("cubin", self.KEY, self.PAYLOAD, {})
         (entry,) = folder.iterdir()
         entry.write_bytes(damage(entry.read_bytes()))
-        assert cache.load(self.KEY) is None
+        assert cache.load("cubin", self.KEY) is None
         assert not entry.exists()
-        cache.store(self.KEY, self.PAYLOAD)
-        assert cache.load(self.KEY) == self.PAYLOAD
+        cache.store("cubin", self.KEY, self.PAYLOAD, {})
+        assert cache.load("cubin", self.KEY) == self.PAYLOAD
 
     def test_entry_under_another_key_is_damaged(self, folder: Path) -> None:
-        cache.store(self.KEY, self.PAYLOAD)
+        cache.store("cubin", self.KEY, self.PAYLOAD, {})
         (entry,) = folder.iterdir()
-        entry.rename(folder / f"{'o' * 64}.cubin")
-        assert cache.load("o" * 64) is None
+        entry.rename(folder / f"{'0' * 64}.cubin")
+        assert cache.load("cubin", "0" * 64) is None
 
     def test_folder_that_cannot_be_made_warns_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -347,11 +348,11 @@ class TestCache:
         (tmp_path / "file").touch()
         monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "file/cache"))
         with pytest.warns(UserWarning, match="FASTCONV_CACHE_DIR"):
-            cache.store(self.KEY, self.PAYLOAD)
+            cache.store("cubin", self.KEY, self.PAYLOAD, {})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            cache.store(self.KEY, self.PAYLOAD)
-        assert cache.load(self.KEY) is None
+            cache.store("cubin", self.KEY, self.PAYLOAD, {})
+        assert cache.load("cubin", self.KEY) is None
         assert cache.size() == (0, 0)
 
     def test_full_disk_warns_and_leaves_nothing(
@@ -362,17 +363,17 @@ class TestCache:
 
         monkeypatch.setattr(os, "replace", full)
         with pytest.warns(UserWarning, match="No space left"):
-            cache.store(self.KEY, self.PAYLOAD)
+            cache.store("cubin", self.KEY, self.PAYLOAD, {})
         assert list(folder.iterdir()) == []
 
     def test_failure_after_another_process_stored_it_is_silent(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        cache.store(self.KEY, self.PAYLOAD)
+        cache.store("cubin", self.KEY, self.PAYLOAD, {})
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError()))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            cache.store(self.KEY, self.PAYLOAD)
+            cache.store("cubin", self.KEY, self.PAYLOAD, {})
 
     def test_what_killed_processes_left_is_removed_in_time(self, folder: Path) -> None:
         """Their half-written entries, and nothing else: the folder may be used for other files."""
@@ -384,10 +385,10 @@ class TestCache:
             path.touch()
         for path in (old, *others):
             os.utime(path, (0, 0))
-        cache.store(self.KEY, self.PAYLOAD)
+        cache.store("cubin", self.KEY, self.PAYLOAD, {})
         assert not old.exists()
         assert all(path.exists() for path in (new, *others))
-        assert cache.load(self.KEY) == self.PAYLOAD
+        assert cache.load("cubin", self.KEY) == self.PAYLOAD
 
     @pytest.mark.skipif(sys.platform != "linux", reason="Linux's folders")
     def test_folders(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,18 +412,19 @@ class TestCache:
             "from fastconv.jit import cache\n"
             "os.umask(0o022)\n"  # what is damaged is to be read
             "payload = b'machine code' * 10000\n"
-            "path = cache._path('key')\n"
+            "key = 'c0' * 32\n"
+            "path = cache._path('cubin', key)\n"
             "for i in range(100):\n"
             "    if i % 20 == 0 and path.exists():\n"
             "        path.write_bytes(b'damaged')\n"
-            "    assert cache.load('key') in (payload, None)\n"
-            "    cache.store('key', payload)\n"
+            "    assert cache.load('cubin', key) in (payload, None)\n"
+            "    cache.store('cubin', key, payload, {})\n"
         )
         command = [sys.executable, "-W", "error", "-c", program, str(Path(cache.__file__).parent)]
         processes = [subprocess.Popen(command) for _ in range(8)]
         assert [process.wait() for process in processes] == [0] * 8
-        assert [path.name for path in folder.iterdir()] == ["key.cubin"]
-        assert cache.load("key") == b"machine code" * 10000
+        assert [path.name for path in folder.iterdir()] == [f"{self.KEY}.cubin"]
+        assert cache.load("cubin", self.KEY) == b"machine code" * 10000
 
 
 # What follows runs with a driver that notes what it is told.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -34,8 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder that is not there yet, and of which nobody was warned yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
-    monkeypatch.setattr(cache, "_warned", False)
-    monkeypatch.setattr(cache, "_cleaned", False)
+    monkeypatch.setattr(cache, "_told", set())
+    monkeypatch.setattr(cache, "_stores", itertools.count())
     monkeypatch.setattr(trust, "_once", threading.Lock())
     monkeypatch.setattr(compile, "nvrtc_version", lambda: (13, 0))
     compiled = jit.Compiled("scale", COMPILED, "")
@@ -75,10 +76,9 @@ def give(path: Path, monkeypatch: pytest.MonkeyPatch, user: int = STRANGER) -> N
 def plant(folder: Path, name: str | None = None) -> Path:
     """An entry as good as any: with the key of the kernel that is asked for, and its checksum."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
-    text = scale().text
-    key = cache.key(text, compile.included(text), compile._options("sm_80"), (13, 0))
+    key = compile._key(scale().text, "sm_80")
     path = folder / (name or f"{key}.cubin")
-    path.write_bytes(cache._header(key, PLANTED) + PLANTED)
+    path.write_bytes(cache.pack(f"{key}.cubin", PLANTED, {}))
     path.chmod(0o644)
     return path
 
@@ -205,7 +205,7 @@ class TestEntries:
 
         def work(_: int) -> None:
             together.wait()
-            cache.load("k")
+            cache.load("cubin", "k")
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -422,7 +422,7 @@ def test_each_process_warns(folder: Path) -> None:
     """By default, where nobody records warnings."""
     plant(folder)
     folder.chmod(0o777)
-    program = "from fastconv.jit import cache\nfor key in 'ab':\n    cache.load(key)"
+    program = "from fastconv.jit import cache\nfor key in 'ab':\n    cache.load('cubin', key)"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True
     )

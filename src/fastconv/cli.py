@@ -22,6 +22,7 @@ from fastconv.bench.trials import DATA, NORMAL
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
+from fastconv.jit import compile
 from fastconv.kernels import gpus
 from fastconv.kernels.family import Gpu
 from fastconv.kernels.planner import SwitchError
@@ -128,6 +129,10 @@ def _parser() -> _Parser:
     _add_build(subcommands.add_parser(
         "build", parents=[output], help="compile the host path in C++ now, not at the first call"
     ))  # fmt: skip
+    _add_cache(
+        subcommands.add_parser("cache", help="list, move or remove the kernels that are kept"),
+        output,
+    )
     _add_export(subcommands.add_parser(
         "export", help="write one Python file with a convolution and all of its kernels"
     ))  # fmt: skip
@@ -316,6 +321,37 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=commands.build_native)
 
 
+def _add_cache(parser: argparse.ArgumentParser, output: _Parser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="action")
+
+    def action(name: str, run: Any, about: str, **options: Any) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=about, description=about, **options)
+        added.set_defaults(run=run)
+        return added
+
+    action("list", commands.list_cache, "what is kept, and how much", parents=[output])
+    exporting = action(
+        "export", commands.export_cache,
+        "write the kernels that this installation uses to one file, for other machines; the host "
+        "path's library is not in it",
+    )  # fmt: skip
+    importing = action(
+        "import", commands.import_cache,
+        "add the kernels of such a file; they run with your rights: import only what you would run",
+    )  # fmt: skip
+    clearing = action(
+        "clear", commands.clear_cache,
+        "remove kernels, and no other files; processes that use them go on",
+    )  # fmt: skip
+    exporting.add_argument("file", type=Path, metavar="FILE", help="where to write")
+    importing.add_argument("file", type=Path, metavar="FILE", help="what cache export wrote")
+    for parser in (exporting, clearing):
+        parser.add_argument(
+            "--architecture", type=_architecture, metavar="ARCHITECTURE",
+            help="only those for this one: sm_90a, say (default: all)",
+        )  # fmt: skip
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -355,6 +391,12 @@ def _gpu(text: str) -> Gpu:
         return gpus.named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _architecture(text: str) -> str:
+    if not compile.is_architecture(text):
+        raise argparse.ArgumentTypeError(f"should be like sm_80 or sm_90a, but got {text!r}")
+    return text
 
 
 def _positive(text: str) -> int:

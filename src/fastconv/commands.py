@@ -9,14 +9,16 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fastconv
 from fastconv import files, native
 from fastconv.bench import (
     campaign,
@@ -52,7 +54,7 @@ from fastconv.bench.timing import Effort
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.exporter import export
-from fastconv.jit import trust
+from fastconv.jit import archive, cache, compile, trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.correlate import tuned
@@ -240,6 +242,156 @@ def build_native(arguments: Namespace) -> int:
     else:
         print(f"built {path} in {seconds} s" if made else f"{path} is there already")
     return 0
+
+
+def list_cache(arguments: Namespace) -> int:
+    """``fastconv cache list``: what is kept, what was used last first."""
+    _check_cache_folder()
+    kept, entries = information.kept(), cache.entries()
+    described = [(entry, cache.about(entry)) for entry in entries]
+    if arguments.json:
+        _print_json({"cache": kept, "entries": [_entry(*one) for one in described]})
+        return 0
+    print("\n".join(information.kept_lines(kept)))
+    rows = [_cells(*one) for one in described]
+    if rows:
+        rows.insert(0, ("source", "architecture", "size", "last used"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print()
+        for row in rows:
+            source, architecture, size, used = row
+            print(f"{source:{widths[0]}}  {architecture:{widths[1]}}  {size:>{widths[2]}}  {used}")
+    return 0
+
+
+def export_cache(arguments: Namespace) -> int:
+    """``fastconv cache export``: writes the kernels that this installation uses to one file."""
+    files.check_outputs([arguments.file])
+    _check_cache_folder()
+    made_by = _versions()
+    if words := trust.distrusted_folder(cache.folder()):
+        raise UsageError(f"nothing in {cache.folder()} is used, or exported: {words}")
+    packed, left_out = _usable(arguments.architecture)
+    others = f"; {left_out} damaged or of other versions are left out" if left_out else ""
+    if not packed:
+        of = f" for {arguments.architecture}" if arguments.architecture else ""
+        raise UsageError(f"no kernels{of} in {cache.folder()} can be exported{others}")
+    contents = archive.encode(made_by, packed)
+    files.write(arguments.file, contents)
+    size = cache.in_units(len(contents))
+    # Not to where the kernels may be going, /dev/stdout.
+    print(f"exported {len(packed)} kernels, {size}, to {arguments.file}{others}", file=sys.stderr)
+    return 0
+
+
+def import_cache(arguments: Namespace) -> int:
+    """``fastconv cache import``: adds the kernels of such a file, all of them or none."""
+    _check_cache_folder()
+    try:
+        found = archive.decode(files.read_bytes(arguments.file))
+    except archive.ArchiveError as error:
+        raise UsageError(f"cannot import {arguments.file}: {error}") from error
+    _check_usable(arguments.file, found)
+    needed, limit = sum(map(len, found.packed.values())), cache.limit().bytes
+    if needed > limit:
+        raise UsageError(
+            f"cannot import {arguments.file}: its kernels take {cache.in_units(needed)}, and at "
+            f"most {cache.in_units(limit)} are kept; {cache.VARIABLE} may allow more"
+        )
+    added = cache.add(found.packed)
+    known = len(found.packed) - added
+    architectures = ", ".join(sorted({about["architecture"] for about in found.about.values()}))
+    print(
+        f"imported {added} kernels for {architectures} into {cache.folder()}"
+        + (f"; {known} were there already" if known else "")
+    )
+    return 0
+
+
+def clear_cache(arguments: Namespace) -> int:
+    """``fastconv cache clear``: removes kernels, and nothing else that is in the folder."""
+    _check_cache_folder()
+    architecture = arguments.architecture
+    removed = cache.remove(
+        entry
+        for entry in cache.entries()
+        if architecture in (None, cache.about(entry).get("architecture"))
+    )
+    of = f" for {architecture}" if architecture else ""
+    size = cache.in_units(removed.bytes)
+    print(f"removed {removed.entries} kernels{of}, {size}, from {cache.folder()}")
+    return 0
+
+
+def _check_cache_folder() -> None:
+    try:
+        cache.folder()
+    except RuntimeError as error:
+        raise UsageError(f"{error} Set FASTCONV_CACHE_DIR to a folder for kernels.") from error
+
+
+def _entry(entry: cache.Entry, about: Mapping[str, str]) -> dict[str, Any]:
+    """An entry as values for JSON; None where it does not say."""
+    return {
+        "key": entry.path.stem,
+        "kind": entry.path.suffix[1:],
+        "source": about.get("source"),
+        "architecture": about.get("architecture"),
+        "bytes": entry.bytes,
+        "used": datetime.fromtimestamp(entry.used, timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cells(entry: cache.Entry, about: Mapping[str, str]) -> tuple[str, str, str, str]:
+    """An entry as a row of a table."""
+    source, architecture = (_shown(about.get(k, "unknown")) for k in ("source", "architecture"))
+    used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
+    return source, architecture, cache.in_units(entry.bytes), used
+
+
+def _shown(text: str) -> str:
+    """Words of a file from who knows where, for a terminal."""
+    return text if text.isprintable() else ascii(text)
+
+
+def _versions() -> dict[str, str]:
+    """What decides, beside the GPU, which kernels are asked for."""
+    nvrtc = ".".join(map(str, compile.nvrtc_version()))
+    return {"fastconv": fastconv.__version__, "nvrtc": nvrtc}
+
+
+def _usable(architecture: str | None) -> tuple[dict[str, bytes], int]:
+    """Entries for an architecture, or all, that may be asked for, by name; how many may not."""
+    packed, left_out = dict[str, bytes](), 0
+    for path, *_ in cache.entries():
+        try:
+            contents = trust.read(path)
+            about, _ = cache.unpack(path.name, contents)
+        except (OSError, cache.Damaged):
+            left_out += 1
+            continue
+        if architecture not in (None, about.get("architecture")):
+            continue
+        if compile.is_current(path.name, about):
+            packed[path.name] = contents
+        else:
+            left_out += 1
+    return packed, left_out
+
+
+def _check_usable(path: Path, found: archive.Archive) -> None:
+    """Raises a UsageError if kernels of a file would lie in the cache for nothing."""
+    stale = [name for name, about in found.about.items() if not compile.is_current(name, about)]
+    if stale:
+        theirs, ours = (
+            f"fastconv {versions.get('fastconv')} with NVRTC {versions.get('nvrtc')}"
+            for versions in (found.made_by, _versions())
+        )
+        raise UsageError(
+            f"cannot import {path}: {len(stale)} of its {len(found.packed)} kernels would never be "
+            f"used here. It was made by {_shown(theirs)}, and this is {ours}: kernels are for the "
+            "very sources, options and compiler that they were made with"
+        )
 
 
 def _bench_host(arguments: Namespace) -> int:

@@ -20,6 +20,14 @@ class FileError(ValueError):
     """A file that cannot be read or written; says which and why."""
 
 
+def read_bytes(path: Path) -> bytes:
+    """What a file holds."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+
+
 def read_text(path: Path) -> str:
     """What a text file holds."""
     try:

@@ -354,7 +354,7 @@ class Watch:
                 os.environ["FASTCONV_CACHE_DIR"] = str(folder)
                 for path in folder.iterdir():
                     counts["unfinished" if path.suffix == ".tmp" else "entries"] += 1
-                    if path.suffix != ".tmp" and cache.load(path.stem) is None:
+                    if path.suffix != ".tmp" and cache.load(path.suffix[1:], path.stem) is None:
                         counts["damaged"] += 1
                         counts[KEPT] += path.exists()
             found[name] = dict(counts)

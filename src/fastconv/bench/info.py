@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,19 +20,13 @@ def gather(
     device: torch.device, cases: Sequence[Case], explain: bool = False, other: Gpu | None = None
 ) -> dict[str, Any]:
     """Everything, as values for JSON; plans are for the ``other`` GPU, if there is one."""
-    size = cache.size()
     here = configurations.device_gpu(device)
     gpu = other or here or H200
     return {
         "environment": environment.describe(device),
         "nvrtc": _nvrtc(),
         "float32_convolutions": _precision.pytorch_setting(),
-        "cache": {
-            "folder": str(cache.folder()),
-            "entries": size.entries,
-            "bytes": size.bytes,
-            "distrusted": trust.distrusted_folder(cache.folder()),
-        },
+        "cache": kept(),
         "planned_for": _planned_for(here, other),
         "cases": [_case(case, gpu, explain) for case in cases],
     }
@@ -39,21 +34,44 @@ def gather(
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The same for reading."""
-    kept = found["cache"]
     width = max(map(len, found["environment"]))
     text = [f"{name:{width}}  {value}" for name, value in found["environment"].items()]
     text += [
         f"{'nvrtc':{width}}  {found['nvrtc']}",
         f"{'float32':{width}}  {found['float32_convolutions']} (PyTorch's setting, on GPUs)",
-        f"{'cache':{width}}  {kept['folder']}: {kept['entries']} kernels, "
-        f"{kept['bytes'] / 2**20:.1f} MiB",
     ]
-    if kept["distrusted"]:
-        text.append(f"{'':{width}}  not used, as others could plant code: {kept['distrusted']}")
+    shown = kept_lines(found["cache"])
+    text += [
+        f"{name:{width}}  {line}" for name, line in zip_longest(["cache"], shown, fillvalue="")
+    ]
     if found["cases"]:
         text += ["", f"planned for {found['planned_for']}; on a CPU, the CPU backend runs instead"]
     for case in found["cases"]:
         text += [case["label"], *(f"  {line}" for line in case["lines"])]
+    return text
+
+
+def kept() -> dict[str, Any]:
+    """The kernel cache, as values for JSON."""
+    size, limit = cache.size(), cache.limit()
+    return {
+        "folder": str(cache.folder()),
+        "entries": size.entries,
+        "bytes": size.bytes,
+        "limit": limit.bytes,
+        "limit_trouble": limit.trouble,
+        "distrusted": trust.distrusted_folder(cache.folder()),
+    }
+
+
+def kept_lines(kept: dict[str, Any]) -> list[str]:
+    """The same for reading: a line, and one for each trouble."""
+    size, limit = cache.in_units(kept["bytes"]), cache.in_units(kept["limit"])
+    text = [f"{kept['folder']}: {kept['entries']} kernels, {size} of at most {limit}"]
+    if kept["limit_trouble"]:
+        text.append(kept["limit_trouble"])
+    if kept["distrusted"]:
+        text.append(f"not used, as others could plant code: {kept['distrusted']}")
     return text
 
 

@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 from fastconv.jit import cache
 from fastconv.kernels.family import FOLDER, Kernel
 
+_KIND = "cubin"
+_SOURCE = re.compile(r"\w+(/\w+)*\.cuh")  # as an include has it
 _OPTIONS = (
     "-std=c++17",
     "--ptxas-options=-v",  # writes registers and spills to the log
@@ -68,12 +70,33 @@ class Compiled:
 def build(kernel: Kernel, arch: str) -> bytes:
     """The kernel's machine code for ``arch`` ("sm_80", "sm_90a"), from the disk cache if there."""
     text = kernel.text
-    key = cache.key(text, included(text), _options(arch), nvrtc_version())
-    cubin = cache.load(key)
+    key = _key(text, arch)
+    cubin = cache.load(_KIND, key)
     if cubin is None:
         cubin = compile_kernel(kernel, arch).cubin
-        cache.store(key, cubin)
+        # Not by its name: a program may have several kernels, and any of them is asked for first.
+        about = {"source": kernel.source, "architecture": arch, "text": text}
+        cache.store(_KIND, key, cubin, about)
     return cubin
+
+
+def is_current(name: str, about: Mapping[str, str]) -> bool:
+    """Whether :func:`build` could ever ask for an entry of that name, by what is said of it.
+
+    So it is if the sources and the compiler are those that it was made with.
+
+    Raises:
+        GpuUnavailable: there is no compiler here.
+    """
+    text, arch = about.get("text", ""), about.get("architecture", "")
+    # A text from elsewhere names no other files than ours.
+    own = all(_SOURCE.fullmatch(header) for header in _includes(text))
+    return own and is_architecture(arch) and name == f"{_key(text, arch)}.{_KIND}"
+
+
+def is_architecture(text: str) -> bool:
+    """Whether a GPU's architecture is written so."""
+    return re.fullmatch("sm_[0-9]{2,3}[a-z]?", text) is not None
 
 
 def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
@@ -175,7 +198,7 @@ def included(text: str) -> dict[str, str]:
     cache's key is made of.
     """
     found: dict[str, str] = {}
-    names = _includes(text)
+    names = [*_includes(text)]
     while names:
         name = names.pop()
         # A missing file may be one that the preprocessor skips; if not, the compiler tells.
@@ -225,12 +248,17 @@ def _check_supported(arch: str) -> None:
         )
 
 
+def _key(text: str, arch: str) -> str:
+    return cache.key(text, included(text), _options(arch), nvrtc_version())
+
+
 def _options(arch: str) -> list[str]:
     return [*_OPTIONS, f"--gpu-architecture={arch}"]
 
 
-def _includes(text: str) -> list[str]:
-    return re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', text, re.MULTILINE)
+@functools.lru_cache(256)  # more than there are headers: searching them takes milliseconds
+def _includes(text: str) -> tuple[str, ...]:
+    return (*re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', text, re.MULTILINE),)
 
 
 @functools.cache
