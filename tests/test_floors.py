@@ -14,7 +14,7 @@ PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
     {"problem", "_precision"},
     {"kernels", "jit", "native", "files"},
-    {"backends", "ops", "functional", "modules", "_frozen", "__init__"},
+    {"backends", "ops", "functional", "modules", "preparation", "_frozen", "__init__"},
     {"workloads"},
     {"exporter", "bench"},
     {"commands", "cli"},

@@ -6,6 +6,7 @@ from fastconv._precision import precision
 from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
+from fastconv.preparation import prepare
 
-__all__ = ["Conv2d", "conv2d", "export", "frozen_weights", "precision"]
+__all__ = ["Conv2d", "conv2d", "export", "frozen_weights", "precision", "prepare"]
 __version__ = "0.1.0"

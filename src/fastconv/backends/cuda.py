@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
 from fastconv.jit import launch
 from fastconv.kernels import planner
-from fastconv.kernels.family import Gpu, Operands
+from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import Problem
 
@@ -113,11 +114,52 @@ def launches(
     (:func:`is_dense`) have to be made contiguous first. None where there is more to it than
     launches.
     """
+    asked = need(plan, problem, first, second, out, precision, bias_grad, switch)
+    return None if asked is None else ready(asked)
+
+
+class Need(NamedTuple):
+    """All that plan and launches of a pass depend on."""
+
+    plan: Pass
+    problem: Problem
+    dtype: torch.dtype
+    input_channels_last: bool
+    output_channels_last: bool
+    weight_strides: tuple[int, ...]
+    aligned: bool
+    precision: str
+    bias_grad: bool
+    index: int  # of the device
+    switch: Switch
+
+
+def need(
+    plan: Pass,
+    problem: Problem,
+    first: Tensor,
+    second: Tensor,
+    out: Tensor,
+    precision: str | None,
+    bias_grad: bool = False,
+    switch: Switch | None = None,
+) -> Need | None:
+    """What :func:`launches` of the same arguments need. The tensors may be fake."""
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
-    return _ready_for(plan, problem, *roles, precision, bias_grad, switch)
+    return _need(plan, problem, *roles, precision, bias_grad, switch)
+
+
+def planned(need: Need) -> Plan:
+    """The plan alone; it is kept until :func:`ready` takes it."""
+    return _ahead.setdefault(need, _plan(need))
+
+
+def ready(need: Need) -> Ready:
+    """The launches, made once."""
+    return _ready(*need)
 
 
 # The names that launches know a pass's tensors by, in the order of Ready.run.
@@ -158,19 +200,34 @@ def _ready_for(
     switch: Switch | None = None,
 ) -> Ready:
     """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
+    return ready(_need(plan, problem, input, output, weight, precision, bias_grad, switch))
+
+
+def _need(
+    plan: Pass,
+    problem: Problem,
+    input: Tensor,
+    output: Tensor,
+    weight: Tensor,
+    precision: str | None,
+    bias_grad: bool,
+    switch: Switch | None,
+) -> Need:
     dtype = input.dtype
     if dtype != torch.float32:
         precision = "ieee"
     elif precision is None:
         precision = _precision.pytorch_setting()
-    return _ready(
+    return Need(
         plan,
         problem,
         dtype,
         not input.is_contiguous(),
         not output.is_contiguous(),
         weight.stride(),
-        (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
+        # Those without data stand for such as PyTorch allocates.
+        isinstance(input, FakeTensor)
+        or (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
         precision,
         bias_grad,
         output.device.index,
@@ -184,34 +241,30 @@ def family(plan: Pass, problem: Problem, *operands: Any) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _ready(
-    plan: Pass,
-    problem: Problem,
-    dtype: torch.dtype,
-    input_channels_last: bool,
-    output_channels_last: bool,
-    weight_strides: tuple[int, int, int, int],
-    aligned: bool,
-    precision: str,
-    bias_grad: bool,
-    index: int,
-    switch: Switch,
-) -> Ready:
-    operands = operands_of(
-        dtype,
-        input_channels_last,
-        output_channels_last,
-        weight_strides,
-        aligned,
-        precision,
-        bias_grad,
-    )
+def _ready(*fields: Any) -> Ready:
+    need = Need(*fields)
     native.begin()
-    _check_sizes(problem)
-    planned = plan(problem, operands, gpu(index), switch)
-    device = torch.device("cuda", index)
-    prepared = launch.prepare(planned.launches, device, _TENSORS[plan])
-    return Ready(prepared, planned.scratch_bytes, planned.family, planned.packs)
+    plan = _ahead.pop(need, None) or _plan(need)
+    device = torch.device("cuda", need.index)
+    prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
+    return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
+
+
+_ahead: dict[Need, Plan] = {}
+
+
+def _plan(need: Need) -> Plan:
+    operands = operands_of(
+        need.dtype,
+        need.input_channels_last,
+        need.output_channels_last,
+        need.weight_strides,
+        need.aligned,
+        need.precision,
+        need.bias_grad,
+    )
+    _check_sizes(need.problem)
+    return need.plan(need.problem, operands, gpu(need.index), need.switch)
 
 
 def _check_sizes(problem: Problem) -> None:

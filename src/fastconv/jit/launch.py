@@ -35,7 +35,9 @@ _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 compile_threads: int | None = None
-"""At once: None for all that the process may use; where many share the machine, each has fewer."""
+"""At once: None for what the environment says; where many share the machine, each has fewer."""
+
+JOBS_VARIABLE = "FASTCONV_COMPILE_JOBS"
 
 
 class LaunchError(RuntimeError):
@@ -59,21 +61,40 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}{'a' if (major, minor) in _SPECIFIC else ''}"
 
 
-def build_all(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
-    """The kernels' machine code, as :func:`build` gives it; many compile at once."""
+def build_all(
+    kernels: Sequence[Kernel], arch: str, show: Callable[[int, int], None] | None = None
+) -> list[bytes]:
+    """The kernels' machine code, as :func:`build` gives it; many compile at once.
+
+    ``show`` is called with the number of programs that are there, and how many there will be.
+    """
     distinct = {kernel.text: kernel for kernel in kernels}  # several may be of one program
     arguments = (distinct.values(), itertools.repeat(arch))
-    with ThreadPoolExecutor(compile_threads or _processors()) as threads:
+    built: dict[str, bytes] = {}
+    with ThreadPoolExecutor(compile_threads or compile_jobs()) as threads:
         try:
             cubins: Iterator[bytes] = threads.map(build, *arguments)
         except RuntimeError:  # no thread can be started, or the main one has ended: here, then
             cubins = map(build, *arguments)
-        built = dict(zip(distinct, cubins, strict=True))
+        for text, cubin in zip(distinct, cubins, strict=True):
+            built[text] = cubin
+            if show is not None:
+                show(len(built), len(distinct))
     return [built[kernel.text] for kernel in kernels]
 
 
-def _processors() -> int | None:
-    """How many this process may use, which containers and schedulers limit."""
+def compile_jobs() -> int | None:
+    """How many kernels to compile at once: ``$FASTCONV_COMPILE_JOBS``, or one a processor.
+
+    Of processors, those count that this process may use, which containers and schedulers limit.
+
+    Raises:
+        ValueError: the variable is no positive number.
+    """
+    if value := os.environ.get(JOBS_VARIABLE):
+        if not value.isdecimal() or int(value) == 0:
+            raise ValueError(f"{JOBS_VARIABLE} should be a positive number, but got {value!r}")
+        return int(value)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -93,7 +114,8 @@ def prepare(
     if device.type != "cuda":
         raise ValueError(f"GPU kernels cannot run on {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
-    loaded = _load([launch.kernel for launch in launches], index)
+    load([launch.kernel for launch in launches], index)
+    loaded = {launch.kernel: _loaded[index, launch.kernel] for launch in launches}
     for launch in launches:
         loaded[launch.kernel].check(launch)
     used = dict.fromkeys(name for launch in launches for name in launch.tensors)
@@ -353,20 +375,30 @@ _loaded: dict[tuple[int, Kernel], _Loaded] = {}
 _lock = threading.Lock()
 
 
-def _load(kernels: Iterable[Kernel], index: int) -> dict[Kernel, _Loaded]:
+def load(
+    kernels: Iterable[Kernel], index: int, show: Callable[[int, int], None] | None = None
+) -> int:
+    """Compiles kernels and loads them onto the device, those that are not yet; how many were not.
+
+    ``show`` is told of progress, as by :func:`build_all`.
+    """
     wanted = dict.fromkeys(kernels)
-    if any((index, kernel) not in _loaded for kernel in wanted):
-        with _lock:  # another thread may be at it: then this one waits
-            _load_missing([kernel for kernel in wanted if (index, kernel) not in _loaded], index)
-    return {kernel: _loaded[index, kernel] for kernel in wanted}
+    if all((index, kernel) in _loaded for kernel in wanted):
+        return 0
+    with _lock:  # another thread may be at it: then this one waits
+        missing = [kernel for kernel in wanted if (index, kernel) not in _loaded]
+        _load_missing(missing, index, show)
+    return len(missing)
 
 
-def _load_missing(kernels: list[Kernel], index: int) -> None:
+def _load_missing(
+    kernels: list[Kernel], index: int, show: Callable[[int, int], None] | None
+) -> None:
     if not kernels:
         return
     arch = architecture(torch.device("cuda", index))
     _check_driver()
-    cubins = build_all(kernels, arch)
+    cubins = build_all(kernels, arch, show)
     with _loading(index):
         for kernel, cubin in zip(kernels, cubins, strict=True):
             _loaded[index, kernel] = _Loaded(kernel, cubin, index)

@@ -1,0 +1,205 @@
+"""``prepare``: all kernels of a network, compiled side by side before its first step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fastconv.backends import cuda
+from fastconv.jit import launch
+from fastconv.kernels import planner
+from fastconv.ops import schema
+from fastconv.problem import Problem
+
+_GPU = "cuda"
+
+
+class PreparedPass(NamedTuple):
+    """A pass that some of the network's layers have in common."""
+
+    name: str  # of the operator: "forward", "input_grad" or "weight_grad"
+    problem: Problem
+    dtype: torch.dtype
+    family: str  # whose kernels compute it
+    kernels: int
+    calls: int  # in one step of the network
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What :func:`prepare` has done; as text, a table."""
+
+    passes: tuple[PreparedPass, ...]
+    kernels: int  # different ones
+    new_kernels: int  # that were not on the device yet
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.passes:
+            return "no convolution of fastconv's on a GPU: there was nothing to prepare"
+        rows = [("pass", "input", "weight", "type", "kernels of", "calls")]
+        for one in self.passes:
+            sizes = ("x".join(map(str, s)) for s in (one.problem.input_shape,
+                                                     one.problem.weight_shape))  # fmt: skip
+            dtype = str(one.dtype).removeprefix("torch.")
+            rows.append((one.name, *sizes, dtype, one.family, str(one.calls)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        total = (
+            f"{len(self.passes)} passes of {sum(one.calls for one in self.passes)} calls, "
+            f"{self.kernels} kernels, {self.new_kernels} of them new, {self.seconds:.1f} s"
+        )
+        return "\n".join((*lines, total))
+
+
+def prepare(
+    model: Callable[..., Any], *example: Any, progress: bool | None = None, **named: Any
+) -> Preparation:
+    """Plans and compiles whatever a model's convolutions need, side by side, and loads it.
+
+    Without it a network's first step waits for its layers one after the other. Nothing is
+    computed: the model is called with tensors that have no data (``FakeTensorMode``), its
+    parameters and buffers replaced likewise, so that none of them changes. Where gradients are
+    enabled and the result has some, those of a backward pass are prepared as well.
+
+        >>> model = model.cuda()
+        >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))
+
+    Call it as the model will be called: in the same mode (``train``, ``eval``), under the same
+    ``autocast``, :class:`fastconv.precision` and ``no_grad``, with an example of the same size,
+    type and memory format. Kernels are compiled for these alone. Layers of complex numbers are not
+    prepared: they compile when first called.
+
+    Args:
+        model: a module, or any function of tensors.
+        example: what it will be called with. Tensors may be fake.
+        progress: whether to show on stderr how far it is; by default, if that is a terminal.
+        named: the same, by name.
+
+    Returns:
+        What was prepared; printed, a table.
+
+    Raises:
+        RuntimeError: the model does something that takes data (``.item()``, a branch on a value, an
+            operator that knows no fake tensors). Its first step compiles what it needs then.
+        CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
+    """
+    start = time.perf_counter()
+    needs = _needs(model, example, named)
+    passes, kernels = [], {}
+    for (name, need), calls in needs.items():
+        plan = cuda.planned(need)
+        passes.append(PreparedPass(
+            name, need.problem, need.dtype, plan.family, len(plan.launches), calls
+        ))  # fmt: skip
+        for one in plan.launches:
+            kernels[need.index, one.kernel] = None
+    new = 0
+    for index in dict.fromkeys(index for index, _ in kernels):
+        wanted = [kernel for of, kernel in kernels if of == index]
+        shown = sys.stderr.isatty() if progress is None else progress
+        new += launch.load(wanted, index, _show if shown else None)
+    for _, need in needs:
+        cuda.ready(need)
+    return Preparation(tuple(passes), len(kernels), new, time.perf_counter() - start)
+
+
+def _show(done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    print(f"\rfastconv: compiled {done} of {total} kernels", end=end, file=sys.stderr, flush=True)
+
+
+# --- What a network needs -------------------------------------------------------------------------
+
+Needs = Counter[tuple[str, cuda.Need]]
+"""Passes by the operator's name and what it is asked to do; how often."""
+
+
+def _needs(model: Callable[..., Any], example: Any, named: Any) -> Needs:
+    """Calls the model, and a backward pass, with tensors that have no data."""
+    tensors = [leaf for leaf in tree_leaves((example, named)) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("prepare() takes a model and an example of what it is called with")
+    state = {}
+    if isinstance(model, torch.nn.Module):
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    recorder = _Recorder()
+    fake = detect_fake_mode([*tensors, *state.values()]) or FakeTensorMode(
+        allow_non_fake_inputs=True  # tensors that are neither parameters nor buffers
+    )
+    with ExitStack() as stack:
+        stack.enter_context(fake)
+        example, named, state = tree_map_only(Tensor, fake.from_tensor, (example, named, state))
+        stack.enter_context(recorder)
+        try:
+            if isinstance(model, torch.nn.Module):
+                result = torch.func.functional_call(model, state, example, named)
+            else:
+                result = model(*example, **named)
+            _backward(result)
+        except Exception as error:
+            raise RuntimeError(
+                "cannot prepare the model, as it cannot be called with tensors that have no data "
+                f"(torch.utils FakeTensorMode): {error}"
+            ) from error
+    return recorder.needs
+
+
+def _backward(result: Any) -> None:
+    outputs = [
+        leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what our operators are asked for on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: Needs = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _OPERATORS:
+            self._note(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _note(self, function: Any, *args: Any, **kwargs: Any) -> None:
+        plan, describe, check = _OPERATORS[function]
+        result = describe(check, *args, **kwargs)
+        if result.device.type != _GPU:
+            return
+        first, second, *_ = args
+        bias_grad = plan is planner.weight_grad and args[schema.BIAS]
+        need = cuda.need(
+            plan, result.problem, first, second, result.new(), args[schema.PRECISION], bias_grad
+        )
+        if need is not None:
+            self.needs[plan.__name__, need] += 1
+
+
+_OPERATORS: dict[Any, tuple[Any, Any, Any]] = {
+    schema.forward: (planner.forward, schema.describe_forward, schema.forward_result),
+    schema.input_grad: (planner.input_grad, schema.describe_input_grad, schema.input_grad_result),
+    schema.weight_grad: (
+        planner.weight_grad,
+        schema.describe_weight_grad,
+        schema.weight_grad_result,
+    ),
+}

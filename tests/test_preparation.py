@@ -1,0 +1,210 @@
+"""What ``prepare`` finds in a network, plans and has compiled. A CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import fastconv
+from fastconv import native, preparation
+from fastconv.backends import cuda
+from fastconv.jit import launch
+from fastconv.kernels import planner
+from fastconv.kernels.family import Kernel, Launch
+from fastconv.kernels.gpus import H200
+from fastconv.preparation import Preparation
+from fastconv.problem import Problem
+
+
+class Loads(list[Kernel]):
+    """Stands in for the compiler and the device."""
+
+    def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:
+        new = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self]
+        self.extend(new)
+        for done in range(len(new)):
+            if show is not None:
+                show(done + 1, len(new))
+        return len(new)
+
+    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
+        assert all(launch.kernel in self for launch in launches), "compiled one after the other"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
+    found = Loads()
+    monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(launch, "prepare", found.prepare)
+    monkeypatch.setattr(preparation, "_GPU", "cpu")
+    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
+    monkeypatch.setattr(native, "begin", lambda: None)
+    cuda._ready.cache_clear()
+    yield found
+    cuda._ready.cache_clear()
+
+
+class Block(nn.Module):
+    """Two layers alike, one of another shape, a BatchNorm whose buffers training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fastconv.Conv2d(3, 64, 3, padding=1)
+        self.body = nn.Sequential(
+            *(fastconv.Conv2d(64, 64, 3, padding=1, bias=False) for _ in range(2))
+        )
+        self.norm = nn.BatchNorm2d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(self.first(x).relu())).relu()
+
+
+Passes = dict[tuple[str, tuple[int, ...]], int]
+
+
+def _passes(found: Preparation) -> Passes:
+    return {(one.name, one.problem.weight_shape): one.calls for one in found.passes}
+
+
+FIRST, BODY = (64, 3, 3, 3), (64, 64, 3, 3)
+EXAMPLE = torch.randn(8, 3, 40, 40)
+
+
+def test_a_training_step(loads: Loads) -> None:
+    model = Block()
+    found = fastconv.prepare(model, EXAMPLE)
+    assert _passes(found) == {
+        ("forward", FIRST): 1,
+        ("forward", BODY): 2,
+        ("input_grad", BODY): 2,
+        ("weight_grad", BODY): 2,
+        ("weight_grad", FIRST): 1,  # the example wants no gradient
+    }
+    assert found.kernels == found.new_kernels == len(loads) > 5
+    assert {one.family for one in found.passes} == {"hopper"}
+    again = fastconv.prepare(model, EXAMPLE)
+    assert (again.kernels, again.new_kernels) == (found.kernels, 0)
+    assert f"{found.kernels} kernels, 0 of them new" in str(again)
+    assert "weight_grad  8x64x40x40  64x64x3x3  float32  hopper      2" in str(found)
+
+
+def test_inference(loads: Loads) -> None:
+    model = Block()
+    with torch.no_grad():
+        found = fastconv.prepare(model.eval(), EXAMPLE)
+    assert _passes(found) == {("forward", FIRST): 1, ("forward", BODY): 2}
+
+
+def test_a_first_layer_whose_input_wants_a_gradient(loads: Loads) -> None:
+    model = Block()
+    found = fastconv.prepare(model, EXAMPLE.clone().requires_grad_())
+    assert _passes(found)["input_grad", FIRST] == 1
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_precision(loads: Loads, precision: Any) -> None:
+    model = Block()
+    with fastconv.precision(precision), torch.no_grad():
+        fastconv.prepare(model, EXAMPLE)
+    # Of which kernels that multiply say: ieee's numbers are in two parts.
+    parts = {dict(kernel.constants)["parts"] for kernel in loads if kernel.entry == "correlate"}
+    assert (2 in parts) == (precision == "ieee")
+
+
+def test_autocast_and_memory_format(loads: Loads) -> None:
+    model = Block()
+    model, example = (one.to(memory_format=torch.channels_last) for one in (model, EXAMPLE))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fastconv.prepare(model, example)
+    assert {one.dtype for one in found.passes} == {torch.bfloat16}
+    kernels = [dict(kernel.constants) for kernel in loads if kernel.entry != "pack"]
+    assert {constants["Scalar"] for constants in kernels} == {"fastconv::bfloat16"}
+
+
+def test_what_it_asks_for_is_what_calls_ask_for(loads: Loads) -> None:
+    """Else a call would plan and compile anew."""
+    model = Block()
+    fastconv.prepare(model, EXAMPLE)
+    assert not cuda._ahead, "every plan was taken"
+    input, weight = torch.empty(8, 64, 40, 40), torch.empty(BODY)
+    problem = Problem.of(input.shape, weight.shape, (1, 1), (1, 1, 1, 1), (1, 1), 1)
+    need = cuda.need(planner.forward, problem, input, weight, torch.empty_like(input), None)
+    assert need is not None
+    before = cuda._ready.cache_info().misses
+    cuda.ready(need)
+    assert cuda._ready.cache_info().misses == before
+
+
+def test_nothing_changes(loads: Loads) -> None:
+    """Not a buffer, a gradient or a parameter."""
+    model = Block()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fastconv.prepare(model, EXAMPLE)
+    assert all(before[name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_gpu() -> None:
+    found = fastconv.prepare(Block(), EXAMPLE)
+    assert found.passes == ()
+    assert str(found) == "no convolution of fastconv's on a GPU: there was nothing to prepare"
+
+
+def test_fake_tensors(loads: Loads) -> None:
+    """As large as one likes."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        example = torch.empty(10_000, 3, 1000, 1000)
+    found = fastconv.prepare(Block(), example)
+    assert found.passes[0].problem.batch == 10_000
+
+
+def test_functions_and_named_arguments(loads: Loads) -> None:
+    model = Block()
+
+    def function(*, image: Tensor) -> dict[str, Tensor]:
+        return {"output": fastconv.conv2d(image, model.first.weight)}
+
+    assert _passes(fastconv.prepare(function, image=EXAMPLE))["forward", FIRST] == 1
+
+
+def test_progress(loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Block()
+    fastconv.prepare(model, EXAMPLE)
+    assert capsys.readouterr().err == ""
+    loads.clear()
+    found = fastconv.prepare(model, EXAMPLE, progress=True)
+    total = found.new_kernels
+    assert capsys.readouterr().err.endswith(f"\rfastconv: compiled {total} of {total} kernels\n")
+
+
+def test_what_needs_data() -> None:
+    with pytest.raises(RuntimeError, match="cannot prepare the model, as it cannot be called with"):
+        fastconv.prepare(lambda x: x.sum().item(), EXAMPLE)
+
+
+@pytest.mark.parametrize("example", [(), (3,)])
+def test_no_example(example: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="takes a model and an example"):
+        fastconv.prepare(Block(), *example)
+
+
+def _jobs(monkeypatch: pytest.MonkeyPatch, value: str) -> Callable[[], int | None]:
+    monkeypatch.setenv(launch.JOBS_VARIABLE, value)
+    return launch.compile_jobs
+
+
+def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _jobs(monkeypatch, "3")() == 3
+    by_itself = _jobs(monkeypatch, "")()
+    assert by_itself is None or by_itself >= 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_jobs_that_are_no_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    with pytest.raises(ValueError, match="COMPILE_JOBS should be a positive number, but got"):
+        _jobs(monkeypatch, value)()
