@@ -1,0 +1,153 @@
+"""What tools for whole networks see of our convolutions: docs/networks.md."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastconv
+from fastconv.ops.late import when_imported
+
+# Arguments after (in_channels=4, out_channels=6, kernel_size=(3, 2)).
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"stride": (2, 1), "padding": (1, 2)},
+    {"dilation": (1, 3), "padding": "same"},
+    {"groups": 2, "padding": 1},
+    {"padding": (2, 1), "padding_mode": "circular"},
+    {"padding": ((1, 0), (2, 3)), "stride": 2, "groups": 2},
+    {"padding": ((0, 2), (1, 0)), "padding_mode": "reflect"},
+]
+configurations = pytest.mark.parametrize("arguments", CONFIGURATIONS, ids=str)
+
+
+def _make(**arguments: Any) -> fastconv.Conv2d:
+    return fastconv.Conv2d(4, 6, (3, 2), **arguments)
+
+
+def _input(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 4, 9, 8)
+
+
+def _pytorchs(padding: Any = 0, **arguments: Any) -> nn.Module:
+    """What PyTorch has in place of ours: for a padding of its own on each side, a layer more."""
+    if not isinstance(padding, tuple) or isinstance(padding[0], int):
+        return nn.Conv2d(4, 6, (3, 2), padding=padding, **arguments)
+    (top, bottom), (left, right) = padding
+    pads = {"zeros": nn.ZeroPad2d, "reflect": nn.ReflectionPad2d}
+    pad = pads[arguments.pop("padding_mode", "zeros")]
+    return nn.Sequential(pad((left, right, top, bottom)), nn.Conv2d(4, 6, (3, 2), **arguments))
+
+
+# --- Operations -----------------------------------------------------------------------------------
+
+
+def _operations(function: Callable[[], Any]) -> tuple[Any, int]:
+    with FlopCounterMode(display=False) as counter:
+        result = function()
+    return result, counter.get_total_flops()
+
+
+def _of_both_passes(module: nn.Module, input: Tensor) -> tuple[int, int]:
+    output, forward = _operations(lambda: module(input))
+    return forward, _operations(lambda: output.sum().backward())[1]
+
+
+@pytest.mark.usefixtures("host_path")
+@pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
+@configurations
+def test_operations_are_counted_as_pytorchs(arguments: dict[str, Any], frozen: str) -> None:
+    ours, theirs = _make(**arguments), _pytorchs(**arguments)
+    for module in (ours, theirs):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.endswith(frozen))
+    input = _input().requires_grad_(frozen != "input")
+    counts = _of_both_passes(ours, input)
+    assert counts == _of_both_passes(theirs, input)
+    assert min(counts) > 0
+
+
+@pytest.mark.usefixtures("host_path")
+def test_a_bias_alone_costs_nothing_to_differentiate() -> None:
+    module = _make()
+    module.weight.requires_grad_(False)
+    forward, backward = _of_both_passes(module, _input())
+    assert forward > 0
+    assert backward == 0
+    assert module.bias.grad is not None
+
+
+def test_operations_are_counted_by_the_operator() -> None:
+    module = fastconv.Conv2d(3, 8, 3)
+    with FlopCounterMode(display=False) as counter:
+        module(torch.randn(2, 3, 10, 10, requires_grad=True)).sum().backward()
+    operators = torch.ops.fastconv
+    each = 2 * (2 * 8 * 8 * 8) * (3 * 3 * 3)
+    assert counter.get_flop_counts()["Global"] == dict.fromkeys(
+        (operators.forward, operators.input_grad, operators.weight_grad), each
+    )
+
+
+# --- What PyTorch imports late --------------------------------------------------------------------
+
+
+def test_registers_when_a_module_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_one.py").write_text("table = {}\n")
+    calls = []
+    finders = list(sys.meta_path)
+    when_imported("late_one", lambda: calls.append(sys.modules["late_one"].table))
+    assert importlib.util.find_spec("late_one") is not None  # asking is not importing
+    assert calls == []
+    late = importlib.import_module("late_one")
+    assert calls == [late.table]
+    assert "table" in inspect.getsource(late)
+    assert sys.meta_path == finders
+    when_imported("late_one", lambda: calls.append("at once"))
+    assert calls == [late.table, "at once"]
+    assert sys.meta_path == finders
+
+
+def test_waits_for_a_module_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_two.py").write_text("import builtins\nbuiltins.late_two\n")
+    calls = []
+    when_imported("late_two", lambda: calls.append("imported"))
+    with pytest.raises(AttributeError):
+        importlib.import_module("late_two")
+    assert calls == []
+    monkeypatch.setattr("builtins.late_two", None, raising=False)
+    importlib.import_module("late_two")
+    assert calls == ["imported"]
+
+
+PROCESS = """
+import sys
+import torch
+before = set(sys.modules)
+import fastconv
+late = {"torch.utils.flop_counter", "torch.distributed.tensor", "torch.onnx"}
+print(sorted(late & (set(sys.modules) - before)))
+from torch.utils.flop_counter import flop_registry
+print(torch.ops.fastconv.forward in flop_registry)
+"""
+
+
+def test_importing_imports_none_of_them() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", PROCESS], check=True, capture_output=True, text=True
+    )
+    assert process.stdout.splitlines() == ["[]", "True"]
