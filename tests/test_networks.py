@@ -10,9 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastconv
@@ -97,6 +102,121 @@ def test_operations_are_counted_by_the_operator() -> None:
     assert counter.get_flop_counts()["Global"] == dict.fromkeys(
         (operators.forward, operators.input_grad, operators.weight_grad), each
     )
+
+
+# --- ONNX and core ATen ---------------------------------------------------------------------------
+
+OPERATORS = [
+    torch.ops.fastconv.forward,
+    torch.ops.fastconv.input_grad,
+    torch.ops.fastconv.weight_grad,
+]
+GEOMETRIES = [
+    ((1, 1), (0, 0, 0, 0), (1, 1), 1),
+    ((2, 1), (1, 1, 2, 2), (1, 3), 2),
+    ((2, 3), (1, 0, 2, 3), (2, 1), 1),
+    ((1, 2), (0, 1, 1, 0), (1, 1), 2),
+]
+
+
+class _AllConfigurations(nn.Module):
+    """One of each, for an export takes seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_make(**arguments) for arguments in CONFIGURATIONS)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(input).relu() for layer in self.layers)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_onnx(tmp_path: Path) -> None:
+    model, path = _AllConfigurations().eval(), tmp_path / "model.onnx"
+    torch.onnx.export(model, (_input(),), path, dynamo=True, dynamic_shapes=({0: Dim("batch")},))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (argument,) = session.get_inputs()
+    for batch in (1, 5):
+        input = _input(batch)
+        results = session.run(None, {argument.name: input.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(
+                [torch.from_numpy(result) for result in results], list(model(input))
+            )
+
+
+def _targets(graph: torch.fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_core_aten() -> None:
+    model = _AllConfigurations()
+    program = torch.export.export(model, (_input(),), dynamic_shapes=({0: Dim("batch")},))
+    table = torch.export.default_decompositions()
+    table.update(torch._decomp.get_decompositions(OPERATORS))
+    decomposed = program.run_decompositions(table)
+    assert "fastconv.forward.default" in _targets(program.graph)
+    assert "aten.convolution.default" in _targets(decomposed.graph)
+    assert not any("fastconv" in target for target in _targets(decomposed.graph))
+    input = _input(3)
+    torch.testing.assert_close(decomposed.module()(input), model(input))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_decompositions_compute_the_same(
+    geometry: tuple[Any, ...], bias: bool, memory_format: torch.memory_format
+) -> None:
+    table = torch._decomp.get_decompositions(OPERATORS)
+    assert {operator.overloadpacket for operator in table} == set(OPERATORS)
+    forward, input_grad, weight_grad = (packet.default for packet in OPERATORS)
+    input, weight = (
+        _input().to(memory_format=memory_format),
+        torch.randn(6, 4 // geometry[-1], 3, 2),
+    )
+    bias_tensor = torch.randn(6) if bias else None
+    grad_output = torch.randn_like(forward(input, weight, bias_tensor, *geometry, None))
+    for operator, arguments in (
+        (forward, (input, weight, bias_tensor, *geometry, None)),
+        (input_grad, (grad_output, weight, (9, 8), *geometry, None)),
+        (input_grad, (grad_output, weight, (9, 8), *geometry, None, torch.channels_last)),
+        (weight_grad, (grad_output, input, (3, 2), *geometry, None, bias)),
+        (weight_grad, (grad_output, input, (3, 2), *geometry, None, bias, torch.channels_last)),
+    ):
+        actual, expected = table[operator](*arguments), operator(*arguments)
+        torch.testing.assert_close(actual, expected, check_stride=True)
+
+
+def test_complex_convolutions_have_no_decomposition() -> None:
+    module = _make(dtype=torch.complex64)
+    program = torch.export.export(module, (_input().to(torch.complex64),))
+    with pytest.raises(Exception, match=r"real numbers, but .* torch\.complex64"):
+        program.run_decompositions(torch._decomp.get_decompositions(OPERATORS))
+
+
+@pytest.mark.usefixtures("host_path")
+def test_nothing_that_computes_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise AssertionError("a decomposition was asked for")
+
+    for packet in OPERATORS:
+        monkeypatch.setitem(torch._decomp.decomposition_table, packet.default, fails)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    as_inductor = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table)
+    model = nn.Sequential(_make(padding=((1, 0), (2, 3))), nn.ReLU())
+    for network in (model, torch.compile(model, backend=as_inductor, fullgraph=True)):
+        network(_input().requires_grad_()).sum().backward()
+    seen = set.union(*(_targets(graph.graph) for graph in graphs))
+    assert {str(packet.default) for packet in OPERATORS} <= seen
+    assert not any("convolution" in target for target in seen)
 
 
 # --- What PyTorch imports late --------------------------------------------------------------------

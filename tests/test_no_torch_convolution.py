@@ -21,6 +21,9 @@ PACKAGE = Path(fastconv.__file__).parent
 REFERENCES = [
     PACKAGE / path for path in ("bench", "exporter/subject.py", "exporter/parts/self_check.py")
 ]
+# What others are given in place of our operators, in files and graphs of theirs, names PyTorch's.
+# tests/test_networks.py: nothing that computes goes through it.
+DECOMPOSITION = PACKAGE / "ops/decomposition.py"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Functions, modules and operators that convolve, or that make a matrix product of a convolution.
@@ -98,13 +101,20 @@ def _sources() -> Iterator[Path]:
     return (
         path
         for path in PACKAGE.rglob("*.py")
-        if not any(path.is_relative_to(reference) for reference in REFERENCES)
+        if not any(path.is_relative_to(reference) for reference in (*REFERENCES, DECOMPOSITION))
     )
 
 
 @pytest.mark.parametrize("path", list(_sources()), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_sources_use_no_convolution_of_pytorch(path: Path) -> None:
     assert _uses(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_decomposition_names_two_alone() -> None:
+    uses = _uses(DECOMPOSITION.read_text(encoding="utf-8"))
+    assert {use.split()[-1] for use in uses} == {"convolution", "convolution_backward"}
+    importers = [path.name for path in _sources() if "decomposition" in path.read_text("utf-8")]
+    assert importers == ["__init__.py"]  # which registers it
 
 
 @pytest.mark.parametrize(
