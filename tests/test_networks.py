@@ -254,6 +254,12 @@ def test_waits_for_a_module_that_raises(tmp_path: Path, monkeypatch: pytest.Monk
     assert calls == ["imported"]
 
 
+def test_a_registration_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "late_three", None)
+    with pytest.warns(UserWarning, match="unknown to late_three, .*no such name"):
+        when_imported("late_three", lambda: vars(sys)["no such name"])
+
+
 PROCESS = """
 import sys
 import torch
@@ -263,11 +269,18 @@ late = {"torch.utils.flop_counter", "torch.distributed.tensor", "torch.onnx"}
 print(sorted(late & (set(sys.modules) - before)))
 from torch.utils.flop_counter import flop_registry
 print(torch.ops.fastconv.forward in flop_registry)
+import torch.distributed.fsdp  # which imports DTensor while it is imported
+from torch.distributed.tensor import DTensor
+propagator = DTensor._op_dispatcher.sharding_propagator
+print(torch.ops.fastconv.forward.default in propagator.op_strategy_funcs)
 """
 
 
 def test_importing_imports_none_of_them() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", PROCESS], check=True, capture_output=True, text=True
+        [sys.executable, "-W", "error::UserWarning", "-c", PROCESS],
+        check=True,
+        capture_output=True,
+        text=True,
     )
-    assert process.stdout.splitlines() == ["[]", "True"]
+    assert process.stdout.splitlines() == ["[]", "True", "True"]

@@ -8,7 +8,7 @@ The three are bilinear, not sesquilinear: for complex tensors none of them conju
 formulas do.
 """
 
-from fastconv.ops import autocast, autograd, batching, decomposition, devices, flops
+from fastconv.ops import autocast, autograd, batching, decomposition, devices, flops, sharding
 from fastconv.ops.schema import forward, input_grad, weight_grad
 
 __all__ = ["forward", "input_grad", "weight_grad"]
@@ -20,3 +20,4 @@ autocast.register("cuda", "AutocastCUDA")
 batching.register()
 decomposition.register()
 flops.register()
+sharding.register()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -12,12 +13,23 @@ from types import ModuleType
 def when_imported(name: str, register: Callable[[], None]) -> None:
     """Calls ``register`` as soon as the module of that name has been imported: now, or later.
 
-    Whoever has no use for it does not wait for its import, which may take longer than ours.
+    Whoever has no use for it does not wait for its import, which may take longer than ours. Whoever
+    imports it gets it, even if it has changed so much that ``register`` fails: with a warning.
     """
+
+    def attempt() -> None:
+        try:
+            register()
+        except Exception as error:
+            warnings.warn(
+                f"fastconv's operators are unknown to {name}, in this PyTorch: {error!r}",
+                stacklevel=2,
+            )
+
     if name in sys.modules:
-        register()
+        attempt()
     else:
-        sys.meta_path.insert(0, _Listener(name, register))
+        sys.meta_path.insert(0, _Listener(name, attempt))
 
 
 class _Listener(MetaPathFinder):
