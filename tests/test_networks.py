@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import io
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +20,11 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.export import Dim
+from torch.fx.experimental.optimization import fuse
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastconv
@@ -217,6 +224,142 @@ def test_nothing_that_computes_is_decomposed(monkeypatch: pytest.MonkeyPatch) ->
     seen = set.union(*(_targets(graph.graph) for graph in graphs))
     assert {str(packet.default) for packet in OPERATORS} <= seen
     assert not any("convolution" in target for target in seen)
+
+
+# --- torch.fx -------------------------------------------------------------------------------------
+
+
+class _Network(nn.Module):
+    def __init__(self, convolution: type[nn.Conv2d] = fastconv.Conv2d) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = convolution(4, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.rest = nn.Sequential(nn.ReLU(), convolution(6, 6, 3, stride=2, groups=2))
+        nn.init.normal_(self.norm.running_mean)
+
+    def forward(self, input):  # annotations are strings here, which torch.fx does not pickle
+        return self.rest(self.norm(self.first(input)))
+
+
+@pytest.mark.usefixtures("host_path")
+def test_symbolic_trace_calls_modules() -> None:
+    network = _Network().eval()
+    traced = torch.fx.symbolic_trace(network)
+    assert str(traced.graph) == str(torch.fx.symbolic_trace(_Network(nn.Conv2d)).graph)
+    for twin in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+        assert type(twin.first) is fastconv.Conv2d
+        input = _input()
+        assert twin(input).equal(network(input))
+
+
+def test_symbolic_trace_of_a_convolution_alone() -> None:
+    module = _make(padding="same")
+    traced = torch.fx.symbolic_trace(module)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [
+        fastconv.conv2d
+    ]
+    input = _input()
+    assert pickle.loads(pickle.dumps(traced))(input).equal(module(input))
+
+
+def test_a_tracer_that_looks_into_convolutions_looks_into_ours() -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return not isinstance(module, nn.Conv2d) and super().is_leaf_module(module, name)
+
+    for convolution, function in ((fastconv.Conv2d, fastconv.conv2d), (nn.Conv2d, torch.conv2d)):
+        graph = Tracer().trace(_Network(convolution))
+        assert [node.target for node in graph.nodes if node.op == "call_function"] == [function] * 2
+
+
+class _Doubled(fastconv.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(2 * input)
+
+
+def _hooked(network: _Network) -> None:
+    network.first.register_forward_hook(lambda module, arguments, output: output + 1)
+
+
+def _hooked_before(network: _Network) -> None:
+    network.first.register_forward_pre_hook(lambda module, arguments: (3 * arguments[0],))
+
+
+def _derived(network: _Network) -> None:
+    network.first.__class__ = _Doubled
+
+
+def _parametrized(network: _Network) -> None:
+    nn.utils.parametrizations.weight_norm(network.first)
+
+
+@pytest.mark.parametrize("change", [_hooked, _hooked_before, _derived, _parametrized])
+def test_symbolic_trace_of_more_than_a_convolution(change: Callable[[_Network], None]) -> None:
+    network = _Network().eval()
+    change(network)
+    input = _input()
+    torch.testing.assert_close(torch.fx.symbolic_trace(network)(input), network(input))
+
+
+def _become(model: nn.Module, source: type[nn.Module], target: type[nn.Module]) -> None:
+    """As docs/networks.md has it."""
+    for module in model.modules():
+        if type(module) is source:
+            module.__class__ = target
+
+
+def test_fuse() -> None:
+    network, input = _Network().eval(), _input()
+    expected = network(input)
+    assert any(isinstance(module, nn.BatchNorm2d) for module in fuse(network).modules())
+    _become(network, fastconv.Conv2d, nn.Conv2d)
+    fused = fuse(network)
+    _become(fused, nn.Conv2d, fastconv.Conv2d)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in fused.modules())
+    assert type(fused.first) is fastconv.Conv2d
+    torch.testing.assert_close(fused(input), expected)
+
+
+def test_fuse_one() -> None:
+    network, input = _Network().eval(), _input()
+    fused = fuse_conv_bn_eval(network.first, network.norm)
+    assert type(fused) is fastconv.Conv2d
+    torch.testing.assert_close(fused(input), network.norm(network.first(input)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantization() -> None:
+    def quantized(network: nn.Module, input: Tensor) -> torch.fx.GraphModule:
+        mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
+        prepared = prepare_fx(network, mapping, (input,))
+        prepared(input)
+        return convert_fx(prepared)
+
+    network, input = _Network().eval(), _input()
+    assert type(quantized(copy.deepcopy(network), input).first) is fastconv.Conv2d
+    expected = network(input)
+    _become(network, fastconv.Conv2d, nn.Conv2d)
+    found = quantized(network, input)
+    assert isinstance(found.first, torch.ao.nn.quantized.Conv2d)
+    torch.testing.assert_close(found(input), expected, rtol=0.1, atol=0.1)
+
+
+# --- TorchScript ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_torchscript() -> None:
+    network, input = _Network().eval(), _input()
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace or torch\.export"):
+        torch.jit.script(network)
+    assert type(network.first) is fastconv.Conv2d
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(network, _input()), file)
+    file.seek(0)
+    assert torch.jit.load(file)(input).equal(network(input))
+    _become(network, fastconv.Conv2d, nn.Conv2d)
+    torch.testing.assert_close(torch.jit.script(network)(input), network(input))
 
 
 # --- What PyTorch imports late --------------------------------------------------------------------

@@ -138,7 +138,7 @@ def _timings(arguments: Namespace, found: Mapping[Path, AnyResults]) -> dict[Pat
 
 
 def _plot_folders(folder: Path, paths: Sequence[Path]) -> dict[Path, Path]:
-    """Where each file's plots go: to the folder, or, of several, to one in it by the file's name."""
+    """Where each file's plots go: to the folder or, of several, to one in it by the file's name."""
     if len(paths) == 1:
         return {paths[0]: folder}
     by_name: dict[str, Path] = {}
