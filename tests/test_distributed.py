@@ -78,7 +78,6 @@ DISTRIBUTIONS: dict[str, tuple[dict[str, Any], list[Placement], list[Placement]]
     "nothing": ({}, [ALL, ALL, ALL], [ALL, ALL, ALL, ALL]),
     "images": ({}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
     "images, in groups": ({"groups": 2}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
-    "images, no bias": ({}, [FIRST, ALL], [FIRST, FIRST, PART]),
     "output channels": ({}, [ALL, FIRST, FIRST], [SECOND, PART, FIRST, FIRST]),
     "output channels, no bias": ({}, [ALL, FIRST], [SECOND, PART, FIRST]),
     "input channels": ({}, [SECOND, SECOND], [PART, SECOND, SECOND]),
@@ -91,8 +90,7 @@ DISTRIBUTIONS: dict[str, tuple[dict[str, Any], list[Placement], list[Placement]]
 GEOMETRIES: list[dict[str, Any]] = [
     {"padding": ((1, 0), (2, 1))},
     {"padding": ((1, 0), (2, 1)), "stride": (2, 1)},
-    {"padding": ((1, 0), (2, 1)), "dilation": (1, 2)},
-    {"padding": 1},
+    {"padding": 1, "stride": (2, 1)},
 ]
 
 

@@ -20,10 +20,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch.ao.quantization import get_default_qconfig_mapping
-from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.export import Dim
-from torch.fx.experimental.optimization import fuse
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -158,7 +155,9 @@ def _targets(graph: torch.fx.Graph) -> set[str]:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_core_aten() -> None:
-    model = _AllConfigurations()
+    model = nn.Sequential(
+        _make(padding=((1, 0), (2, 3)), stride=2, groups=2), fastconv.Conv2d(6, 4, 3, padding=1)
+    )
     program = torch.export.export(model, (_input(),), dynamic_shapes=({0: Dim("batch")},))
     table = torch.export.default_decompositions()
     table.update(torch._decomp.get_decompositions(OPERATORS))
@@ -309,7 +308,11 @@ def _become(model: nn.Module, source: type[nn.Module], target: type[nn.Module]) 
             module.__class__ = target
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_fuse() -> None:
+    # Imported here, for this warns of PyTorch's own use of TorchScript.
+    from torch.fx.experimental.optimization import fuse
+
     network, input = _Network().eval(), _input()
     expected = network(input)
     assert any(isinstance(module, nn.BatchNorm2d) for module in fuse(network).modules())
@@ -330,6 +333,10 @@ def test_fuse_one() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantization() -> None:
+    # Here, likewise.
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
     def quantized(network: nn.Module, input: Tensor) -> torch.fx.GraphModule:
         mapping = get_default_qconfig_mapping(torch.backends.quantized.engine)
         prepared = prepare_fx(network, mapping, (input,))
