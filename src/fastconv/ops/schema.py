@@ -46,7 +46,7 @@ input_grad = torch.ops.fastconv.input_grad.default
 weight_grad = torch.ops.fastconv.weight_grad.default
 
 # Where these stand among the arguments of every operator that has them.
-PRECISION, BIAS = 7, 8
+GROUPS, PRECISION, BIAS = 6, 7, 8
 
 
 class Form(NamedTuple):
