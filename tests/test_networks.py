@@ -203,7 +203,10 @@ def test_complex_convolutions_have_no_decomposition() -> None:
 
 
 @pytest.mark.usefixtures("host_path")
-def test_nothing_that_computes_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_nothing_that_computes_is_decomposed(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
     def fails(*_: Any) -> None:
         raise AssertionError("a decomposition was asked for")
 
@@ -218,7 +221,10 @@ def test_nothing_that_computes_is_decomposed(monkeypatch: pytest.MonkeyPatch) ->
     torch._dynamo.reset()
     as_inductor = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table)
     model = nn.Sequential(_make(padding=((1, 0), (2, 3))), nn.ReLU())
-    for network in (model, torch.compile(model, backend=as_inductor, fullgraph=True)):
+    for network in (
+        model,
+        torch.compile(model, backend=as_inductor, fullgraph=True, dynamic=dynamic),
+    ):
         network(_input().requires_grad_()).sum().backward()
     seen = set.union(*(_targets(graph.graph) for graph in graphs))
     assert {str(packet.default) for packet in OPERATORS} <= seen

@@ -18,6 +18,9 @@ from fastconv.ops.schema import (
     describe_forward,
     describe_input_grad,
     describe_weight_grad,
+    fake_forward,
+    fake_input_grad,
+    fake_weight_grad,
     forward,
     forward_result,
     input_grad,
@@ -33,9 +36,14 @@ _aten = torch.ops.aten
 
 
 def register() -> None:
-    register_decomposition(forward)(_forward)
-    register_decomposition(input_grad)(_input_grad)
-    register_decomposition(weight_grad)(_weight_grad)
+    for operator, decomposition, meta in (
+        (forward, _forward, fake_forward),
+        (input_grad, _input_grad, fake_input_grad),
+        (weight_grad, _weight_grad, fake_weight_grad),
+    ):
+        register_decomposition(operator)(decomposition)
+        # Of symbolic sizes, fake tensors would else be what the decomposition makes of them.
+        register_decomposition(operator, type="meta")(meta)
 
 
 def _forward(
