@@ -1,16 +1,26 @@
-"""Two processes train a model of ours as they train PyTorch's."""
+"""Two processes train a model of ours as they train PyTorch's, and compute what one does."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import fastconv
@@ -60,6 +70,73 @@ def _train(model: nn.Module, rank: int) -> list[Tensor]:
     return losses + [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
 
 
+# --- DTensor --------------------------------------------------------------------------------------
+
+ALL, FIRST, SECOND, ROWS, PART = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
+DISTRIBUTIONS: dict[str, tuple[dict[str, Any], list[Placement], list[Placement]]] = {
+    # How input, weight and bias are distributed; how the output and their gradients are.
+    "nothing": ({}, [ALL, ALL, ALL], [ALL, ALL, ALL, ALL]),
+    "images": ({}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
+    "images, in groups": ({"groups": 2}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
+    "output channels": ({}, [ALL, FIRST, FIRST], [SECOND, PART, FIRST, FIRST]),
+    "output channels, no bias": ({}, [ALL, FIRST], [SECOND, PART, FIRST]),
+    "input channels": ({}, [SECOND, SECOND], [PART, SECOND, SECOND]),
+    # What no process can do with its part alone is gathered first.
+    "input channels, with a bias": ({}, [SECOND, SECOND, ALL], [ALL, SECOND, SECOND, ALL]),
+    "channels, in groups": ({"groups": 2}, [SECOND, FIRST, FIRST], [ALL, ALL, ALL, ALL]),
+    "rows": ({}, [ROWS, ALL, ALL], [ALL, ALL, ALL, ALL]),
+}
+# The same tensors by other geometries, one after the other: DTensor remembers by arguments.
+GEOMETRIES: list[dict[str, Any]] = [
+    {"padding": ((1, 0), (2, 1))},
+    {"padding": ((1, 0), (2, 1)), "stride": (2, 1)},
+    {"padding": 1, "stride": (2, 1)},
+]
+
+
+def _leaves(groups: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (4, 4, 9, 8), (6, 4 // groups, 3, 3), (6,)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _convolved(leaves: Sequence[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """The output and the gradients of all leaves."""
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    output = fastconv.conv2d(*leaves, **options)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def _distributed(mesh: DeviceMesh, name: str) -> list[list[DTensor]]:
+    """The results, for each geometry."""
+    options, placements, _ = DISTRIBUTIONS[name]
+    results = []
+    for geometry in GEOMETRIES:
+        leaves = [
+            distribute_tensor(leaf, mesh, [placement])
+            for leaf, placement in zip(_leaves(**options), placements, strict=False)
+        ]
+        results.append(_convolved(leaves, {**options, **geometry}))
+    return results
+
+
+Distributed = dict[str, list[list[tuple[Any, Tensor]]]]
+"""Placements and values of all results, by the name of the distribution."""
+
+
+def _all_distributed() -> Distributed:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    return {
+        name: [
+            [(result.placements, result.full_tensor()) for result in results]
+            for results in _distributed(mesh, name)
+        ]
+        for name in DISTRIBUTIONS
+    }
+
+
+# --- Training -------------------------------------------------------------------------------------
+
 WRAPS = {"replicated": _replicated, "sharded": _sharded}
 Results = dict[str, dict[str, list[Tensor]]]
 """What training gives: by the name of the wrap, by whose convolutions they are."""
@@ -78,25 +155,28 @@ def _process(rank: int, folder: Path) -> None:
             }
             for name, wrap in WRAPS.items()
         }
+        distributed = _all_distributed()
     finally:
         dist.destroy_process_group()
-    torch.save(results, folder / f"{rank}.pt")
+    torch.save((results, distributed), folder / f"{rank}.pt")
     # Without the interpreter's end, in which a thread of PyTorch's that still wants the interpreter
     # aborts the process: see ops/autograd.py: wait_at_exit.
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def trained(host_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def computed(
+    host_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[Results, Distributed]]:
     """Of each process. Importing PyTorch takes most of the time: once for all."""
     folder = tmp_path_factory.mktemp(host_path)
     torch.multiprocessing.spawn(_process, (folder,), nprocs=PROCESSES)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_trains_as_pytorch(wrap: str, trained: list[Results]) -> None:
-    by_rank = [results[wrap] for results in trained]
+def test_trains_as_pytorch(wrap: str, computed: list[tuple[Results, Distributed]]) -> None:
+    by_rank = [results[wrap] for results, _ in computed]
     for results in by_rank:
         torch.testing.assert_close(results["ours"], results["theirs"], rtol=1e-6, atol=1e-6)
     losses = [results["ours"][:3] for results in by_rank]
@@ -105,3 +185,15 @@ def test_trains_as_pytorch(wrap: str, trained: list[Results]) -> None:
     torch.testing.assert_close(*parameters, rtol=0, atol=0)
     for value, initial in zip(parameters[0], _model(nn.Conv2d).parameters(), strict=True):
         assert not value.equal(initial)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributed_tensors(name: str, computed: list[tuple[Results, Distributed]]) -> None:
+    options, placements, expected_placements = DISTRIBUTIONS[name]
+    leaves = _leaves(**options)[: len(placements)]
+    for _, distributed in computed:
+        for geometry, results in zip(GEOMETRIES, distributed[name], strict=True):
+            expected = _convolved(leaves, {**options, **geometry})
+            found, values = zip(*results, strict=True)
+            assert list(found) == [(placement,) for placement in expected_placements]
+            torch.testing.assert_close(list(values), expected, rtol=1e-5, atol=1e-4)

@@ -206,23 +206,6 @@ def test_weight_norm() -> None:
         torch.testing.assert_close(parameter.grad, theirs_by_name[name].grad)
 
 
-class _Block(nn.Module):
-    def __init__(self, convolution: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.convolution = convolution(4, 6, 3, padding="same")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.convolution(input).relu()
-
-
-def test_symbolic_trace() -> None:
-    block = _Block(fastconv.Conv2d)
-    traced = torch.fx.symbolic_trace(block)
-    input = torch.randn(2, 4, 9, 8)
-    assert traced(input).equal(block(input))
-    assert any(node.target is fastconv.conv2d for node in traced.graph.nodes)
-
-
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("padding", [1, "same", "valid", ((1, 0), (2, 1))], ids=str)

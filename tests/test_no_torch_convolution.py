@@ -21,6 +21,9 @@ PACKAGE = Path(fastconv.__file__).parent
 REFERENCES = [
     PACKAGE / path for path in ("bench", "exporter/subject.py", "exporter/parts/self_check.py")
 ]
+# What others are given in place of our operators, in files and graphs of theirs, names PyTorch's.
+# tests/test_networks.py: nothing that computes goes through it.
+DECOMPOSITION = PACKAGE / "ops/decomposition.py"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Functions, modules and operators that convolve, or that make a matrix product of a convolution.
@@ -43,6 +46,7 @@ class _Uses(ast.NodeVisitor):
     def __init__(self) -> None:
         self.found: list[str] = []
         self.own: set[str] = set()  # names that are bound to fastconv, or to something of it
+        self.methods: set[str] = set()  # of the class that is being visited
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -53,10 +57,16 @@ class _Uses(ast.NodeVisitor):
             self._check_import(node, alias, f"{node.module}.{alias.name}")
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.methods = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
         for child in (*node.keywords, *node.decorator_list, *node.body):  # but not the bases
             self.visit(child)
+        self.methods = set()
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            if node.attr not in self.methods:
+                self._check(node, node.attr)
+            return
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -98,13 +108,20 @@ def _sources() -> Iterator[Path]:
     return (
         path
         for path in PACKAGE.rglob("*.py")
-        if not any(path.is_relative_to(reference) for reference in REFERENCES)
+        if not any(path.is_relative_to(reference) for reference in (*REFERENCES, DECOMPOSITION))
     )
 
 
 @pytest.mark.parametrize("path", list(_sources()), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_sources_use_no_convolution_of_pytorch(path: Path) -> None:
     assert _uses(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_decomposition_names_two_alone() -> None:
+    uses = _uses(DECOMPOSITION.read_text(encoding="utf-8"))
+    assert {use.split()[-1] for use in uses} == {"convolution", "convolution_backward"}
+    importers = [path.name for path in _sources() if "decomposition" in path.read_text("utf-8")]
+    assert importers == ["__init__.py"]  # which registers it
 
 
 @pytest.mark.parametrize(
@@ -154,6 +171,9 @@ def test_exported_files_use_it_in_their_self_check_alone(path: Path) -> None:
         "import torch.nn.modules.conv2d",
         "convolution = torch.nn.Conv2d(1, 1, 1)",
         "super()._conv_forward(x, w, b)",
+        "class C(B):\n  def f(self): self._conv_forward(x)",
+        "class C(B):\n  def conv2d(self): ...\ndef f(self): self.conv2d(x)",
+        "class C(B):\n  def conv2d(self): F.conv2d(x)",
         "getattr(torch, 'conv2d')",
         "vars(torch)['conv2d']",
         "torch._C._jit_get_operation('aten::conv2d')",
@@ -173,6 +193,7 @@ def test_uses_are_found(source: str) -> None:
         "from fastconv import functional as own\nown.conv2d(x, w)",
         "__all__ = ['Conv2d', 'conv2d']",
         "class Conv2d(torch.nn.Conv2d): ...",
+        "class C(B):\n  def f(self): self._conv_forward(x)\n  def _conv_forward(self, x): return x",
         "torch.backends.cudnn.conv.fp32_precision",
         "x.unflatten(0, (2, 3))",
         "_unfold(x, 0, 2)",

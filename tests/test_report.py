@@ -108,6 +108,75 @@ def test_markdown(results: Path, tmp_path: Path) -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_several_files(
+    results: Path, host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, paths = tmp_path / "table.md", [str(host_times), str(results)]
+    assert cli.main(["report", *paths, "--markdown", str(table)]) == 0
+    shown, text = capsys.readouterr().out, table.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line[:2] == "##"] == [f"## {p}" for p in paths]
+    for said in (shown, text):
+        first, second = (said.index(path) for path in paths)
+        assert first < said.index("small_forward") < second < said.index("dilated5x9")
+    alone = []
+    for path in paths:
+        assert cli.main(["report", path, "--quiet", "--markdown", str(table)]) == 0
+        alone.append(table.read_text(encoding="utf-8"))
+    assert text == "\n".join(f"## {p}\n\n{one}" for p, one in zip(paths, alone, strict=True))
+
+
+def test_several_files_as_json(
+    results: Path, host_times: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", str(results), str(host_times), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        json.loads(path.read_text(encoding="utf-8")) for path in (results, host_times)
+    ]
+
+
+def test_plots_and_a_page_of_several_files(
+    results: Path, host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    other, folder, page = tmp_path / "other.json", tmp_path / "plots", tmp_path / "page.html"
+    shutil.copy(results, other)
+    made = ["--quiet", "--plots", str(folder), "--html", str(page)]
+    assert cli.main(["report", str(results), str(other), *made]) == 0
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.svg")} == {
+        f"{name}/{plot}.svg" for name in ("results", "other") for plot in ("speedups", "roofline")
+    }
+    text = page.read_text(encoding="utf-8")
+    assert text.count('<table class="sortable">') == text.count("<h1>") == 2
+    assert text.index(f"<h1>{results}: fastconv") < text.index(f"<h1>{other}: fastconv")
+    same_name = tmp_path / "folder" / "other.json"
+    same_name.parent.mkdir()
+    shutil.copy(results, same_name)
+    assert cli.main(["report", str(other), str(same_name), *made]) == 2
+    assert f"of {other} and of {same_name} would both go to" in capsys.readouterr().err
+    assert cli.main(["report", str(results), str(host_times), *made]) == 2
+    assert f"{host_times} holds host times" in capsys.readouterr().err
+
+
+def test_a_file_without_results_is_named(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, table = tmp_path / "wrong.json", tmp_path / "table.md"
+    wrong.write_text('{"format": "else"}', encoding="utf-8")
+    absent = tmp_path / "absent.json"
+    for path in (wrong, absent):
+        assert cli.main(["report", str(results), str(path), "--markdown", str(table)]) == 2
+        captured = capsys.readouterr()
+        assert str(path) in captured.err
+        assert captured.err.count("\n") == 1
+        assert not captured.out
+        assert not table.exists()
+    command = ["report", str(results), str(wrong), "--markdown", str(results)]
+    wrong.write_bytes(results.read_bytes())
+    before = results.read_bytes()
+    assert cli.main(command) == 2
+    assert results.read_bytes() == before
+
+
 def test_unsteady_rows_are_marked(
     results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

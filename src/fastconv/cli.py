@@ -240,11 +240,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help="what bench --output wrote")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a table there")
     parser.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="write PNG and SVG plots there"
-    )
+        "results", type=Path, nargs="+",
+        help="what bench --output wrote; of several, one after the other",
+    )  # fmt: skip
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER",
+        help="write PNG and SVG plots there; of several results, to a folder for each in it",
+    )  # fmt: skip
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page there")
     parser.set_defaults(run=commands.report_results)
 

@@ -102,47 +102,73 @@ def bench(arguments: Namespace) -> int:
 
 
 def report_results(arguments: Namespace) -> int:
-    """``fastconv report``: tables, plots and a page from results."""
-    found = results.read_any(arguments.results)
+    """``fastconv report``: tables, plots and a page from results, of one file or several."""
+    found = {path: results.read_any(path) for path in arguments.results}
     if not (arguments.json or arguments.quiet):
         extra("rich")
-    if isinstance(found, HostResults):
-        return _report_host(arguments, found)
+    timings = _timings(arguments, found)
     plots: Any = _plots() if arguments.plots or arguments.html else None
-    drawn: list[Path] = []
-    if arguments.plots:
-        files.make_folder(arguments.plots)
-        drawn = plots.outputs(arguments.plots)
-    files.check_outputs([arguments.markdown, arguments.html, *drawn], [arguments.results])
-    if arguments.plots:
-        plots.write(found, arguments.plots)
+    folders = _plot_folders(arguments.plots, list(timings)) if arguments.plots else {}
+    for folder in folders.values():
+        files.make_folder(folder)
+    drawn = [path for folder in folders.values() for path in plots.outputs(folder)]
+    files.check_outputs([arguments.markdown, arguments.html, *drawn], list(found))
+    for path, folder in folders.items():
+        plots.write(timings[path], folder)
     if arguments.html:
         from fastconv.bench import page
 
-        files.write(arguments.html, page.html(found))
+        files.write(arguments.html, page.html(timings))
     _tabulate(arguments, found)
     return 0
 
 
-def _report_host(arguments: Namespace, found: HostResults) -> int:
-    for option in ("plots", "html"):
-        if getattr(arguments, option):
+def _timings(arguments: Namespace, found: Mapping[Path, AnyResults]) -> dict[Path, Results]:
+    """The results of which there are plots and pages; others only if neither is asked for."""
+    timings = {}
+    for path, one in found.items():
+        if not isinstance(one, HostResults):
+            timings[path] = one
+            continue
+        for option in ("plots", "html"):
+            if getattr(arguments, option):
+                raise UsageError(
+                    f"{path} holds host times, of which --{option} makes nothing: only "
+                    "--markdown and --json"
+                )
+    return timings
+
+
+def _plot_folders(folder: Path, paths: Sequence[Path]) -> dict[Path, Path]:
+    """Where each file's plots go: to the folder or, of several, to one in it by the file's name."""
+    if len(paths) == 1:
+        return {paths[0]: folder}
+    by_name: dict[str, Path] = {}
+    for path in paths:
+        other = by_name.setdefault(path.stem, path)
+        if other != path:
             raise UsageError(
-                f"{arguments.results} holds host times, of which --{option} makes nothing: only "
-                "--markdown and --json"
+                f"the plots of {other} and of {path} would both go to {folder / path.stem}"
             )
-    files.check_outputs([arguments.markdown], [arguments.results])
-    _tabulate(arguments, found)
-    return 0
+    return {path: folder / name for name, path in by_name.items()}
 
 
-def _tabulate(arguments: Namespace, found: AnyResults) -> None:
+def _tabulate(arguments: Namespace, found: Mapping[Path, AnyResults]) -> None:
+    several = len(found) > 1
     if arguments.markdown:
-        files.write(arguments.markdown, report.markdown(found))
+        sections = [
+            f"## {path}\n\n{report.markdown(one)}" if several else report.markdown(one)
+            for path, one in found.items()
+        ]
+        files.write(arguments.markdown, "\n".join(sections))
     if arguments.json:
-        print(found.json(), end="")
+        listed = [one.json() for one in found.values()]
+        print(f"[\n{','.join(listed)}]\n" if several else listed[0], end="")
     elif not arguments.quiet:
-        show(report.table(found))
+        for path, one in found.items():
+            if several:
+                print(f"\n{path}")
+            show(report.table(one))
 
 
 def verify_results(arguments: Namespace) -> int:

@@ -1,11 +1,12 @@
 """``Conv2d``: a ``torch.nn.Conv2d`` whose forward is ours."""
 
-from __future__ import annotations
+# Annotations are evaluated here: torch.fx keeps those of forward, and pickles no strings.
 
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy, Tracer
 from torch.nn.functional import pad
 
 from fastconv import _precision
@@ -56,6 +57,32 @@ class Conv2d(torch.nn.Conv2d):
         if precision is not None:
             self.precision = _precision.checked(precision)
 
+    def forward(self, input: Tensor) -> Tensor:
+        # Of almost all calls, the first comparison decides, which takes the least time.
+        if type(input) is not Tensor and isinstance(input, Proxy) and self._is_leaf(input.tracer):
+            path = input.tracer.path_of_module(self)
+            return input.tracer.create_proxy("call_module", path, (input,), {})
+        return self._conv_forward(input, self.weight, self.bias)
+
+    def _is_leaf(self, tracer: Any) -> bool:
+        """Whether ``torch.fx`` would write down a call of a ``torch.nn.Conv2d``, not what is in it.
+
+        It decides by the name of a class's module, and so goes into ours. Hooks have run then: with
+        them, what is in it is written down, lest they run twice.
+        """
+        if (
+            type(self) is not Conv2d
+            or not isinstance(tracer, Tracer)
+            or tracer.root is self
+            or self._forward_hooks
+            or self._forward_pre_hooks
+        ):
+            return False
+        pytorchs: Any = Conv2d.__base__
+        twin = object.__new__(pytorchs)
+        twin.__dict__ = self.__dict__
+        return tracer.is_leaf_module(twin, tracer.path_of_module(self))
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: PaddingLike = self.padding
         if self.padding_mode != "zeros":
@@ -66,6 +93,12 @@ class Conv2d(torch.nn.Conv2d):
             input, weight, bias, self.stride, padding, self.dilation, self.groups,
             precision=self.precision,
         )  # fmt: skip
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotImplementedError(
+            "torch.jit.script does not take a fastconv.Conv2d: use torch.jit.trace or "
+            "torch.export, or make it PyTorch's before, by module.__class__ = torch.nn.Conv2d"
+        )
 
     def extra_repr(self) -> str:
         shown = super().extra_repr()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 
 from fastconv.bench import plots, report
 from fastconv.bench.results import Results, Row, Sum
@@ -51,15 +52,10 @@ document.querySelectorAll("table.sortable").forEach(table => {
 """
 
 
-def html(results: Results) -> str:
-    """The whole page."""
-    figures = "\n".join(
-        f"<h2>{escape(name.capitalize())}</h2>\n{plots.inline_svg(draw(results))}"
-        for name, draw in plots.PLOTS.items()
-    )
-    remarks = "\n".join(
-        f'<p class="remark">{escape(line[0].upper() + line[1:])}.</p>'
-        for line in report.remarks(results)
+def html(found: Mapping[Path, Results]) -> str:
+    """The whole page, with a section for each file of results."""
+    sections = "\n".join(
+        _section(f"{path}: " if len(found) > 1 else "", results) for path, results in found.items()
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -71,7 +67,23 @@ def html(results: Results) -> str:
 <style>{_STYLE}</style>
 </head>
 <body>
-<h1>{escape(report.title(results))}</h1>
+{sections}
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _section(name: str, results: Results) -> str:
+    figures = "\n".join(
+        f"<h2>{escape(name.capitalize())}</h2>\n{plots.inline_svg(draw(results))}"
+        for name, draw in plots.PLOTS.items()
+    )
+    remarks = "\n".join(
+        f'<p class="remark">{escape(line[0].upper() + line[1:])}.</p>'
+        for line in report.remarks(results)
+    )
+    return f"""<h1>{escape(name + report.title(results))}</h1>
 <p>{escape(report.ceilings(results))}.</p>
 {remarks}
 {figures}
@@ -80,11 +92,7 @@ def html(results: Results) -> str:
 reproduces a row is the tooltip of its workload.</p>
 <div class="scroll">{_table(results)}</div>
 <h2>Environment</h2>
-{_environment(results.environment)}
-<script>{_SCRIPT}</script>
-</body>
-</html>
-"""
+{_environment(results.environment)}"""
 
 
 def _table(results: Results) -> str:

@@ -8,7 +8,7 @@ The three are bilinear, not sesquilinear: for complex tensors none of them conju
 formulas do.
 """
 
-from fastconv.ops import autocast, autograd, batching, devices
+from fastconv.ops import autocast, autograd, batching, decomposition, devices, flops, sharding
 from fastconv.ops.schema import forward, input_grad, weight_grad
 
 __all__ = ["forward", "input_grad", "weight_grad"]
@@ -18,3 +18,6 @@ autograd.register()
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")
 batching.register()
+decomposition.register()
+flops.register()
+sharding.register()

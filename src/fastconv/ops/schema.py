@@ -46,7 +46,7 @@ input_grad = torch.ops.fastconv.input_grad.default
 weight_grad = torch.ops.fastconv.weight_grad.default
 
 # Where these stand among the arguments of every operator that has them.
-PRECISION, BIAS = 7, 8
+GROUPS, PRECISION, BIAS = 6, 7, 8
 
 
 class Form(NamedTuple):
@@ -317,19 +317,19 @@ def new_bias_grad(result: Result, bias: bool) -> Tensor:
 # The meta functions do not remember: symbolic sizes cannot be looked up.
 
 
-def _fake_forward(*args: Any) -> Tensor:
+def fake_forward(*args: Any) -> Tensor:
     return describe_forward(forward_result, *args).new()
 
 
-def _fake_input_grad(*args: Any) -> Tensor:
+def fake_input_grad(*args: Any) -> Tensor:
     return describe_input_grad(input_grad_result, *args).new()
 
 
-def _fake_weight_grad(*args: Any) -> tuple[Tensor, Tensor]:
+def fake_weight_grad(*args: Any) -> tuple[Tensor, Tensor]:
     result = describe_weight_grad(weight_grad_result, *args)
     return result.new(), new_bias_grad(result, args[BIAS])
 
 
-torch.library.register_fake("fastconv::forward", _fake_forward, lib=library)
-torch.library.register_fake("fastconv::input_grad", _fake_input_grad, lib=library)
-torch.library.register_fake("fastconv::weight_grad", _fake_weight_grad, lib=library)
+torch.library.register_fake("fastconv::forward", fake_forward, lib=library)
+torch.library.register_fake("fastconv::input_grad", fake_input_grad, lib=library)
+torch.library.register_fake("fastconv::weight_grad", fake_weight_grad, lib=library)

@@ -1,0 +1,44 @@
+"""How many operations ``torch.utils.flop_counter`` is told of: as many as of PyTorch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastconv.ops.late import when_imported
+
+Shape = tuple[int, ...]
+
+
+def register() -> None:
+    when_imported("torch.utils.flop_counter", _register)
+
+
+def _register() -> None:
+    # PyTorch's formulas, so that counts are the same in whatever version it is. With groups, they
+    # count more for a weight's gradient than is computed.
+    from torch.utils import flop_counter
+
+    of_forward: Any = flop_counter.conv_flop
+    of_gradients: Any = flop_counter.conv_backward_flop
+    # Bias, stride, padding, dilation: what counts of them is in the shapes. And no transposed one.
+    geometry = (None, None, None, None, False)
+
+    @flop_counter.register_flop_formula(torch.ops.fastconv.forward)
+    def forward(input: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
+        return of_forward(input, weight, *geometry, out_val=out_shape)
+
+    @flop_counter.register_flop_formula(torch.ops.fastconv.input_grad)
+    def input_grad(grad_output: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
+        results, wanted = (out_shape, None, None), [True, False, False]
+        return of_gradients(
+            grad_output, None, weight, *geometry, None, None, wanted, out_val=results
+        )
+
+    @flop_counter.register_flop_formula(torch.ops.fastconv.weight_grad)
+    def weight_grad(grad_output: Shape, input: Shape, *_: Any, out_shape: Any, **__: Any) -> int:
+        results, wanted = (None, *out_shape), [False, True, False]
+        return of_gradients(
+            grad_output, input, None, *geometry, None, None, wanted, out_val=results
+        )
