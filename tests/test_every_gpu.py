@@ -53,7 +53,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-DRAWN = int(os.environ.get("FASTCONV_PLANS", "120"))
+DRAWN = int(os.environ.get("FASTCONV_PLANS", "80"))
 MOST_CALLS = 1_000_000  # of functions, to plan a pass: about half a second
 
 

@@ -298,7 +298,8 @@ def test_tensor_core_forward(suite: str) -> None:
         for mode in (MODES if all_modes else [one])
     )
     taken = {(work.scalar, work.channels_last, work.aligned, work.precision) for work in works}
-    assert taken == {*MODES}
+    assert MOST_REGISTERS in taken
+    assert len(taken) >= (len(MODES) if all_modes else 4), taken
     # square3x3's in ieee keeps 24 bytes of what its loaders need once for a stage.
     _check_tensor_core_kernels(works, most_spilled=24)
 

@@ -176,7 +176,7 @@ WORKS = [
     _forward(Case("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", halves=True),
     _forward(WIDE, "tf32", halves=True),
 ]  # fmt: skip
-RUN = some(WORKS, one_in=7)
+RUN = some(WORKS, one_in=12)
 ALONE = [_forward(replace(WIDE, input=(1, 20, 5, 41)), "bfloat16", gpu=LITTLE)]
 TILES = [_forward(WIDE, "ieee"), _forward(WIDE, "ieee", choice=_of(4, 3, 16, 64, 2))]
 

@@ -311,7 +311,7 @@ WORKS = [
                      (2, 3)), "bfloat16"),
 ]  # fmt: skip
 
-RUN = some(WORKS, one_in=6)
+RUN = some(WORKS, one_in=10)
 
 # Images alone and in a batch, which has other tiles.
 ALONE = [

@@ -132,7 +132,7 @@ def _works() -> list[Work]:
 
 
 WORKS = _works()
-RUN = some(WORKS, one_in=4)
+RUN = some(WORKS, one_in=7)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,13 +27,15 @@ ROUNDINGS = 4
 TENSOR_CORES = ("hopper", "ampere")
 
 
+Item = TypeVar("Item")
+
 ALL = "FASTCONV_NET" in os.environ
 """Whether there is time for everything: ``make test-net``."""
 
 
-def some(works: Sequence[Work], one_in: int) -> list[Work]:
+def some(items: Iterable[Item], one_in: int) -> list[Item]:
     """One in so many of them, unless there is time for all."""
-    return list(works if ALL else works[::one_in])
+    return list(items)[:: 1 if ALL else one_in]
 
 
 @dataclass(frozen=True)
