@@ -20,6 +20,8 @@ from fastconv.kernels.gpus import H200
 from fastconv.preparation import Preparation
 from fastconv.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("host_path")
+
 
 class Loads(list[Kernel]):
     """Stands in for the compiler and the device."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
+from fastconv.kernels.family import Kernel
 from fastconv.ops import schema
 from fastconv.problem import Problem
 
@@ -49,7 +50,7 @@ class Preparation:
     def __str__(self) -> str:
         if not self.passes:
             return "no convolution of fastconv's on a GPU: there was nothing to prepare"
-        rows = [("pass", "input", "weight", "type", "kernels of", "calls")]
+        rows: list[tuple[str, ...]] = [("pass", "input", "weight", "type", "kernels of", "calls")]
         for one in self.passes:
             sizes = ("x".join(map(str, s)) for s in (one.problem.input_shape,
                                                      one.problem.weight_shape))  # fmt: skip
@@ -98,19 +99,20 @@ def prepare(
     """
     start = time.perf_counter()
     needs = _needs(model, example, named)
-    passes, kernels = [], {}
+    passes = []
+    kernels: dict[tuple[int, Kernel], None] = {}
     for (name, need), calls in needs.items():
         plan = cuda.planned(need)
         passes.append(PreparedPass(
             name, need.problem, need.dtype, plan.family, len(plan.launches), calls
         ))  # fmt: skip
         for one in plan.launches:
-            kernels[need.index, one.kernel] = None
+            kernels[need.device, one.kernel] = None
     new = 0
-    for index in dict.fromkeys(index for index, _ in kernels):
-        wanted = [kernel for of, kernel in kernels if of == index]
+    for device in dict.fromkeys(device for device, _ in kernels):
+        wanted = [kernel for of, kernel in kernels if of == device]
         shown = sys.stderr.isatty() if progress is None else progress
-        new += launch.load(wanted, index, _show if shown else None)
+        new += launch.load(wanted, device, _show if shown else None)
     for _, need in needs:
         cuda.ready(need)
     return Preparation(tuple(passes), len(kernels), new, time.perf_counter() - start)

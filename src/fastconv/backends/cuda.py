@@ -130,7 +130,7 @@ class Need(NamedTuple):
     aligned: bool
     precision: str
     bias_grad: bool
-    index: int  # of the device
+    device: int
     switch: Switch
 
 
@@ -245,7 +245,7 @@ def _ready(*fields: Any) -> Ready:
     need = Need(*fields)
     native.begin()
     plan = _ahead.pop(need, None) or _plan(need)
-    device = torch.device("cuda", need.index)
+    device = torch.device("cuda", need.device)
     prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
@@ -264,7 +264,7 @@ def _plan(need: Need) -> Plan:
         need.bias_grad,
     )
     _check_sizes(need.problem)
-    return need.plan(need.problem, operands, gpu(need.index), need.switch)
+    return need.plan(need.problem, operands, gpu(need.device), need.switch)
 
 
 def _check_sizes(problem: Problem) -> None:

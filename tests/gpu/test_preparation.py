@@ -1,0 +1,54 @@
+"""A network that was prepared compiles nothing in its first steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastconv
+from fastconv.backends import cuda
+from fastconv.jit import launch
+
+pytestmark = pytest.mark.gpu
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            fastconv.Conv2d(3, 32, 7, stride=2, padding=3),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            fastconv.Conv2d(32, 48, 1, bias=False),
+            fastconv.Conv2d(48, 48, (3, 5), padding=(1, 2), dilation=(1, 1), groups=48),
+            fastconv.Conv2d(48, 64, 3, stride=2, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean((2, 3))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_nothing_is_left_to_compile(
+    monkeypatch: pytest.MonkeyPatch, channels_last: bool, half: bool
+) -> None:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = Network().cuda().to(memory_format=layout)
+    example = torch.randn(6, 3, 66, 50, device="cuda").to(memory_format=layout)
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        found = fastconv.prepare(model, example)
+    assert torch.cuda.memory_allocated() == before
+    assert {one.name for one in found.passes} == {"forward", "input_grad", "weight_grad"}
+
+    def fails(*_: object) -> None:
+        raise AssertionError("compiled after all")
+
+    monkeypatch.setattr(launch, "build_all", fails)
+    misses = cuda._ready.cache_info().misses
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        for _ in range(2):
+            model(example).sum().backward()
+    assert cuda._ready.cache_info().misses == misses
