@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +34,6 @@ class PreparedPass(NamedTuple):
     problem: Problem
     dtype: torch.dtype
     family: str  # whose kernels compute it
-    kernels: int
     calls: int  # in one step of the network
 
 
@@ -99,23 +98,21 @@ def prepare(
     """
     start = time.perf_counter()
     needs = _needs(model, example, named)
-    passes = []
-    kernels: dict[tuple[int, Kernel], None] = {}
-    for (name, need), calls in needs.items():
-        plan = cuda.planned(need)
-        passes.append(PreparedPass(
-            name, need.problem, need.dtype, plan.family, len(plan.launches), calls
-        ))  # fmt: skip
-        for one in plan.launches:
-            kernels[need.device, one.kernel] = None
-    new = 0
-    for device in dict.fromkeys(device for device, _ in kernels):
-        wanted = [kernel for of, kernel in kernels if of == device]
-        shown = sys.stderr.isatty() if progress is None else progress
-        new += launch.load(wanted, device, _show if shown else None)
-    for _, need in needs:
-        cuda.ready(need)
-    return Preparation(tuple(passes), len(kernels), new, time.perf_counter() - start)
+    plans = {need: cuda.planned(need) for need in needs}
+    kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each of them once
+    for need, plan in plans.items():
+        kernels[need.device].update((one.kernel, None) for one in plan.launches)
+    shown = sys.stderr.isatty() if progress is None else progress
+    new = sum(launch.load(of, device, _show if shown else None) for device, of in kernels.items())
+    for need, plan in plans.items():
+        cuda.ready(need, plan)
+    passes = (
+        PreparedPass(need.plan.__name__, need.problem, need.dtype, plan.family, needs[need])
+        for need, plan in plans.items()
+    )
+    return Preparation(
+        tuple(passes), sum(map(len, kernels.values())), new, time.perf_counter() - start
+    )
 
 
 def _show(done: int, total: int) -> None:
@@ -125,8 +122,8 @@ def _show(done: int, total: int) -> None:
 
 # --- What a network needs -------------------------------------------------------------------------
 
-Needs = Counter[tuple[str, cuda.Need]]
-"""Passes by the operator's name and what it is asked to do; how often."""
+Needs = Counter[cuda.Need]
+"""What passes are asked to do; how often."""
 
 
 def _needs(model: Callable[..., Any], example: Any, named: Any) -> Needs:
@@ -193,7 +190,7 @@ class _Recorder(TorchDispatchMode):
             plan, result.problem, first, second, result.new(), args[schema.PRECISION], bias_grad
         )
         if need is not None:
-            self.needs[plan.__name__, need] += 1
+            self.needs[need] += 1
 
 
 _OPERATORS: dict[Any, tuple[Any, Any, Any]] = {

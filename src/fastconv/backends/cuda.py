@@ -152,14 +152,15 @@ def need(
     return _need(plan, problem, *roles, precision, bias_grad, switch)
 
 
-def planned(need: Need) -> Plan:
-    """The plan alone; it is kept until :func:`ready` takes it."""
-    return _ahead.setdefault(need, _plan(need))
-
-
-def ready(need: Need) -> Ready:
-    """The launches, made once."""
-    return _ready(*need)
+def ready(need: Need, plan: Plan | None = None) -> Ready:
+    """The launches, made once; by a plan if it is there already (:func:`planned`)."""
+    if plan is None:
+        return _ready(*need)
+    _ahead[need] = plan
+    try:
+        return _ready(*need)
+    finally:
+        _ahead.pop(need, None)
 
 
 # The names that launches know a pass's tensors by, in the order of Ready.run.
@@ -244,16 +245,17 @@ def family(plan: Pass, problem: Problem, *operands: Any) -> str:
 def _ready(*fields: Any) -> Ready:
     need = Need(*fields)
     native.begin()
-    plan = _ahead.pop(need, None) or _plan(need)
+    plan = _ahead.get(need) or planned(need)
     device = torch.device("cuda", need.device)
     prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
 
-_ahead: dict[Need, Plan] = {}
+_ahead: dict[Need, Plan] = {}  # for _ready to take, beside its arguments
 
 
-def _plan(need: Need) -> Plan:
+def planned(need: Need) -> Plan:
+    """The plan alone, made anew."""
     operands = operands_of(
         need.dtype,
         need.input_channels_last,

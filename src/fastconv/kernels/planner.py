@@ -100,6 +100,8 @@ class SwitchError(ValueError):
 class Pass(Hashable, Protocol):
     """One of the three functions below; without a switch, they go by the one that is set."""
 
+    __name__: str
+
     def __call__(
         self, problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | None = None
     ) -> Plan: ...
