@@ -75,12 +75,26 @@ class Correlation(Tile):
     def stored_bytes(self) -> int:
         """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
 
-    @property
+    @lazy
     def registers(self) -> int:
         """Of a thread, about."""
         words = max(1, self.layer.operands.scalar_bytes // 4)
         sums = self.channels * self.rows * self.columns * (1 + self.layer.two_level)
         return min(255, words * (sums + self.window_columns * self.channels) + OTHER_REGISTERS)
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """Without loads, and with as many blocks at once as a processor has in all."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        blocks = ceil_div(self.blocks(layer.problem.batch), gpu.processors)
+        products = self.channels * self.rows * self.columns * layer.products
+        rows = layer.group_in * self.window_rows * OUTPUT_ROW * self.rows
+        warps = self.threads / 32 * blocks
+        return together(
+            (products + rows + STORE * self.stores) * (warps + HALF_ISSUED) / ISSUED,
+            32 * warps * products / rates.float32,
+            blocks * 2 * self.outputs * layer.operands.scalar_bytes / rates.memory_bytes,
+            loss=LOSS,
+        )
 
     def cycles(self, gpu: Gpu) -> float:
         layer, rates = self.layer, gpus.rates(gpu)
@@ -119,6 +133,10 @@ class Planes(PlanesTile, Correlation):
     @property
     def channels(self) -> int:
         return self.thread_channels
+
+    def fits(self, gpu: Gpu) -> bool:
+        at_once = self.pitch <= self.vector * self.threads  # a row is copied
+        return at_once and super().fits(gpu)
 
     @property
     def parts(self) -> int:
@@ -272,12 +290,10 @@ def planes(layer: Layer) -> Iterator[Planes]:
         for rows in _rows(layer, most // channels):
             for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS):
                 for slots in _slots(layer, rows, columns, lanes_y, lanes_x, MOST_THREADS):
-                    tile = Planes(
+                    yield Planes(
                         layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
                         slots=slots, thread_channels=channels,
                     )  # fmt: skip
-                    if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
-                        yield tile
 
 
 def pixels(layer: Layer) -> Iterator[Pixels]:

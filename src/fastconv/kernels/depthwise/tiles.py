@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd, lcm, prod
+from math import gcd, inf, lcm, prod
 from typing import TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -37,7 +37,7 @@ class Tile(ABC):
     lanes_x: int
     slots: int
 
-    @property
+    @lazy
     def tile_size(self) -> tuple[int, int]:
         return self.lanes_y * self.rows, self.lanes_x * self.columns
 
@@ -49,11 +49,11 @@ class Tile(ABC):
     def halo_columns(self) -> int:
         return self.layer.columns.halo(self.tile_size[1])
 
-    @property
+    @lazy
     def window_rows(self) -> int:
         return self.layer.rows.window(self.rows)
 
-    @property
+    @lazy
     def window_columns(self) -> int:
         return self.layer.columns.window(self.columns)
 
@@ -109,6 +109,10 @@ class Tile(ABC):
     def cycles(self, gpu: Gpu) -> float:
         """What the whole layer takes, estimated."""
 
+    def least_cycles(self, gpu: Gpu) -> float:
+        """No more than that, and soon known: what there is no way around."""
+        return 0.0
+
     @property
     @abstractmethod
     def vector(self) -> int:
@@ -143,6 +147,9 @@ class Tile(ABC):
         )
         return fit if self.shared_bytes <= gpu.shared_bytes_per_block else 0
 
+    def fits(self, gpu: Gpu) -> bool:
+        return self.blocks_per_processor(gpu) > 0
+
 
 _Planes = TypeVar("_Planes", bound="PlanesTile")
 
@@ -175,7 +182,7 @@ class PlanesTile(Tile):
             distances.append(self.tile_size[1] * columns.times // columns.over)
         return layer.operands.widest_vector(*distances)
 
-    @property
+    @lazy
     def shift(self) -> int:
         return self.layer.columns.origin % self.vector
 
@@ -187,7 +194,7 @@ class PlanesTile(Tile):
             return 1
         return gcd(self.thread_step, operands.vector)
 
-    @property
+    @lazy
     def pieces(self) -> int:
         return ceil_div(self.shift % self.piece + self.window_columns, self.piece)
 
@@ -337,21 +344,24 @@ class PixelsTile(Tile):
 _Any = TypeVar("_Any", bound=Tile)
 
 
-def fitting(candidates: Iterable[_Any], gpu: Gpu) -> list[_Any]:
-    """Those of which a processor has room for a block."""
-    return [tile for tile in candidates if tile.blocks_per_processor(gpu) > 0]
-
-
 def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
-    """The one that takes least.
+    """The one that takes least; of several, the first.
 
     Raises:
         Declined: none fits.
     """
-    found = fitting(candidates, gpu)
-    if not found:
+    found: _Any | None = None
+    least = (inf, 0)
+    # In the order of what they take at least: most of them need not be looked at.
+    bounds = ((tile.least_cycles(gpu), i, tile) for i, tile in enumerate(candidates))
+    for bound, i, tile in sorted(bounds):
+        if bound > least[0]:
+            break
+        if tile.fits(gpu) and (cycles := (tile.cycles(gpu), i)) < least:
+            found, least = tile, cycles
+    if found is None:
         raise Declined("a halo tile that does not fit shared memory")
-    return min(found, key=lambda tile: tile.cycles(gpu))
+    return found
 
 
 def occupancy(blocks: int, fit: int, gpu: Gpu) -> tuple[int, int]:

@@ -200,12 +200,21 @@ class Walk(Tile):
     def shared_bytes(self) -> int:
         return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
 
-    @property
+    @lazy
     def registers(self) -> int:
         words = max(1, self.layer.operands.scalar_bytes // 4)
         taps = self.tap_rows * self.layer.columns.kernel
         numbers = taps + self.rows * self.columns + self.window_columns
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """Without loads, and with units that blocks share equally."""
+        layer = self.layer
+        taps = self.tap_rows * layer.columns.kernel
+        patch = self.channels * self.rows * self.columns * taps + PATCH
+        warps = self.threads / 32 * self.blocks * self.units / gpu.processors
+        start = START + TURN * self.turns
+        return start + warps * (self.rounds * patch + UNIT) / ISSUED + REDUCE
 
     def cycles(self, gpu: Gpu) -> float:
         return self.best_splits(gpu)[0]
@@ -265,6 +274,10 @@ class Planes(PlanesTile, Walk):
     @property
     def channels(self) -> int:
         return 1
+
+    def fits(self, gpu: Gpu) -> bool:
+        widest = max(self.pitch // self.vector, self.grad_pitch // self.grad_vector)
+        return widest <= self.threads and super().fits(gpu)  # a row is copied at once
 
     @lazy
     def rounds(self) -> int:
@@ -412,13 +425,10 @@ def _planes(layer: Layer) -> Iterator[Planes]:
         for lanes_y, lanes_x, slots in _units(layer, rows, columns):
             most = min(most_warps, ceil_div(slots * lanes_y * lanes_x, 32))
             for warps in {most, ceil_div(most, 2)}:
-                tile = Planes(
+                yield Planes(
                     layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
                     slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks, group_warps=warps,
                 )  # fmt: skip
-                widest = max(tile.pitch // tile.vector, tile.grad_pitch // tile.grad_vector)
-                if widest <= tile.threads:  # a row is copied at once
-                    yield tile
 
 
 def _pixels(layer: Layer) -> Iterator[Pixels]:
