@@ -83,15 +83,19 @@ class Correlation(Tile):
         return min(255, words * (sums + self.window_columns * self.channels) + OTHER_REGISTERS)
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """Without loads, and with as many blocks at once as a processor has in all."""
+        """Without copies, and with as many blocks at once as a processor has in all."""
         layer, rates = self.layer, gpus.rates(gpu)
         blocks = ceil_div(self.blocks(layer.problem.batch), gpu.processors)
         products = self.channels * self.rows * self.columns * layer.products
         rows = layer.group_in * self.window_rows * OUTPUT_ROW * self.rows
+        loads, bank_cycles = self.loads
+        stores = self.stores
         warps = self.threads / 32 * blocks
         return together(
-            (products + rows + STORE * self.stores) * (warps + HALF_ISSUED) / ISSUED,
+            (products + loads + rows + STORE * stores) * (warps + HALF_ISSUED) / ISSUED,
             32 * warps * products / rates.float32,
+            warps * bank_cycles,
+            warps * stores * self.stored_bytes * STORED_SECTOR,
             blocks * 2 * self.outputs * layer.operands.scalar_bytes / rates.memory_bytes,
             loss=LOSS,
         )

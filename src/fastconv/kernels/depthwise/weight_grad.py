@@ -208,13 +208,16 @@ class Walk(Tile):
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """Without loads, and with units that blocks share equally."""
-        layer = self.layer
-        taps = self.tap_rows * layer.columns.kernel
-        patch = self.channels * self.rows * self.columns * taps + PATCH
+        """Without copies, and with units that blocks share equally."""
+        taps = self.tap_rows * self.layer.columns.kernel
+        loads, bank_cycles = self.loads
+        patch = self.channels * self.rows * self.columns * taps + loads + PATCH
         warps = self.threads / 32 * self.blocks * self.units / gpu.processors
         start = START + TURN * self.turns
-        return start + warps * (self.rounds * patch + UNIT) / ISSUED + REDUCE
+        multiplied = together(
+            warps * (self.rounds * patch + UNIT) / ISSUED, warps * self.rounds * bank_cycles
+        )
+        return start + multiplied + REDUCE
 
     def cycles(self, gpu: Gpu) -> float:
         return self.best_splits(gpu)[0]
