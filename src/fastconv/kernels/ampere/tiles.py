@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache, partial
 
 from fastconv.kernels import gpus
 from fastconv.kernels.ampere.layers import Layer
@@ -58,42 +59,12 @@ CUT_BYTES = 50.0  # the same where two warps of a block write it
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What a block computes at once, and what of it is in shared memory at the same time."""
+class Patch:
+    """Output pixels of a tile, and the input that they read: the same for tiles of any warps."""
 
     layer: Layer
-    gpu: Gpu
-    warps: int  # that multiply
-    loaders: int
-    product_rows: int
-    channel_groups: int
-    pixels: int  # of a warp
     rows: int
     columns: int
-    stage_taps: int = 0
-    weight_stages: int = 0
-
-    @property
-    def name(self) -> str:
-        """Tells it from all other tiles of its layer."""
-        height, width = self.layer.out_size
-        return (
-            f"{height}x{width} in {self.rows}x{self.columns} "
-            f"{self.warps}+{self.loaders}x{self.product_rows}x{self.pixels}/{self.channel_groups}"
-        )
-
-    @property
-    def all_warps(self) -> int:
-        return self.warps + self.loaders + 1
-
-    @property
-    def tile_pixels(self) -> int:
-        """Those that all warps have room for."""
-        return self.warps // self.channel_groups * self.pixels
-
-    @property
-    def block_channels(self) -> int:
-        return self.channel_groups * self.product_rows
 
     @lazy
     def halo_rows(self) -> int:
@@ -104,7 +75,7 @@ class Tile:
         """Pixels from one row to the next, in shared memory."""
         return self.columns + self.layer.column_halo
 
-    @property
+    @lazy
     def plane_padding(self) -> int:
         """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
         return self.layer.plane_padding(self.layer.slots * self.halo_rows * self.pitch)
@@ -116,7 +87,81 @@ class Tile:
         plane = layer.slots * self.halo_rows * self.pitch + self.plane_padding
         return 2 * layer.k_steps * plane
 
+    @lazy
+    def units(self) -> int:
+        """That loaders load: vectors, or a pixel's two."""
+        return self.vectors if self.layer.vector_loads else self.vectors // 2
+
+    @lazy
+    def input_bytes(self) -> int:
+        """Of all stages."""
+        return INPUT_STAGES * self.layer.parts * self.vectors * 16
+
+    @lazy
+    def loaded_bytes(self) -> float:
+        """Each line of each channel, or of all of them, has a sector that it needs a part of."""
+        layer = self.layer
+        channels = 2 * layer.k_steps * layer.vector_channels
+        lines = layer.slots * self.halo_rows * (4 if layer.vector_loads else channels)
+        loaded = self.vectors * layer.vector_channels * layer.operands.scalar_bytes
+        return layer.chunks * (loaded + lines * SECTOR)
+
+    @lazy
+    def strips(self) -> int:
+        return ceil_div(self.layer.out_size[1], self.columns)
+
+    @lazy
+    def count(self) -> int:
+        """Of an image, in all groups."""
+        layer = self.layer
+        down = ceil_div(ceil_div(layer.out_size[0], layer.row_step), self.rows)
+        return self.strips * down * layer.row_step * layer.groups
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes at once, and what of it is in shared memory at the same time."""
+
+    layer: Layer
+    gpu: Gpu
+    warps: int  # that multiply
+    loaders: int
+    product_rows: int
+    channel_groups: int
+    pixels: int  # of a warp
+    patch: Patch
+
     @property
+    def rows(self) -> int:
+        return self.patch.rows
+
+    @property
+    def columns(self) -> int:
+        return self.patch.columns
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other tiles of its layer."""
+        height, width = self.layer.out_size
+        return (
+            f"{height}x{width} in {self.rows}x{self.columns} "
+            f"{self.warps}+{self.loaders}x{self.product_rows}x{self.pixels}/{self.channel_groups}"
+        )
+
+    @lazy
+    def all_warps(self) -> int:
+        return self.warps + self.loaders + 1
+
+    @property
+    def tile_pixels(self) -> int:
+        """Those that all warps have room for."""
+        return self.warps // self.channel_groups * self.pixels
+
+    @lazy
+    def block_channels(self) -> int:
+        return self.channel_groups * self.product_rows
+
+    @lazy
     def tap_bytes(self) -> int:
         return self.layer.k_steps * self.layer.parts * self.block_channels * 32
 
@@ -133,7 +178,7 @@ class Tile:
         """Whether all weights stay in shared memory."""
         return self.alone and self.weight_stages == self.all_weight_stages
 
-    @property
+    @lazy
     def alone(self) -> bool:
         """Whether all blocks have the same weights."""
         return self.output_groups * self.layer.groups == 1
@@ -142,7 +187,7 @@ class Tile:
     def output_groups(self) -> int:
         return ceil_div(self.layer.group_out, self.block_channels)
 
-    @property
+    @lazy
     def pass_pixels(self) -> int:
         """Those that a warp stages at once on their way out."""
         operands = self.layer.operands
@@ -176,42 +221,27 @@ class Tile:
         return self.warps * elements * operands.scalar_bytes
 
     @property
-    def input_bytes(self) -> int:
-        """Of all stages."""
-        return INPUT_STAGES * self.layer.parts * self.vectors * 16
-
-    @property
     def powers_bytes(self) -> int:
         """Of what loaders multiply a chunk's channels by."""
         layer = self.layer
         return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.halves
 
+    @lazy
+    def _other_bytes(self) -> int:
+        """Of shared memory, whatever there is of weights."""
+        return self.patch.input_bytes + self.staging_bytes + self.powers_bytes
+
     @property
     def shared_bytes(self) -> int:
-        weights = self.weight_stages * self.weight_bytes
-        return self.input_bytes + weights + self.staging_bytes + self.powers_bytes
-
-    @property
-    def strips(self) -> int:
-        return ceil_div(self.layer.out_size[1], self.columns)
-
-    @property
-    def row_tiles(self) -> int:
-        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.rows)
+        return self._other_bytes + self.weight_stages * self.weight_bytes
 
     @lazy
     def image_tiles(self) -> int:
-        layer = self.layer
-        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+        return self.output_groups * self.patch.count
 
     @property
     def tiles(self) -> int:
         return self.image_tiles * self.layer.batch
-
-    @property
-    def units(self) -> int:
-        """That loaders load: vectors, or a pixel's two."""
-        return self.vectors if self.layer.vector_loads else self.vectors // 2
 
     @property
     def unit_registers(self) -> int:
@@ -220,22 +250,34 @@ class Tile:
     @lazy
     def batch(self) -> int:
         """Units that a thread loads at once: so many that few are left over for the last batch."""
-        units = ceil_div(self.units, 32 * self.loaders)  # of a thread
+        units = ceil_div(self.patch.units, 32 * self.loaders)  # of a thread
         most = BATCH_REGISTERS[self.all_warps] // self.unit_registers
         return ceil_div(units, ceil_div(units, most))
 
-    def fitted(self) -> Tile | None:
-        """With the largest stages of weights of which enough fit shared memory; None if none do."""
-        room = self.gpu.shared_budget(1) - self.shared_bytes
+    @lazy
+    def _weights(self) -> tuple[int, int]:
+        """Taps of a stage of weights, and stages: the largest of which enough fit, or none."""
+        room = self.gpu.shared_budget(1) - self._other_bytes
         for taps in self.layer.stages_taps:
             stages = room // (taps * self.tap_bytes)
             all_stages = self.layer.weight_stages(taps)
             if self.alone and stages >= all_stages:
-                return replace(self, stage_taps=taps, weight_stages=all_stages)
+                return taps, all_stages
             if stages >= FEWEST_WEIGHT_STAGES:
-                stages = min(stages, MOST_WEIGHT_STAGES)
-                return replace(self, stage_taps=taps, weight_stages=stages)
-        return None
+                return taps, min(stages, MOST_WEIGHT_STAGES)
+        return 0, 0
+
+    @property
+    def stage_taps(self) -> int:
+        return self._weights[0]
+
+    @property
+    def weight_stages(self) -> int:
+        return self._weights[1]
+
+    @property
+    def fits(self) -> bool:
+        return self.weight_stages > 0
 
     @lazy
     def work(self) -> dict[str, float]:
@@ -251,7 +293,7 @@ class Tile:
             ends += flushes * sums * FLUSH_CYCLES[layer.compensated]
         ends += sums * (SUM_CYCLES + VECTOR_CYCLES / self.store_vector)
         weights = 0 if self.resident else layer.chunks * layer.taps * self.tap_bytes
-        outputs = self.rows * min(self.columns, layer.out_size[1] / self.strips)
+        outputs = self.rows * min(self.columns, layer.out_size[1] / self.patch.strips)
         channels = layer.group_out / self.output_groups
         stored = outputs * channels * layer.written * layer.operands.scalar_bytes
         products = steps * layer.products * multiplied / rates.products[layer.multiplied]
@@ -261,7 +303,7 @@ class Tile:
             + PRODUCT_SHARE[layer.parts] * products
             + OPERAND_SHARE * operands,
             "load": self._load_cycles,
-            "read": (self._loaded_bytes + weights) / rates.l2_bytes,
+            "read": (self.patch.loaded_bytes + weights) / rates.l2_bytes,
             "write": stored * self._store_loss / rates.memory_bytes,
         }
 
@@ -288,7 +330,7 @@ class Tile:
         """Of the warps that load."""
         layer, threads = self.layer, 32 * self.loaders
         if layer.copied:
-            copies = self.vectors / threads * COPY_CYCLES
+            copies = self.patch.vectors / threads * COPY_CYCLES
             return layer.chunks * (copies + LATENCY_CYCLES / INPUT_STAGES)
         numbers = self.unit_registers
         of_unit = VECTOR_LOAD_CYCLES if layer.vector_loads else PIXEL_CYCLES
@@ -296,17 +338,8 @@ class Tile:
         of_unit += (
             SPLIT_CYCLES * numbers * (layer.parts - 1) + HALVES_CYCLES * numbers * layer.halves
         )
-        batches = ceil_div(self.units, threads * self.batch)
+        batches = ceil_div(self.patch.units, threads * self.batch)
         return layer.chunks * batches * (LATENCY_CYCLES + self.batch * of_unit)
-
-    @property
-    def _loaded_bytes(self) -> float:
-        """Each line of each channel, or of all of them, has a sector that it needs a part of."""
-        layer = self.layer
-        channels = 2 * layer.k_steps * layer.vector_channels
-        lines = layer.slots * self.halo_rows * (4 if layer.vector_loads else channels)
-        loaded = self.vectors * layer.vector_channels * layer.operands.scalar_bytes
-        return layer.chunks * (loaded + lines * SECTOR)
 
     @lazy
     def tile_cycles(self) -> float:
@@ -323,14 +356,15 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     Raises:
         Declined: there are none.
     """
-    fitted = (tile.fitted() for view in views for tile in _candidates(view, gpu))
-    tiles = sorted(filter(None, fitted), key=Tile.cycles)
+    candidates = (tile for view in views for tile in _candidates(view, gpu))
+    tiles = sorted((tile for tile in candidates if tile.fits), key=Tile.cycles)
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
 
 
 def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
+    patches_of = cache(partial(_patches, layer))
     for warps, loaders in TEAMS:
         if layer.copied and 32 * loaders % (2 * layer.k_steps):
             continue  # a thread stays in its plane
@@ -338,8 +372,8 @@ def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
         for rows, groups in _channels(layer, warps):
             most = min(MOST_PIXELS[rows], most_sums * 32 // rows // 16 * 16)
             for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16) if most else ()):
-                for shape in _shapes(layer, warps // groups * pixels):
-                    yield Tile(layer, gpu, warps, loaders, rows, groups, pixels, *shape)
+                for patch in patches_of(warps // groups * pixels):
+                    yield Tile(layer, gpu, warps, loaders, rows, groups, pixels, patch)
 
 
 def _most_sums(layer: Layer) -> dict[int, dict[int, int]]:
@@ -360,8 +394,9 @@ def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:
             groups *= 2
 
 
-def _shapes(layer: Layer, pixels: int) -> Iterator[tuple[int, int]]:
-    """Rows and columns of tiles with at most so many pixels."""
+def _patches(layer: Layer, pixels: int) -> list[Patch]:
+    """Of at most so many pixels."""
+    found = []
     height, width = ceil_div(layer.out_size[0], layer.row_step), layer.out_size[1]
     for rows in (*(rows for rows in TILE_ROWS if rows < height), min(height, TILE_ROWS[-1])):
         if rows > pixels:
@@ -369,4 +404,5 @@ def _shapes(layer: Layer, pixels: int) -> Iterator[tuple[int, int]]:
         most = min(pixels // rows, width)
         columns = ceil_div(width, ceil_div(width, most))
         whole = round_up(columns, 8)
-        yield rows, whole if whole * rows <= pixels else columns
+        found.append(Patch(layer, rows, whole if whole * rows <= pixels else columns))
+    return found
