@@ -129,9 +129,10 @@ class Forced:
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
             return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
-        tile = hopper_weight_grad.Tile(problem, operands, *self.tile, halves=self.halves)
+        layer = hopper_weight_grad.Layer(problem, operands, self.halves)
+        tile = hopper_weight_grad.Tile(layer, *self.tile)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
-        if fitted is None or tile.stage_columns > tile.row_columns:
+        if fitted is None or tile.stage_columns > layer.row_columns:
             raise Declined("a tile that does not fit")
         return fitted
 
