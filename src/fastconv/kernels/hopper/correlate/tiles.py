@@ -87,16 +87,16 @@ class Tile:
     def pixels(self) -> int:
         return round_up((self.rows - 1) * self.pitch + self.lead + self.columns, 8)
 
-    @property
+    @lazy
     def tile_rows(self) -> int:
         """Output rows of both consumers."""
         return CONSUMERS // self.channel_groups * self.rows * self.layer.stack
 
-    @property
+    @lazy
     def halo_rows(self) -> int:
         return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
 
-    @property
+    @lazy
     def stage_rows(self) -> int:
         return 1 if self.layer.rolling else self.halo_rows
 
@@ -122,7 +122,7 @@ class Tile:
         """Of a piece: a line of two vectors' channels."""
         return 16 * self.raw_vectors
 
-    @property
+    @lazy
     def raw_vectors(self) -> int:
         """The same in 16 bytes."""
         layer = self.layer
@@ -130,14 +130,14 @@ class Tile:
         pixels += 0 if self.raw_aligned else layer.vector - 1
         return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
 
-    @property
+    @lazy
     def raw_aligned(self) -> bool:
         """Whether pieces are whole rows, which all begin at multiples of 16 bytes."""
         layer = self.layer
         whole = self.strips == 1 and layer.padding[1] >= 0
         return whole and layer.in_size[1] % layer.vector == 0
 
-    @property
+    @lazy
     def plane_padding(self) -> int:
         """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
         return self.layer.plane_padding(self.layer.slots * self.stage_rows * self.pitch)
@@ -159,18 +159,13 @@ class Tile:
         )
         return vectors // (1 if layer.vector_loads else 2)
 
-    @property
+    @lazy
     def tap_bytes(self) -> int:
         return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
 
-    @property
+    @lazy
     def weight_bytes(self) -> int:
         return self.layer.stage_taps * self.tap_bytes
-
-    @property
-    def all_weight_stages(self) -> int:
-        """Of one group of output channels."""
-        return self.layer.chunks * self.layer.taps // self.layer.stage_taps
 
     @property
     def fewest_weight_stages(self) -> int:
@@ -178,24 +173,24 @@ class Tile:
         layer = self.layer
         cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
         stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
-        return min(stages, self.all_weight_stages)
+        return min(stages, self.layer.weight_stages)
 
     @property
     def most_weight_stages(self) -> int:
         """All of them where they stay; else what is enough."""
-        if self.weight_bytes * self.all_weight_stages <= MOST_RESIDENT_BYTES:
-            return self.all_weight_stages
-        return min(MOST_WEIGHT_STAGES, self.all_weight_stages)
+        if self.weight_bytes * self.layer.weight_stages <= MOST_RESIDENT_BYTES:
+            return self.layer.weight_stages
+        return min(MOST_WEIGHT_STAGES, self.layer.weight_stages)
 
-    @property
+    @lazy
     def output_groups(self) -> int:
         return ceil_div(self.layer.group_out, self.channel_groups * self.layer.product_channels)
 
-    @property
+    @lazy
     def resident(self) -> bool:
         return (
             self.output_groups * self.layer.groups == 1
-            and self.weight_stages == self.all_weight_stages
+            and self.weight_stages == self.layer.weight_stages
         )
 
     @property
@@ -258,7 +253,7 @@ class Tile:
             + self.fixed_bytes
         )
 
-    @property
+    @lazy
     def input_stage_bytes(self) -> int:
         """With its barriers, and what loaders say of it."""
         return self.input_bytes + 16 + (4 if self.layer.watched else 0)
@@ -299,7 +294,7 @@ class Tile:
         alike = self.layer.stored_width % vector == pitch % vector == 0
         return self.layer.whole_rows and (self.rows == 1 or alike)
 
-    @property
+    @lazy
     def wraps(self) -> bool:
         """Whether a row's last strip goes on with the next row, to the end of a sector or a line.
 
@@ -357,7 +352,7 @@ class Tile:
             stored = SINGLE_STORE_BYTES
         elif self.shares_sectors:
             stored = SHARED_SECTOR_BYTES
-        weights = self.all_weight_stages * self.weight_bytes
+        weights = self.layer.weight_stages * self.weight_bytes
         return {
             "products": CONSUMERS * steps * product,
             "loads": loads,
@@ -422,7 +417,7 @@ class Tile:
         in_time = self.fewest_weight_stages
         needs = [(in_time, choice) for choice in choices]
         if self.output_groups * self.layer.groups == 1:
-            needs = [(self.all_weight_stages, choice) for choice in choices[:3]] + needs
+            needs = [(self.layer.weight_stages, choice) for choice in choices[:3]] + needs
         input_stage, weight_stage = self.input_stage_bytes, self.weight_bytes + 16
         room = budget - self.fixed_bytes
         for fewest, (inputs, count, buffers) in needs:
@@ -450,15 +445,13 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     budget = gpu.shared_bytes_per_block
     fitted = (
         tile.loaded(raw_slots, bulk).fitted(budget)
-        for view in views
+        for view in dict.fromkeys(views)
         for tile in _candidates(view)
         if tile.pixels <= view.most_pixels
         for raw_slots, bulk in (LOADS if view.lines else LOADS[:1])
         if raw_slots == 0 or bulk or tile.pitch * view.operands.scalar_bytes <= MOST_COPIED_BYTES
     )
-    tiles = sorted(
-        filter(None, dict.fromkeys(fitted)), key=lambda tile: tile.cycles(gpu.processors)
-    )
+    tiles = sorted(filter(None, fitted), key=lambda tile: tile.cycles(gpu.processors))
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
