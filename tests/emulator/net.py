@@ -119,8 +119,10 @@ class Forced:
         found = tuple(tiles_of(views(layer), gpu))
         if not self.tile:
             return found
-        of_choice = operator.attrgetter("warps", "loaders", "product_rows", "channel_groups",
-                                        "pixels", "rows", "columns")  # fmt: skip
+        of_choice = operator.attrgetter(
+            "team.warps", "team.loaders", "team.product_rows", "team.channel_groups",
+            "team.pixels", "patch.rows", "patch.columns",
+        )  # fmt: skip
         chosen = tuple(tile for tile in found if of_choice(tile) == self.tile)
         if not chosen:
             raise Declined("a tile that does not fit")

@@ -312,7 +312,7 @@ class Tile:
     def phase_strips(self) -> int:
         return self.layer.phases // self.phase_images
 
-    @lazy
+    @property
     def new_rows(self) -> int:
         return min(self.layer.row_advance, self.kernel_rows)
 
@@ -335,7 +335,7 @@ class Tile:
             return layer.grad_vector == layer.vector
         return self.stage_columns * layer.operands.scalar_bytes >= LEAST_BULK_BYTES
 
-    @lazy
+    @property
     def grad_boxes(self) -> bool:
         """Whether one tensor copy brings a stage of the output's gradient."""
         layer = self.layer
@@ -356,7 +356,7 @@ class Tile:
         """Of an output row."""
         return ceil_div(self.layer.row_columns, self.strip_columns)
 
-    @lazy
+    @property
     def image_groups(self) -> int:
         return ceil_div(self.layer.problem.batch, self.phase_images)
 
@@ -372,7 +372,7 @@ class Tile:
 
     # --- Shared memory ---------------------------------------------------------------------------
 
-    @lazy
+    @property
     def vector_input(self) -> bool:
         """Whether four neighbours of the input, in a row or of a pixel, are aligned."""
         layer = self.layer
@@ -434,7 +434,7 @@ class Tile:
 
     # --- Estimates -------------------------------------------------------------------------------
 
-    @lazy
+    @property
     def product_cycles(self) -> float:
         narrow = NARROW_CYCLES if self.columns < 48 else 0.0
         return PRODUCT_CYCLES + self.columns / 2 + narrow * (48 - self.columns) / 40
