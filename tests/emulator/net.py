@@ -119,8 +119,10 @@ class Forced:
         found = tuple(tiles_of(views(layer), gpu))
         if not self.tile:
             return found
-        of_choice = operator.attrgetter("warps", "loaders", "product_rows", "channel_groups",
-                                        "pixels", "rows", "columns")  # fmt: skip
+        of_choice = operator.attrgetter(
+            "team.warps", "team.loaders", "team.product_rows", "team.channel_groups",
+            "team.pixels", "patch.rows", "patch.columns",
+        )  # fmt: skip
         chosen = tuple(tile for tile in found if of_choice(tile) == self.tile)
         if not chosen:
             raise Declined("a tile that does not fit")
@@ -129,9 +131,10 @@ class Forced:
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
             return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
-        tile = hopper_weight_grad.Tile(problem, operands, *self.tile, halves=self.halves)
+        layer = hopper_weight_grad.Layer(problem, operands, self.halves)
+        tile = hopper_weight_grad.Tile(layer, *self.tile)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
-        if fitted is None or tile.stage_columns > tile.row_columns:
+        if fitted is None or tile.stage_columns > layer.row_columns:
             raise Declined("a tile that does not fit")
         return fitted
 

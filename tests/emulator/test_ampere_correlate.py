@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -101,9 +102,8 @@ def _streamed(tile: Tile) -> bool:
 
 def _of(warps: int, loaders: int, rows: int, pixels: int, groups: int) -> Choice:
     wanted = (warps, loaders, rows, pixels, groups)
-    return lambda tile: wanted == (
-        tile.warps, tile.loaders, tile.product_rows, tile.pixels, tile.channel_groups
-    )  # fmt: skip
+    of_team = attrgetter("warps", "loaders", "product_rows", "pixels", "channel_groups")
+    return lambda tile: wanted == of_team(tile.team)
 
 
 EVERYWHERE = Case(

@@ -403,7 +403,7 @@ def test_only_where_it_is_faster() -> None:
 
     def halves(case: Case, **changes: Any) -> bool:
         operands = replace(_operands(case), **changes)
-        return by_tiles.choose_tile(case.problem, operands, h200).halves
+        return by_tiles.choose_tile(case.problem, operands, h200).layer.halves
 
     assert halves(large)
     assert halves(large, precision="ieee")

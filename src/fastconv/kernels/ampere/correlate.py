@@ -118,8 +118,8 @@ def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], gpu: Gpu) -> Pl
 
 def _why(tiles: list[Tile]) -> str:
     shapes = dict.fromkeys(
-        f"{tile.block_channels} channels by {tile.rows} rows of {tile.columns} pixels a block"
-        for tile in tiles
+        f"{team.block_channels} channels by {patch.rows} rows of {patch.columns} pixels a block"
+        for team, patch in ((tile.team, tile.patch) for tile in tiles)
     )
     phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
     share = _tensor_share([tile.layer for tile in tiles])
@@ -136,11 +136,12 @@ def _explanation(tiles: tuple[Tile, ...]) -> list[str]:
 
 def _explain(tile: Tile) -> str:
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
-    rounds = ceil_div(tile.tiles, tile.gpu.processors)
+    team, patch = tile.team, tile.patch
+    rounds = ceil_div(tile.tiles, team.gpu.processors)
     return (
-        f"{tile.cycles():.3g}: {tile.block_channels} channels x {tile.rows} rows x "
-        f"{tile.columns} pixels by {tile.warps} warps of {tile.product_rows} x {tile.pixels}, "
-        f"{tile.loaders} that load, {rounds} rounds: {work}; {tile.shared_bytes // 1024} KiB shared"
+        f"{tile.cycles():.3g}: {team.block_channels} channels x {patch.rows} rows x "
+        f"{patch.columns} pixels by {team.warps} warps of {team.product_rows} x {team.pixels}, "
+        f"{team.loaders} that load, {rounds} rounds: {work}; {tile.shared_bytes // 1024} KiB shared"
     )
 
 
@@ -148,33 +149,33 @@ def _correlation(tile: Tile) -> Correlation:
     layer = tile.layer
     if tile.tiles >= 2**31:
         raise Declined("more than 2^31 tiles")
-    blocks = layer.groups * tile.output_groups
+    blocks = layer.groups * tile.team.output_groups
     return Correlation(
         layer,
         "ampere/correlate.cuh",
         _constants(tile),
-        min(tile.tiles, tile.gpu.processors),
-        32 * tile.all_warps,
+        min(tile.tiles, tile.team.gpu.processors),
+        32 * tile.team.all_warps,
         tile.shared_bytes,
-        blocks * layer.chunks * layer.taps * tile.tap_bytes,
-        blocks * tile.block_channels,
+        blocks * layer.chunks * layer.taps * tile.team.tap_bytes,
+        blocks * tile.team.block_channels,
         layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels,
     )
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:
-    layer = tile.layer
+    layer, team, patch = tile.layer, tile.team, tile.patch
     return {
         **layer_constants(layer),
         **ABSENT,
-        "warps": tile.warps,
-        "product_rows": tile.product_rows,
-        "channel_groups": tile.channel_groups,
-        "pixels": tile.pixels,
-        "block_rows": tile.rows,
-        "tile_columns": tile.columns,
-        "pitch": tile.pitch,
-        "plane_padding": tile.plane_padding,
+        "warps": team.warps,
+        "product_rows": team.product_rows,
+        "channel_groups": team.channel_groups,
+        "pixels": team.pixels,
+        "block_rows": patch.rows,
+        "tile_columns": patch.columns,
+        "pitch": patch.pitch,
+        "plane_padding": patch.plane_padding,
         "k_steps": layer.k_steps,
         "stage_taps": tile.stage_taps,
         "period_taps": layer.period_taps,
@@ -182,12 +183,12 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "input_stages": INPUT_STAGES,
         "weight_stages": tile.weight_stages,
         "resident": tile.resident,
-        "loaders": 32 * tile.loaders,
+        "loaders": 32 * team.loaders,
         "unit_vectors": 2,
         "batch": tile.batch,
         "batches_ahead": 1,
-        "pass_pixels": tile.pass_pixels,
-        "buffers": tile.buffers,
+        "pass_pixels": team.pass_pixels,
+        "buffers": team.buffers,
         "store_vector": tile.store_vector,
         "shared_bytes": tile.shared_bytes,
     }

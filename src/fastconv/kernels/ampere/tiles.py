@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache, partial
 
 from fastconv.kernels import gpus
 from fastconv.kernels.ampere.layers import Layer
@@ -58,42 +59,12 @@ CUT_BYTES = 50.0  # the same where two warps of a block write it
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What a block computes at once, and what of it is in shared memory at the same time."""
+class Patch:
+    """Output pixels of a tile, and the input that they read: the same for tiles of any warps."""
 
     layer: Layer
-    gpu: Gpu
-    warps: int  # that multiply
-    loaders: int
-    product_rows: int
-    channel_groups: int
-    pixels: int  # of a warp
     rows: int
     columns: int
-    stage_taps: int = 0
-    weight_stages: int = 0
-
-    @property
-    def name(self) -> str:
-        """Tells it from all other tiles of its layer."""
-        height, width = self.layer.out_size
-        return (
-            f"{height}x{width} in {self.rows}x{self.columns} "
-            f"{self.warps}+{self.loaders}x{self.product_rows}x{self.pixels}/{self.channel_groups}"
-        )
-
-    @property
-    def all_warps(self) -> int:
-        return self.warps + self.loaders + 1
-
-    @property
-    def tile_pixels(self) -> int:
-        """Those that all warps have room for."""
-        return self.warps // self.channel_groups * self.pixels
-
-    @property
-    def block_channels(self) -> int:
-        return self.channel_groups * self.product_rows
 
     @lazy
     def halo_rows(self) -> int:
@@ -104,7 +75,7 @@ class Tile:
         """Pixels from one row to the next, in shared memory."""
         return self.columns + self.layer.column_halo
 
-    @property
+    @lazy
     def plane_padding(self) -> int:
         """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
         return self.layer.plane_padding(self.layer.slots * self.halo_rows * self.pitch)
@@ -116,24 +87,67 @@ class Tile:
         plane = layer.slots * self.halo_rows * self.pitch + self.plane_padding
         return 2 * layer.k_steps * plane
 
-    @property
+    @lazy
+    def units(self) -> int:
+        """That loaders load: vectors, or a pixel's two."""
+        return self.vectors if self.layer.vector_loads else self.vectors // 2
+
+    @lazy
+    def input_bytes(self) -> int:
+        """Of all stages."""
+        return INPUT_STAGES * self.layer.parts * self.vectors * 16
+
+    @lazy
+    def loaded_bytes(self) -> float:
+        """Each line of each channel, or of all of them, has a sector that it needs a part of."""
+        layer = self.layer
+        channels = 2 * layer.k_steps * layer.vector_channels
+        lines = layer.slots * self.halo_rows * (4 if layer.vector_loads else channels)
+        loaded = self.vectors * layer.vector_channels * layer.operands.scalar_bytes
+        return layer.chunks * (loaded + lines * SECTOR)
+
+    @lazy
+    def strips(self) -> int:
+        return ceil_div(self.layer.out_size[1], self.columns)
+
+    @lazy
+    def count(self) -> int:
+        """Of an image, in all groups."""
+        layer = self.layer
+        down = ceil_div(ceil_div(layer.out_size[0], layer.row_step), self.rows)
+        return self.strips * down * layer.row_step * layer.groups
+
+
+@dataclass(frozen=True)
+class Team:
+    """A block's warps and what each has of channels and pixels: the same for tiles of any patch."""
+
+    layer: Layer
+    gpu: Gpu
+    warps: int  # that multiply
+    loaders: int
+    product_rows: int
+    channel_groups: int
+    pixels: int  # of a warp
+
+    @lazy
+    def all_warps(self) -> int:
+        return self.warps + self.loaders + 1
+
+    @lazy
+    def tile_pixels(self) -> int:
+        """Those that all warps have room for."""
+        return self.warps // self.channel_groups * self.pixels
+
+    @lazy
+    def block_channels(self) -> int:
+        return self.channel_groups * self.product_rows
+
+    @lazy
     def tap_bytes(self) -> int:
         return self.layer.k_steps * self.layer.parts * self.block_channels * 32
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.stage_taps * self.tap_bytes
-
-    @property
-    def all_weight_stages(self) -> int:
-        return self.layer.weight_stages(self.stage_taps)
-
-    @property
-    def resident(self) -> bool:
-        """Whether all weights stay in shared memory."""
-        return self.alone and self.weight_stages == self.all_weight_stages
-
-    @property
+    @lazy
     def alone(self) -> bool:
         """Whether all blocks have the same weights."""
         return self.output_groups * self.layer.groups == 1
@@ -142,13 +156,92 @@ class Tile:
     def output_groups(self) -> int:
         return ceil_div(self.layer.group_out, self.block_channels)
 
-    @property
+    @lazy
     def pass_pixels(self) -> int:
         """Those that a warp stages at once on their way out."""
         operands = self.layer.operands
         if operands.output_channels_last:
             return 32 // operands.scalar_bytes
         return next(n for n in (64, 32, 48, 16) if self.pixels % n == 0)
+
+    @lazy
+    def buffers(self) -> int:
+        """Of a warp, where outputs are contiguous: two where nothing else would hide the wait."""
+        return 2 if self.warps == 4 else 1
+
+    @lazy
+    def staging_bytes(self) -> int:
+        operands = self.layer.operands
+        if operands.output_channels_last:
+            elements = self.pass_pixels * (self.product_rows + operands.vector)
+        else:
+            elements = self.buffers * 8 * (round_up(self.pass_pixels, 32) + 8)
+        return self.warps * elements * operands.scalar_bytes
+
+    @lazy
+    def powers_bytes(self) -> int:
+        """Of what loaders multiply a chunk's channels by."""
+        layer = self.layer
+        return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.halves
+
+    @lazy
+    def unit_registers(self) -> int:
+        return 4 if self.layer.vector_loads else 2 * self.layer.vector_channels
+
+    @lazy
+    def sums(self) -> int:
+        """Of a thread."""
+        return self.product_rows * self.pixels // 32
+
+    @lazy
+    def product_cycles(self) -> float:
+        """What a tile's products would take alone."""
+        layer, rates = self.layer, gpus.rates(self.gpu)
+        steps = layer.chunks * layer.k_steps * layer.taps
+        multiplied = self.tile_pixels * self.block_channels * 2 * layer.vector_channels
+        return steps * layer.products * multiplied / rates.products[layer.multiplied]
+
+    @lazy
+    def operand_cycles(self) -> float:
+        """What it would take to read the operands of these, alone."""
+        layer = self.layer
+        steps = layer.chunks * layer.k_steps * layer.taps
+        matrices = self.warps * (self.product_rows + self.pixels) // 16 * layer.parts
+        return steps * matrices * 512 / SHARED_BYTES
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes at once, and what of it is in shared memory at the same time."""
+
+    team: Team
+    patch: Patch
+
+    @lazy
+    def layer(self) -> Layer:
+        return self.team.layer
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other tiles of its layer."""
+        height, width = self.layer.out_size
+        return (
+            f"{height}x{width} in {self.patch.rows}x{self.patch.columns} "
+            f"{self.team.warps}+{self.team.loaders}x{self.team.product_rows}x{self.team.pixels}/{self.team.channel_groups}"
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.stage_taps * self.team.tap_bytes
+
+    @property
+    def all_weight_stages(self) -> int:
+        return self.layer.weight_stages(self.stage_taps)
+
+    @property
+    def resident(self) -> bool:
+        """Whether all weights stay in shared memory."""
+        return self.team.alone and self.weight_stages == self.all_weight_stages
 
     @property
     def store_vector(self) -> int:
@@ -159,109 +252,77 @@ class Tile:
             return widest if widest == operands.vector else 1
         if layer.placing[1].step > 1:
             return 1
-        return operands.widest_vector(layer.image_size[1], layer.out_size[1], self.columns)
+        return operands.widest_vector(layer.image_size[1], layer.out_size[1], self.patch.columns)
 
-    @property
-    def buffers(self) -> int:
-        """Of a warp, where outputs are contiguous: two where nothing else would hide the wait."""
-        return 2 if self.warps == 4 else 1
-
-    @property
-    def staging_bytes(self) -> int:
-        operands = self.layer.operands
-        if operands.output_channels_last:
-            elements = self.pass_pixels * (self.product_rows + operands.vector)
-        else:
-            elements = self.buffers * 8 * (round_up(self.pass_pixels, 32) + 8)
-        return self.warps * elements * operands.scalar_bytes
-
-    @property
-    def input_bytes(self) -> int:
-        """Of all stages."""
-        return INPUT_STAGES * self.layer.parts * self.vectors * 16
-
-    @property
-    def powers_bytes(self) -> int:
-        """Of what loaders multiply a chunk's channels by."""
-        layer = self.layer
-        return self.loaders * 4 * 2 * layer.k_steps * layer.vector_channels * layer.halves
+    @lazy
+    def _other_bytes(self) -> int:
+        """Of shared memory, whatever there is of weights."""
+        return self.patch.input_bytes + self.team.staging_bytes + self.team.powers_bytes
 
     @property
     def shared_bytes(self) -> int:
-        weights = self.weight_stages * self.weight_bytes
-        return self.input_bytes + weights + self.staging_bytes + self.powers_bytes
-
-    @property
-    def strips(self) -> int:
-        return ceil_div(self.layer.out_size[1], self.columns)
-
-    @property
-    def row_tiles(self) -> int:
-        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.rows)
+        return self._other_bytes + self.weight_stages * self.weight_bytes
 
     @lazy
     def image_tiles(self) -> int:
-        layer = self.layer
-        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+        return self.team.output_groups * self.patch.count
 
     @property
     def tiles(self) -> int:
         return self.image_tiles * self.layer.batch
 
-    @property
-    def units(self) -> int:
-        """That loaders load: vectors, or a pixel's two."""
-        return self.vectors if self.layer.vector_loads else self.vectors // 2
-
-    @property
-    def unit_registers(self) -> int:
-        return 4 if self.layer.vector_loads else 2 * self.layer.vector_channels
-
     @lazy
     def batch(self) -> int:
         """Units that a thread loads at once: so many that few are left over for the last batch."""
-        units = ceil_div(self.units, 32 * self.loaders)  # of a thread
-        most = BATCH_REGISTERS[self.all_warps] // self.unit_registers
+        units = ceil_div(self.patch.units, 32 * self.team.loaders)  # of a thread
+        most = BATCH_REGISTERS[self.team.all_warps] // self.team.unit_registers
         return ceil_div(units, ceil_div(units, most))
 
-    def fitted(self) -> Tile | None:
-        """With the largest stages of weights of which enough fit shared memory; None if none do."""
-        room = self.gpu.shared_budget(1) - self.shared_bytes
+    @lazy
+    def _weights(self) -> tuple[int, int]:
+        """Taps of a stage of weights, and stages: the largest of which enough fit, or none."""
+        room = self.team.gpu.shared_budget(1) - self._other_bytes
         for taps in self.layer.stages_taps:
-            stages = room // (taps * self.tap_bytes)
+            stages = room // (taps * self.team.tap_bytes)
             all_stages = self.layer.weight_stages(taps)
-            if self.alone and stages >= all_stages:
-                return replace(self, stage_taps=taps, weight_stages=all_stages)
+            if self.team.alone and stages >= all_stages:
+                return taps, all_stages
             if stages >= FEWEST_WEIGHT_STAGES:
-                stages = min(stages, MOST_WEIGHT_STAGES)
-                return replace(self, stage_taps=taps, weight_stages=stages)
-        return None
+                return taps, min(stages, MOST_WEIGHT_STAGES)
+        return 0, 0
+
+    @property
+    def stage_taps(self) -> int:
+        return self._weights[0]
+
+    @property
+    def weight_stages(self) -> int:
+        return self._weights[1]
+
+    @property
+    def fits(self) -> bool:
+        return self.weight_stages > 0
 
     @lazy
     def work(self) -> dict[str, float]:
         """What a tile takes a processor, in cycles, if there were nothing else to do."""
-        layer, rates = self.layer, gpus.rates(self.gpu)
-        steps = layer.chunks * layer.k_steps * layer.taps
-        multiplied = self.tile_pixels * self.block_channels * 2 * layer.vector_channels
-        matrices = self.warps * (self.product_rows + self.pixels) // 16 * layer.parts
-        sums = self.product_rows * self.pixels // 32  # of a thread
+        layer, team, patch = self.layer, self.team, self.patch
+        rates = gpus.rates(team.gpu)
         ends = self.all_weight_stages * STAGE_CYCLES + TILE_CYCLES
         if layer.parts == 2:
             flushes = layer.chunks * layer.taps / layer.flush_taps
-            ends += flushes * sums * FLUSH_CYCLES[layer.compensated]
-        ends += sums * (SUM_CYCLES + VECTOR_CYCLES / self.store_vector)
-        weights = 0 if self.resident else layer.chunks * layer.taps * self.tap_bytes
-        outputs = self.rows * min(self.columns, layer.out_size[1] / self.strips)
-        channels = layer.group_out / self.output_groups
+            ends += flushes * team.sums * FLUSH_CYCLES[layer.compensated]
+        ends += team.sums * (SUM_CYCLES + VECTOR_CYCLES / self.store_vector)
+        weights = 0 if self.resident else layer.chunks * layer.taps * team.tap_bytes
+        outputs = patch.rows * min(patch.columns, layer.out_size[1] / patch.strips)
+        channels = layer.group_out / team.output_groups
         stored = outputs * channels * layer.written * layer.operands.scalar_bytes
-        products = steps * layer.products * multiplied / rates.products[layer.multiplied]
-        operands = steps * matrices * 512 / SHARED_BYTES
         return {
-            "multiply": EXPOSED[self.warps] * ends
-            + PRODUCT_SHARE[layer.parts] * products
-            + OPERAND_SHARE * operands,
+            "multiply": EXPOSED[team.warps] * ends
+            + PRODUCT_SHARE[layer.parts] * team.product_cycles
+            + OPERAND_SHARE * team.operand_cycles,
             "load": self._load_cycles,
-            "read": (self._loaded_bytes + weights) / rates.l2_bytes,
+            "read": (patch.loaded_bytes + weights) / rates.l2_bytes,
             "write": stored * self._store_loss / rates.memory_bytes,
         }
 
@@ -270,43 +331,34 @@ class Tile:
         """What more is written, where pieces of rows share their first and last sectors."""
         layer, operands = self.layer, self.layer.operands
         size, last = operands.scalar_bytes, operands.output_channels_last
-        run = (self.product_rows if last else self.columns) * size
+        run = (self.team.product_rows if last else self.patch.columns) * size
         whole = (layer.group_out if last else layer.image_size[1]) * size
         if run % SECTOR == whole % SECTOR == 0:
             return 1.0
-        cuts = 0.0 if last else self._cuts / self.rows
+        cuts = 0.0 if last else self._cuts / self.patch.rows
         return 1.0 + 2 * (PARTIAL_BYTES + CUT_BYTES * cuts) / run
 
     @property
     def _cuts(self) -> int:
         """Of a tile's rows: where a warp's pixels begin that it stores at once."""
-        begins = range(0, self.rows * self.columns, self.pass_pixels)
-        return sum(pixel % self.columns > 0 for pixel in begins)
+        begins = range(0, self.patch.rows * self.patch.columns, self.team.pass_pixels)
+        return sum(pixel % self.patch.columns > 0 for pixel in begins)
 
     @property
     def _load_cycles(self) -> float:
         """Of the warps that load."""
-        layer, threads = self.layer, 32 * self.loaders
+        layer, threads = self.layer, 32 * self.team.loaders
         if layer.copied:
-            copies = self.vectors / threads * COPY_CYCLES
+            copies = self.patch.vectors / threads * COPY_CYCLES
             return layer.chunks * (copies + LATENCY_CYCLES / INPUT_STAGES)
-        numbers = self.unit_registers
+        numbers = self.team.unit_registers
         of_unit = VECTOR_LOAD_CYCLES if layer.vector_loads else PIXEL_CYCLES
         of_unit += NUMBER_CYCLES * numbers
         of_unit += (
             SPLIT_CYCLES * numbers * (layer.parts - 1) + HALVES_CYCLES * numbers * layer.halves
         )
-        batches = ceil_div(self.units, threads * self.batch)
+        batches = ceil_div(self.patch.units, threads * self.batch)
         return layer.chunks * batches * (LATENCY_CYCLES + self.batch * of_unit)
-
-    @property
-    def _loaded_bytes(self) -> float:
-        """Each line of each channel, or of all of them, has a sector that it needs a part of."""
-        layer = self.layer
-        channels = 2 * layer.k_steps * layer.vector_channels
-        lines = layer.slots * self.halo_rows * (4 if layer.vector_loads else channels)
-        loaded = self.vectors * layer.vector_channels * layer.operands.scalar_bytes
-        return layer.chunks * (loaded + lines * SECTOR)
 
     @lazy
     def tile_cycles(self) -> float:
@@ -314,7 +366,7 @@ class Tile:
 
     def cycles(self) -> float:
         """What the whole layer takes, estimated."""
-        return ceil_div(self.tiles, self.gpu.processors) * self.tile_cycles
+        return ceil_div(self.tiles, self.team.gpu.processors) * self.tile_cycles
 
 
 def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
@@ -323,14 +375,15 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     Raises:
         Declined: there are none.
     """
-    fitted = (tile.fitted() for view in views for tile in _candidates(view, gpu))
-    tiles = sorted(filter(None, fitted), key=Tile.cycles)
+    candidates = (tile for view in views for tile in _candidates(view, gpu))
+    tiles = sorted((tile for tile in candidates if tile.fits), key=Tile.cycles)
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
 
 
 def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
+    patches_of = cache(partial(_patches, layer))
     for warps, loaders in TEAMS:
         if layer.copied and 32 * loaders % (2 * layer.k_steps):
             continue  # a thread stays in its plane
@@ -338,8 +391,9 @@ def _candidates(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
         for rows, groups in _channels(layer, warps):
             most = min(MOST_PIXELS[rows], most_sums * 32 // rows // 16 * 16)
             for pixels in dict.fromkeys((most, round_up(most // 2, 16), 16) if most else ()):
-                for shape in _shapes(layer, warps // groups * pixels):
-                    yield Tile(layer, gpu, warps, loaders, rows, groups, pixels, *shape)
+                team = Team(layer, gpu, warps, loaders, rows, groups, pixels)
+                for patch in patches_of(team.tile_pixels):
+                    yield Tile(team, patch)
 
 
 def _most_sums(layer: Layer) -> dict[int, dict[int, int]]:
@@ -360,8 +414,9 @@ def _channels(layer: Layer, warps: int) -> Iterator[tuple[int, int]]:
             groups *= 2
 
 
-def _shapes(layer: Layer, pixels: int) -> Iterator[tuple[int, int]]:
-    """Rows and columns of tiles with at most so many pixels."""
+def _patches(layer: Layer, pixels: int) -> list[Patch]:
+    """Of at most so many pixels."""
+    found = []
     height, width = ceil_div(layer.out_size[0], layer.row_step), layer.out_size[1]
     for rows in (*(rows for rows in TILE_ROWS if rows < height), min(height, TILE_ROWS[-1])):
         if rows > pixels:
@@ -369,4 +424,5 @@ def _shapes(layer: Layer, pixels: int) -> Iterator[tuple[int, int]]:
         most = min(pixels // rows, width)
         columns = ceil_div(width, ceil_div(width, most))
         whole = round_up(columns, 8)
-        yield rows, whole if whole * rows <= pixels else columns
+        found.append(Patch(layer, rows, whole if whole * rows <= pixels else columns))
+    return found

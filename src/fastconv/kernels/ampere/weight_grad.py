@@ -144,41 +144,41 @@ class Tile:
     slice_products: int = 0
     rolling: bool = False
 
-    @property
+    @lazy
     def parts(self) -> int:
         return limits.parts(self.operands)
 
-    @property
+    @lazy
     def products(self) -> int:
         return 3 if self.parts == 2 else 1
 
-    @property
+    @lazy
     def halves(self) -> bool:
         return self.operands.scalar_bytes == 2
 
-    @property
+    @lazy
     def product_pixels(self) -> int:
         return 16 if self.halves else 8
 
-    @property
+    @lazy
     def group_in(self) -> int:
         return self.problem.in_channels // self.problem.groups
 
-    @property
+    @lazy
     def group_out(self) -> int:
         return self.problem.out_channels // self.problem.groups
 
     # --- Weights ---------------------------------------------------------------------------------
 
-    @property
+    @lazy
     def block_outputs(self) -> int:
         return 16 * self.row_tiles * self.warps_out
 
-    @property
+    @lazy
     def box_units(self) -> int:
         return ceil_div(self.box_channels * self.box_rows * self.box_columns, OCTET)
 
-    @property
+    @lazy
     def units(self) -> int:
         """Of a warp."""
         return ceil_div(self.box_units, self.warps_units)
@@ -221,12 +221,12 @@ class Tile:
     def product_columns(self) -> int:
         return 8 if self.row_pairs else self.product_pixels
 
-    @property
+    @lazy
     def row_pairs(self) -> bool:
         """Whether a product has pixels of two rows."""
         return self.halves and self.strip_columns % 16 == 8
 
-    @property
+    @lazy
     def step_products(self) -> int:
         """Along the pixels of a step."""
         return self.strip_columns * self.step_rows // self.product_pixels
@@ -236,7 +236,7 @@ class Tile:
         """Of a warp, in a step."""
         return self.step_products // (self.slice_products * self.warps_pixels)
 
-    @property
+    @lazy
     def steps(self) -> int:
         """Of a walk."""
         return ceil_div(self.walk_rows, self.step_rows)
@@ -253,16 +253,16 @@ class Tile:
 
     # --- Shared memory ---------------------------------------------------------------------------
 
-    @property
+    @lazy
     def line_advance(self) -> int:
         return min(limits.row_advance(self.problem), self.box_rows)
 
-    @property
+    @lazy
     def window(self) -> int:
         """Lines that a step needs."""
         return (self.step_rows - 1) * self.line_advance + self.box_rows
 
-    @property
+    @lazy
     def new_lines(self) -> int:
         return self.step_rows * self.line_advance if self.rolling else self.window
 
@@ -323,7 +323,7 @@ class Tile:
             return 4 * min(_pitches(least), key=lambda n: conflicts(along, across * n))
         return 4 * min(_pitches(self.line_columns), key=lambda n: conflicts(n, stride))
 
-    @property
+    @lazy
     def line_bytes(self) -> int:
         if not self.halves and self.operands.input_channels_last:
             return self.line_columns * self.in_pitch
@@ -379,12 +379,12 @@ class Tile:
     def in_lanes(self) -> int:
         return min(_LANES, key=lambda lanes: (_tasks(*self.in_sheet, lanes), -lanes))
 
-    @property
+    @lazy
     def grad_tasks(self) -> int:
         """Of a thread, in a step."""
         return self.step_rows * _tasks(*self.grad_sheet, self.grad_lanes)
 
-    @property
+    @lazy
     def in_tasks(self) -> int:
         return self.new_lines * _tasks(*self.in_sheet, self.in_lanes)
 
@@ -398,7 +398,7 @@ class Tile:
 
     # --- Estimates -------------------------------------------------------------------------------
 
-    @property
+    @lazy
     def block_products(self) -> int:
         """Of all warps, for the pixels of one."""
         return self.warps_out * self.warps_units * self.row_tiles * self.units * self.products
@@ -458,13 +458,13 @@ class Tile:
         instructions = numbers * CONVERT_INSTRUCTIONS[self.parts]
         return WARPS * (instructions + tasks * CONVERT_TASK_INSTRUCTIONS) / ISSUE
 
-    @property
+    @lazy
     def grad_bytes(self) -> int:
         """That a step loads of the output's gradient."""
         outputs = min(self.block_outputs, self.group_out)
         return self.operands.scalar_bytes * self.strip_columns * self.step_rows * outputs
 
-    @property
+    @lazy
     def in_bytes(self) -> int:
         channels = min(self.box_channels, self.group_in)
         return self.operands.scalar_bytes * self.new_lines * self.line_columns * channels
@@ -490,16 +490,27 @@ class Tile:
 
     def cycles(self, gpu: Gpu) -> float:
         """What all of it takes, about."""
-        return self._cost(gpu, self.workers(gpu))
+        return self._best_workers(gpu)[0]
 
-    def _cost(self, gpu: Gpu, workers: int) -> float:
+    def workers(self, gpu: Gpu) -> int:
+        """Blocks that share the pixels: so many that few processors are idle at the end."""
+        return self._best_workers(gpu)[1]
+
+    def _best_workers(self, gpu: Gpu) -> tuple[float, int]:
+        """With what all of it takes then."""
+        room = self.most_blocks // min(self.count, self.most_blocks)
+        most = max(min(room, self.all_steps), 1)
+        wanted = (gpu.processors * n // (4 * self.count) for n in (1, 2, 4, 8, 12))
+        step_cycles = self.step_cycles(gpu)
+        numbers = {min(max(n, 1), most) for n in wanted}
+        return min((self._cost(gpu, workers, step_cycles), workers) for workers in numbers)
+
+    def _cost(self, gpu: Gpu, workers: int, step_cycles: float) -> float:
         waves = ceil_div(self.count * workers, gpu.processors)
         steps = ceil_div(self.all_steps, workers)
         begun = (1 + ceil_div(steps, self.steps)) if self.rolling else 1
         swapped = self.count * workers * self.block_bytes / (gpu.processors * SWAP_BYTES)
-        return swapped + waves * (
-            BLOCK_CYCLES + steps * self.step_cycles(gpu) + begun * LATENCY_CYCLES
-        )
+        return swapped + waves * (BLOCK_CYCLES + steps * step_cycles + begun * LATENCY_CYCLES)
 
     def least_cycles(self, gpu: Gpu) -> float:
         """What it takes about, with steps as good as any."""
@@ -530,14 +541,6 @@ class Tile:
     def fits(self, gpu: Gpu) -> bool:
         return self.shared_bytes <= gpu.shared_bytes_per_block
 
-    def workers(self, gpu: Gpu) -> int:
-        """Blocks that share the pixels: so many that few processors are idle at the end."""
-        room = self.most_blocks // min(self.count, self.most_blocks)
-        most = max(min(room, self.all_steps), 1)
-        wanted = (gpu.processors * n // (4 * self.count) for n in (1, 2, 4, 8, 12))
-        numbers = sorted({min(max(n, 1), most) for n in wanted})
-        return min(numbers, key=lambda workers: self._cost(gpu, workers))
-
 
 _LANES = (1, 2, 4, 8, 16, 32)
 
@@ -553,6 +556,7 @@ def _pitches(least: int) -> range:
     return range(first, first + 32, 4)
 
 
+@cache
 def conflicts(along: int, across: int) -> int:
     """Of 8 by 4 lanes, that read words so far apart: how many need the same bank."""
     banks = Counter((i * along + j * across) % 32 for i in range(8) for j in range(4))
@@ -655,10 +659,7 @@ def _with_steps(box: Tile) -> Iterator[Tile]:
 @cache
 def _strip_columns(width: int) -> tuple[int, ...]:
     """Of strips of about equal widths: some with which least is wasted; wide ones are better."""
-    columns = {
-        round_up(ceil_div(width, n), 8)
-        for n in range(ceil_div(width, MOST_STRIP_COLUMNS), ceil_div(width, 8) + 1)
-    }
+    columns = {round_up(share, 8) for share in shares(width) if share <= MOST_STRIP_COLUMNS}
 
     def waste(columns: int) -> int:
         return round(WASTE_STEPS * round_up(width, columns) / width)

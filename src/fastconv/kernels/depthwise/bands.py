@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
-from fastconv.kernels.depthwise.tiles import PlanesTile, occupancy, shares
+from fastconv.kernels.depthwise.tiles import Area, PlanesTile, occupancy, shares
 from fastconv.kernels.family import Constant, Declined, Gpu
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.tensor.limits import together
@@ -71,7 +70,7 @@ class Bands(PlanesTile):
     @lazy
     def row_pairs(self) -> int:
         """Twos of blocks that a strip's row has."""
-        between = (self.lanes_x - 1) * PRODUCT_COLUMNS // self.block
+        between = (self.area.lanes_x - 1) * PRODUCT_COLUMNS // self.block
         return ceil_div(between + self.band_blocks, 2)
 
     @lazy
@@ -81,13 +80,13 @@ class Bands(PlanesTile):
     @lazy
     def pitch(self) -> int:
         """Rows of 16 bytes, 8 of which hit all banks."""
-        blocks = max(2 * self.row_pairs, ceil_div(self.shift + self.halo_columns, self.block))
+        blocks = max(2 * self.row_pairs, ceil_div(self.shift + self.area.halo_columns, self.block))
         return (blocks | 1) * self.block
 
     @property
     def _rows(self) -> int:
         """Of all planes."""
-        return self.channels * self.slots * self.halo_rows
+        return self.channels * self.slots * self.area.halo_rows
 
     @property
     def diagonals(self) -> int:
@@ -103,7 +102,7 @@ class Bands(PlanesTile):
 
     @property
     def registers(self) -> int:
-        sums = 4 * self.lanes_x * self.parts
+        sums = 4 * self.area.lanes_x * self.parts
         return min(255, 40 + sums + self.parts * (self.band_blocks + 12))
 
     @property
@@ -139,13 +138,15 @@ class Bands(PlanesTile):
         blocks = self.blocks(layer.problem.batch)
         rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
         size, kernel_rows = layer.operands.scalar_bytes, layer.rows.kernel
-        pairs = self.channels * ceil_div(self.slots * self.lanes_y, 2)
+        pairs = self.channels * ceil_div(self.slots * self.area.lanes_y, 2)
         pairs = round_up(pairs, self.warps)  # idle ones, too
-        steps = pairs * kernel_rows * self.lanes_x * self.band_blocks / 2 * (2 * self.parts - 1)
+        steps = (
+            pairs * kernel_rows * self.area.lanes_x * self.band_blocks / 2 * (2 * self.parts - 1)
+        )
         products = steps * 2 * STRIP * PRODUCT_COLUMNS * 2 * self.block
         reads = pairs * kernel_rows * self.parts * (4 * self.row_pairs + self.band_blocks)
         issued = self.loading + DIAGONAL * self.diagonals + self.storing
-        outputs = self.channels * self.slots * prod(self.tile_size)
+        outputs = self.channels * self.slots * self.area.outputs
         warps = resident * self.warps
         one_round = together(
             resident * products / rates.products[self.multiplied] * PRODUCT_LOSS,
@@ -188,7 +189,7 @@ class PlaneBands(Bands):
     def blocks(self, images: int) -> int:
         layer = self.layer
         planes = ceil_div(images, self.slots) * layer.problem.groups * layer.group_out
-        return planes * self.image_tiles
+        return planes * self.area.image_tiles
 
     @property
     def store_vector(self) -> int:
@@ -208,8 +209,8 @@ class PlaneBands(Bands):
 
     @property
     def storing(self) -> float:
-        pairs = round_up(ceil_div(self.slots * self.lanes_y, 2), self.warps)
-        return STORE * pairs * 32 * 4 * self.lanes_x / self.store_vector
+        pairs = round_up(ceil_div(self.slots * self.area.lanes_y, 2), self.warps)
+        return STORE * pairs * 32 * 4 * self.area.lanes_x / self.store_vector
 
     @property
     def other_reads(self) -> float:
@@ -245,19 +246,19 @@ class PixelBands(Bands):
 
     @property
     def results(self) -> int:
-        rows, columns = self.tile_size
+        rows, columns = self.area.tile_size
         return self.slots * rows * (columns | 1) * self.channels
 
     def blocks(self, images: int) -> int:
-        tiles = ceil_div(images, self.slots) * self.image_tiles
+        tiles = ceil_div(images, self.slots) * self.area.image_tiles
         return tiles * self.layer.problem.groups // self.channels
 
     @property
     def _pixels(self) -> int:
         """That are copied."""
-        if self.inside:
-            return self.slots * prod(map(len, self.in_image))
-        return self.slots * self.halo_rows * 2 * self.row_pairs * self.block
+        if self.area.inside:
+            return self.slots * self.area.pixels_in_image
+        return self.slots * self.area.halo_rows * 2 * self.row_pairs * self.block
 
     @property
     def loading(self) -> float:
@@ -266,13 +267,13 @@ class PixelBands(Bands):
 
     @property
     def storing(self) -> float:
-        pixels = self.slots * prod(self.tile_size)
+        pixels = self.slots * self.area.outputs
         return pixels * (STORED_PIXEL + RESULT * self.channels)
 
     @property
     def other_reads(self) -> float:
         """What is written: planes, and with banks hit four times, results."""
-        outputs = self.channels * self.slots * prod(self.tile_size)
+        outputs = self.channels * self.slots * self.area.outputs
         return self.parts * self.channels * self._pixels / 32 + 4 * outputs / 32
 
     @property
@@ -293,28 +294,23 @@ def tiles(layer: Layer, gpu: Gpu) -> Iterator[Bands]:
     tiles_x = ceil_div(products, MOST_PRODUCTS)
     lanes_x = ceil_div(products, tiles_x)
     for lanes_y in shares(strips, 1):
+        area = Area(layer, STRIP, PRODUCT_COLUMNS, lanes_y, lanes_x)
         whole = lanes_y == strips and tiles_x == 1
         for slots in (1, 2, 4, 8, 16) if whole else (1, 2):
             if slots == 1 or slots < 2 * layer.problem.batch:
-                yield from _of_size(layer, lanes_y, lanes_x, slots)
+                yield from _of_size(area, slots)
 
 
-def _of_size(layer: Layer, lanes_y: int, lanes_x: int, slots: int) -> Iterator[Bands]:
-    pairs = ceil_div(slots * lanes_y, 2)
+def _of_size(area: Area, slots: int) -> Iterator[Bands]:
+    layer, pairs = area.layer, ceil_div(slots * area.lanes_y, 2)
     if layer.operands.input_channels_last:
         widest = 16 // layer.operands.scalar_bytes
         for channels in (widest, widest // 2):
             if layer.problem.groups % channels == 0:
-                yield PixelBands(
-                    layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y,
-                    lanes_x=lanes_x, slots=slots, warps=MOST_WARPS, block_channels=channels,
-                )  # fmt: skip
+                yield PixelBands(area=area, slots=slots, warps=MOST_WARPS, block_channels=channels)
         return
     for turns in (1, 2):
-        tile = PlaneBands(
-            layer=layer, rows=STRIP, columns=PRODUCT_COLUMNS, lanes_y=lanes_y, lanes_x=lanes_x,
-            slots=slots, warps=ceil_div(pairs, turns),
-        )  # fmt: skip
+        tile = PlaneBands(area=area, slots=slots, warps=ceil_div(pairs, turns))
         at_once = ceil_div(tile.pitch, 32 * tile.vector)  # a row is copied at once
         if at_once > tile.warps:
             tile = replace(tile, warps=at_once)

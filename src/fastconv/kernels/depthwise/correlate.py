@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.depthwise import bands, plain
 from fastconv.kernels.depthwise.layer import Layer, require
-from fastconv.kernels.depthwise.tiles import FAMILY, WHY, Tile, best, fitting
+from fastconv.kernels.depthwise.tiles import FAMILY, WHY, best
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.problem import Problem
@@ -97,13 +96,14 @@ def _in_bands(layer: Layer, gpu: Gpu) -> bool:
     """Whether tensor cores are faster: not by the batch, with which no image's bits may change."""
     many = replace(layer, problem=replace(layer.problem, batch=MANY_IMAGES))
     try:
-        banded = best(bands.tiles(many, gpu), gpu).cycles(gpu)
+        banded = best(bands.tiles(many, gpu), gpu)
     except Declined:
         return False
-    if layer.operands.input_channels_last:
-        return banded < _least_cycles(plain.pixels(many), gpu)
-    return banded < _least_cycles(plain.planes(many), gpu)
+    try:
+        return banded.cycles(gpu) < best(_plain(many), gpu).cycles(gpu)
+    except Declined:
+        return True
 
 
-def _least_cycles(candidates: Iterable[Tile], gpu: Gpu) -> float:
-    return min((tile.cycles(gpu) for tile in fitting(candidates, gpu)), default=inf)
+def _plain(layer: Layer) -> Iterator[plain.Pixels] | Iterator[plain.Planes]:
+    return plain.pixels(layer) if layer.operands.input_channels_last else plain.planes(layer)

@@ -36,31 +36,31 @@ class Axis:
     padding: int  # before the first input
     out_size: int
 
-    @property
+    @lazy
     def between(self) -> bool:
         """Whether outputs lie between inputs."""
         return self.transposed and self.stride > 1
 
-    @property
+    @lazy
     def out_step(self) -> int:
         """Between a thread's outputs."""
         return self.dilation // (1 if self.transposed else gcd(self.stride, self.dilation))
 
-    @property
+    @lazy
     def step(self) -> int:
         """Of a window's elements, from output to output."""
         return 1 if self.transposed else self.stride // gcd(self.stride, self.dilation)
 
-    @property
+    @lazy
     def times(self) -> int:
         return 1 if self.transposed else self.stride
 
-    @property
+    @lazy
     def over(self) -> int:
         """What a thread's outputs are a multiple of."""
         return self.stride if self.between else 1
 
-    @property
+    @lazy
     def origin(self) -> int:
         """Input position of the first output's window."""
         if self.between:
@@ -117,24 +117,24 @@ class Layer:
         if not depthwise and max(self.group_in, self.group_out) > MOST_CHANNELS:
             raise Declined(f"groups of more than {MOST_CHANNELS} channels")
 
-    @property
+    @lazy
     def _of_group(self) -> tuple[int, int]:
         problem = self.problem
         return problem.in_channels // problem.groups, problem.out_channels // problem.groups
 
-    @property
+    @lazy
     def group_in(self) -> int:
         return self._of_group[self.transposed]
 
-    @property
+    @lazy
     def group_out(self) -> int:
         return self._of_group[not self.transposed]
 
-    @property
+    @lazy
     def in_size(self) -> tuple[int, int]:
         return self.problem.output_size if self.transposed else self.problem.input_size
 
-    @property
+    @lazy
     def out_size(self) -> tuple[int, int]:
         return self.problem.input_size if self.transposed else self.problem.output_size
 
@@ -159,21 +159,21 @@ class Layer:
         best = max(SHORT_CHAIN, math.isqrt(self.terms))
         return min(self.rows.kernel, ceil_div(best, self.columns.kernel))
 
-    @property
+    @lazy
     def terms(self) -> int:
         """Of a sum."""
         return self.group_in * self.rows.kernel * self.columns.kernel
 
-    @property
+    @lazy
     def two_level(self) -> bool:
         return self.terms > CHAIN
 
-    @property
+    @lazy
     def products(self) -> float:
         """Of a sum, that are computed."""
         return self.terms / (self.rows.over * self.columns.over)
 
-    @property
+    @lazy
     def most_sums(self) -> int:
         """Of a thread."""
         return 32 // (1 + self.two_level) // (1 + (self.operands.scalar_bytes == 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
 from fastconv.kernels import gpus
@@ -12,11 +13,13 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
+    Area,
+    Channels,
     PixelsTile,
     PlanesTile,
     Tile,
+    areas,
     lane_channels,
-    lanes,
     lanes_of_channels,
     occupancy,
 )
@@ -75,23 +78,41 @@ class Correlation(Tile):
     def stored_bytes(self) -> int:
         """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
 
-    @property
+    @lazy
     def registers(self) -> int:
         """Of a thread, about."""
         words = max(1, self.layer.operands.scalar_bytes // 4)
-        sums = self.channels * self.rows * self.columns * (1 + self.layer.two_level)
-        return min(255, words * (sums + self.window_columns * self.channels) + OTHER_REGISTERS)
+        sums = self.channels * self.area.rows * self.area.columns * (1 + self.layer.two_level)
+        return min(255, words * (sums + self.area.window_columns * self.channels) + OTHER_REGISTERS)
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """Without copies, and with as many blocks at once as a processor has in all."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        blocks = ceil_div(self.blocks(layer.problem.batch), gpu.processors)
+        products = self.channels * self.area.rows * self.area.columns * layer.products
+        rows = layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+        loads, bank_cycles = self.loads
+        stores = self.stores
+        warps = self.threads / 32 * blocks
+        return together(
+            (products + loads + rows + STORE * stores) * (warps + HALF_ISSUED) / ISSUED,
+            32 * warps * products / rates.float32,
+            warps * bank_cycles,
+            warps * stores * self.stored_bytes * STORED_SECTOR,
+            blocks * 2 * self.outputs * layer.operands.scalar_bytes / rates.memory_bytes,
+            loss=LOSS,
+        )
 
     def cycles(self, gpu: Gpu) -> float:
         layer, rates = self.layer, gpus.rates(gpu)
         blocks = self.blocks(layer.problem.batch)
         rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
-        sums = self.channels * self.rows * self.columns
+        sums = self.channels * self.area.rows * self.area.columns
         instructions, bank_cycles = self.loads
         issued = (
             sums * layer.products
             + instructions
-            + layer.group_in * self.window_rows * OUTPUT_ROW * self.rows
+            + layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
             + (COPY * self.copies + WEIGHT * self.weights) / self.threads
             + STORE * self.stores
         )
@@ -120,6 +141,10 @@ class Planes(PlanesTile, Correlation):
     def channels(self) -> int:
         return self.thread_channels
 
+    def fits(self, gpu: Gpu) -> bool:
+        at_once = self.pitch <= self.vector * self.threads  # a row is copied
+        return at_once and super().fits(gpu)
+
     @property
     def parts(self) -> int:
         return ceil_div(self.layer.group_out, self.channels)
@@ -130,11 +155,11 @@ class Planes(PlanesTile, Correlation):
 
     @property
     def outputs(self) -> int:
-        return self.slots * self.channels * self.tile_size[0] * self.tile_size[1]
+        return self.slots * self.channels * self.area.outputs
 
     def blocks(self, images: int) -> int:
         planes = images * self.layer.problem.groups * self.parts
-        return ceil_div(planes, self.slots) * self.image_tiles
+        return ceil_div(planes, self.slots) * self.area.image_tiles
 
     @property
     def _weight_plane(self) -> int:
@@ -165,8 +190,8 @@ class Planes(PlanesTile, Correlation):
     def loads(self) -> tuple[float, float]:
         layer, size = self.layer, self.layer.operands.scalar_bytes
         kernel, rows = layer.problem.kernel_size, layer.rows
-        windows = layer.group_in * self.window_rows * self.pieces
-        fours = self.channels * self.rows * kernel[0] / rows.over * ceil_div(kernel[1], 4)
+        windows = layer.group_in * self.area.window_rows * self.pieces
+        fours = self.channels * self.area.rows * kernel[0] / rows.over * ceil_div(kernel[1], 4)
         fours *= layer.group_in
         widened = windows * self.piece * (size == 2)
         slots = min(self.slots, ceil_div(32, self.slot_threads))  # of a warp
@@ -178,18 +203,18 @@ class Planes(PlanesTile, Correlation):
         layer = self.layer
         if layer.columns.out_step > 1:
             return 1
-        return layer.operands.widest_vector(layer.out_size[1], self.columns)
+        return layer.operands.widest_vector(layer.out_size[1], self.area.columns)
 
     @property
     def stores(self) -> int:
-        return self.channels * self.rows * self.columns // self.store_vector
+        return self.channels * self.area.rows * self.area.columns // self.store_vector
 
     @property
     def stored_bytes(self) -> int:
         size = self.layer.operands.scalar_bytes
         if self.layer.columns.out_step > 1:
             return size
-        return max(self.store_vector * size, min(SECTOR_BYTES, self.columns * size))
+        return max(self.store_vector * size, min(SECTOR_BYTES, self.area.columns * size))
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
@@ -207,22 +232,22 @@ class Pixels(PixelsTile, Correlation):
 
     @lazy
     def threads(self) -> int:
-        return round_up(self.slots * self.lanes_y * self.lanes_x * self.lanes_c, 32)
+        return round_up(self.slots * self.area.threads * self.block.lanes, 32)
 
     @property
     def outputs(self) -> int:
-        return self.slots * self.tile_channels * self.tile_size[0] * self.tile_size[1]
+        return self.slots * self.block.count * self.area.outputs
 
     def blocks(self, images: int) -> int:
-        return ceil_div(images, self.slots) * self.image_tiles * self.channel_tiles
+        return ceil_div(images, self.slots) * self.area.image_tiles * self.block.tiles
 
     @property
     def weight_vector(self) -> int:
         """Weights that are copied at once, packed."""
         layer = self.layer
-        outputs = (layer.problem.groups * layer.group_out, layer.group_out, self.tile_channels)
-        if layer.group_out <= self.tile_channels:
-            outputs = (outputs[0], self.tile_channels, self.tile_channels)
+        outputs = (layer.problem.groups * layer.group_out, layer.group_out, self.block.count)
+        if layer.group_out <= self.block.count:
+            outputs = (outputs[0], self.block.count, self.block.count)
         return replace(layer.operands, aligned=True).widest_vector(*outputs)
 
     @lazy
@@ -235,7 +260,7 @@ class Pixels(PixelsTile, Correlation):
 
     @property
     def _weights(self) -> int:
-        return self.layer.terms * self.tile_channels
+        return self.layer.terms * self.block.count
 
     @property
     def weights(self) -> int:
@@ -244,15 +269,15 @@ class Pixels(PixelsTile, Correlation):
     @lazy
     def loads(self) -> tuple[float, float]:
         layer, size = self.layer, self.layer.operands.scalar_bytes
-        windows = layer.group_in * self.window_rows * self.window_columns
-        taps = layer.terms * self.rows / layer.rows.over
+        windows = layer.group_in * self.area.window_rows * self.area.window_columns
+        taps = layer.terms * self.area.rows / layer.rows.over
         widened = self.channels * (windows + taps) * (size == 2)
         banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
         return windows + taps + widened, (windows * self.clashes + taps) * banks
 
     @property
     def stores(self) -> int:
-        return self.rows * self.columns * self.channels
+        return self.area.rows * self.area.columns * self.channels
 
     @property
     def stored_bytes(self) -> int:
@@ -264,38 +289,32 @@ class Pixels(PixelsTile, Correlation):
 
 def planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
+    areas_of = cache(partial(areas, layer))
     strided = max(layer.columns.times, layer.columns.over) > 1
     for least in (4,) if layer.operands.scalar_bytes > 2 else (8, 4) if strided else (8,):
         columns = least * layer.columns.over
         most = max(1, layer.most_sums // columns)
         channels = min(layer.group_out, most // layer.rows.over or 1)
         for rows in _rows(layer, most // channels):
-            for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_THREADS):
-                for slots in _slots(layer, rows, columns, lanes_y, lanes_x, MOST_THREADS):
-                    tile = Planes(
-                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
-                        slots=slots, thread_channels=channels,
-                    )  # fmt: skip
-                    if tile.pitch <= tile.vector * tile.threads:  # a row is copied at once
-                        yield tile
+            for area in areas_of(rows, columns):
+                for slots in _slots(area, MOST_THREADS):
+                    yield Planes(area=area, slots=slots, thread_channels=channels)
 
 
 def pixels(layer: Layer) -> Iterator[Pixels]:
     """All that may be worth it."""
     channels = lane_channels(layer)
     room = layer.most_sums // channels
+    areas_of = cache(partial(areas, layer))
     for lanes_c, columns in product(lanes_of_channels(layer, channels), (16, 8, 4)):
         columns *= layer.columns.over
         if columns > room:
             continue
-        most = MOST_THREADS // lanes_c
+        block = Channels(layer, lanes_c, channels)
         for rows in _rows(layer, room // columns):
-            for lanes_y, lanes_x in lanes(layer, rows, columns, most):
-                for slots in _slots(layer, rows, columns, lanes_y, lanes_x, most):
-                    yield Pixels(
-                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
-                        slots=slots, lanes_c=lanes_c, lane_channels=channels,
-                    )  # fmt: skip
+            for area in areas_of(rows, columns):
+                for slots in _slots(area, MOST_THREADS // lanes_c):
+                    yield Pixels(area=area, slots=slots, block=block)
 
 
 def _rows(layer: Layer, most: int) -> Iterable[int]:
@@ -306,16 +325,14 @@ def _rows(layer: Layer, most: int) -> Iterable[int]:
     return range(1, min(max(most, 1), ceil_div(layer.out_size[0], layer.rows.out_step)) + 1)
 
 
-def _slots(
-    layer: Layer, rows: int, columns: int, lanes_y: int, lanes_x: int, most: int
-) -> Iterator[int]:
-    """Several only where each is a whole image."""
-    whole = (layer.rows.threads(rows), layer.columns.threads(columns))
-    yield 1
-    if (lanes_y, lanes_x) != whole:
+def _slots(area: Area, most: int) -> Iterator[int]:
+    """For so many threads; several only where each is a whole image."""
+    if area.threads > most:
         return
-    threads = lanes_y * lanes_x
+    yield 1
+    if not area.is_whole:
+        return
     for eighths in (2, 4, 8):
-        slots = eighths * most // 8 // threads
+        slots = eighths * most // 8 // area.threads
         if slots > 1:
             yield slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import gcd, lcm, prod
+from math import gcd, inf, lcm
 from typing import TypeVar
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -23,11 +23,11 @@ REGISTERS_OF_PROCESSOR = 65536
 BANK_BYTES = 128  # of shared memory, in a cycle
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tile(ABC):
-    """Outputs of a thread, or a patch of them, and threads of a block.
+@dataclass(frozen=True)
+class Area:
+    """Outputs of a thread, or a patch of them, and threads of a tile, down and across.
 
-    ``slots`` are planes, or images, that a block has at once.
+    What follows from these is the same for tiles of any channels.
     """
 
     layer: Layer
@@ -35,11 +35,25 @@ class Tile(ABC):
     columns: int
     lanes_y: int
     lanes_x: int
-    slots: int
 
-    @property
+    @lazy
     def tile_size(self) -> tuple[int, int]:
         return self.lanes_y * self.rows, self.lanes_x * self.columns
+
+    @lazy
+    def outputs(self) -> int:
+        return self.tile_size[0] * self.tile_size[1]
+
+    @lazy
+    def threads(self) -> int:
+        return self.lanes_y * self.lanes_x
+
+    @lazy
+    def is_whole(self) -> bool:
+        """Whether one is all that an image takes."""
+        rows, columns = self.layer.rows, self.layer.columns
+        whole = (rows.threads(self.rows), columns.threads(self.columns))
+        return (self.lanes_y, self.lanes_x) == whole
 
     @lazy
     def halo_rows(self) -> int:
@@ -49,11 +63,11 @@ class Tile(ABC):
     def halo_columns(self) -> int:
         return self.layer.columns.halo(self.tile_size[1])
 
-    @property
+    @lazy
     def window_rows(self) -> int:
         return self.layer.rows.window(self.rows)
 
-    @property
+    @lazy
     def window_columns(self) -> int:
         return self.layer.columns.window(self.columns)
 
@@ -63,7 +77,7 @@ class Tile(ABC):
         height, width = self.layer.out_size
         return ceil_div(height, self.tile_size[0]) * ceil_div(width, self.tile_size[1])
 
-    @property
+    @lazy
     def in_image(self) -> tuple[range, range]:
         """Of the halo's rows and columns, those that lie in it, if the tile is all of it."""
         layer = self.layer
@@ -75,17 +89,39 @@ class Tile(ABC):
             ),
         )
 
-    @property
-    def _halo(self) -> tuple[int, int]:
-        return self.halo_rows, self.halo_columns
+    @lazy
+    def halo_pixels(self) -> int:
+        return self.halo_rows * self.halo_columns
+
+    @lazy
+    def pixels_in_image(self) -> int:
+        rows, columns = self.in_image
+        return len(rows) * len(columns)
 
     @lazy
     def inside(self) -> bool:
         """Whether to copy only that, and to clear the rest: where this is the larger part."""
         if self.image_tiles > 1:
             return False
-        pixels = prod(map(len, self.in_image))
-        return 0 < 2 * pixels <= prod(self._halo)
+        return 0 < 2 * self.pixels_in_image <= self.halo_pixels
+
+    @lazy
+    def thread_step(self) -> int:
+        """Input columns from one thread to the next, if these are neighbours."""
+        columns = self.layer.columns
+        return self.columns * columns.times // columns.over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile(ABC):
+    """An area, and threads of a block; ``slots`` are planes, or images, that it has at once."""
+
+    area: Area
+    slots: int
+
+    @lazy
+    def layer(self) -> Layer:
+        return self.area.layer
 
     @property
     @abstractmethod
@@ -109,27 +145,25 @@ class Tile(ABC):
     def cycles(self, gpu: Gpu) -> float:
         """What the whole layer takes, estimated."""
 
+    def least_cycles(self, gpu: Gpu) -> float:
+        """No more than that, and soon known: what there is no way around."""
+        return 0.0
+
     @property
     @abstractmethod
     def vector(self) -> int:
         """Elements that are copied at once."""
 
-    @lazy
-    def thread_step(self) -> int:
-        """Input columns from one thread to the next, if these are neighbours."""
-        columns = self.layer.columns
-        return self.columns * columns.times // columns.over
-
     def constants(self) -> dict[str, Constant]:
         """What the kernels are told of it."""
         return {
-            "rows": self.rows,
-            "columns": self.columns,
-            "lanes_y": self.lanes_y,
-            "lanes_x": self.lanes_x,
+            "rows": self.area.rows,
+            "columns": self.area.columns,
+            "lanes_y": self.area.lanes_y,
+            "lanes_x": self.area.lanes_x,
             "slots": self.slots,
             "vector": self.vector,
-            "inside": self.inside,
+            "inside": self.area.inside,
         }
 
     def blocks_per_processor(self, gpu: Gpu) -> int:
@@ -142,6 +176,9 @@ class Tile(ABC):
             MOST_BLOCKS_PER_PROCESSOR,
         )
         return fit if self.shared_bytes <= gpu.shared_bytes_per_block else 0
+
+    def fits(self, gpu: Gpu) -> bool:
+        return self.blocks_per_processor(gpu) > 0
 
 
 _Planes = TypeVar("_Planes", bound="PlanesTile")
@@ -157,11 +194,11 @@ class PlanesTile(Tile):
     @property
     def plane(self) -> int:
         """Elements of one, in shared memory."""
-        return self.halo_rows * self.pitch + self.plane_padding
+        return self.area.halo_rows * self.pitch + self.plane_padding
 
     @property
     def slot_threads(self) -> int:
-        return self.lanes_y * self.lanes_x
+        return self.area.threads
 
     @lazy
     def vector(self) -> int:
@@ -171,11 +208,11 @@ class PlanesTile(Tile):
     def widest_copy(self) -> int:
         layer, columns = self.layer, self.layer.columns
         distances = [layer.in_size[1]]
-        if self.tile_size[1] < layer.out_size[1]:
-            distances.append(self.tile_size[1] * columns.times // columns.over)
+        if self.area.tile_size[1] < layer.out_size[1]:
+            distances.append(self.area.tile_size[1] * columns.times // columns.over)
         return layer.operands.widest_vector(*distances)
 
-    @property
+    @lazy
     def shift(self) -> int:
         return self.layer.columns.origin % self.vector
 
@@ -185,27 +222,31 @@ class PlanesTile(Tile):
         operands = self.layer.operands
         if self.layer.columns.dilation > 1:
             return 1
-        return gcd(self.thread_step, operands.vector)
+        return gcd(self.area.thread_step, operands.vector)
 
-    @property
+    @lazy
     def pieces(self) -> int:
-        return ceil_div(self.shift % self.piece + self.window_columns, self.piece)
+        return ceil_div(self.shift % self.piece + self.area.window_columns, self.piece)
 
     @lazy
     def pitch(self) -> int:
         """Elements from one row to the next, in shared memory: no thread reads beyond them."""
-        last = (self.lanes_x - 1) * self.thread_step if self.layer.columns.dilation == 1 else 0
+        last = (
+            (self.area.lanes_x - 1) * self.area.thread_step
+            if self.layer.columns.dilation == 1
+            else 0
+        )
         read = last + self.shift - self.shift % self.piece + self.pieces * self.piece
         whole = lcm(self.vector, self.piece)
-        copied = round_up(self.shift + self.halo_columns, self.vector)
+        copied = round_up(self.shift + self.area.halo_columns, self.vector)
         return round_up(max(copied, read), whole) + self.row_padding
 
     @lazy
     def copied(self) -> int:
         """Vectors of a slot."""
-        rows, columns = range(self.halo_rows), range(-self.shift, self.halo_columns)
-        if self.inside:
-            rows, columns = self.in_image
+        rows, columns = range(self.area.halo_rows), range(-self.shift, self.area.halo_columns)
+        if self.area.inside:
+            rows, columns = self.area.in_image
         first = (self.shift + columns.start) // self.vector
         return len(rows) * (ceil_div(self.shift + columns.stop, self.vector) - first)
 
@@ -213,14 +254,14 @@ class PlanesTile(Tile):
     def window_cycles(self) -> int:
         """Of shared memory's, in which a warp reads a piece for each thread."""
         size = self.layer.operands.scalar_bytes
-        return read_cycles(self.piece * size, self.thread_step * size)
+        return read_cycles(self.piece * size, self.area.thread_step * size)
 
     def spread_over_banks(self: _Planes, gpu: Gpu) -> _Planes:
         """With rows, and planes, so far apart that a warp's lanes hit few banks twice."""
         tile = self
         step = lcm(self.vector, self.piece)
         paddings = range(step, BANK_BYTES // self.layer.operands.scalar_bytes, step)
-        if self.lanes_y > 1:
+        if self.area.lanes_y > 1:
             tile = tile._best((replace(tile, row_padding=n) for n in paddings), gpu)
         if self.slots > 1:
             tile = tile._best((replace(tile, plane_padding=n) for n in paddings), gpu)
@@ -248,10 +289,10 @@ class PlanesTile(Tile):
     def _bytes_of(self, thread: int) -> range:
         rows, columns = self.layer.rows, self.layer.columns
         slot, place = divmod(thread % (self.slots * self.slot_threads), self.slot_threads)
-        y, x = divmod(place, self.lanes_x)
-        row = (y // rows.out_step * self.rows * rows.out_step + y % rows.out_step) * rows.times
+        y, x = divmod(place, self.area.lanes_x)
+        row = (y // rows.out_step * self.area.rows * rows.out_step + y % rows.out_step) * rows.times
         column = (
-            x // columns.out_step * self.columns * columns.out_step + x % columns.out_step
+            x // columns.out_step * self.area.columns * columns.out_step + x % columns.out_step
         ) * columns.times
         size = self.layer.operands.scalar_bytes
         at = slot * self.plane + row // rows.over * self.pitch + column // columns.over
@@ -265,93 +306,108 @@ class PlanesTile(Tile):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PixelsTile(Tile):
-    """Of channels-last tensors: a tile's channels and pixels, see ``pixel_tiles.cuh``."""
+@dataclass(frozen=True)
+class Channels:
+    """Of a tile of channels-last tensors: lanes of a block, and channels of each."""
 
-    lanes_c: int
-    lane_channels: int
-
-    @property
-    def channels(self) -> int:
-        return self.lane_channels
-
-    @property
-    def tile_channels(self) -> int:
-        return self.lanes_c * self.lane_channels
+    layer: Layer
+    lanes: int
+    of_lane: int
 
     @lazy
-    def tile_groups(self) -> int:
-        return max(1, self.tile_channels // self.layer.group_out)
+    def count(self) -> int:
+        return self.lanes * self.of_lane
 
     @lazy
-    def channel_tiles(self) -> int:
+    def groups(self) -> int:
+        return max(1, self.count // self.layer.group_out)
+
+    @lazy
+    def tiles(self) -> int:
         layer = self.layer
-        parts = ceil_div(layer.group_out, self.tile_channels)
-        return ceil_div(layer.problem.groups, self.tile_groups) * parts
+        parts = ceil_div(layer.group_out, self.count)
+        return ceil_div(layer.problem.groups, self.groups) * parts
 
     @lazy
     def vector(self) -> int:
         layer = self.layer
-        inputs = self.tile_groups * layer.group_in
+        inputs = self.groups * layer.group_in
         return layer.operands.widest_vector(layer.problem.groups * layer.group_in, inputs)
-
-    @property
-    def input_bytes(self) -> int:
-        size = self.layer.operands.scalar_bytes
-        return round_up(self.pixels * self.pixel * size, 16)
 
     @lazy
     def pixel(self) -> int:
         """Elements of one, in shared memory."""
-        return round_up(self.tile_groups * self.layer.group_in, self.vector)
+        return round_up(self.groups * self.layer.group_in, self.vector)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelsTile(Tile):
+    """Of channels-last tensors: a tile's channels and pixels, see ``pixel_tiles.cuh``."""
+
+    block: Channels
+
+    @property
+    def channels(self) -> int:
+        return self.block.of_lane
+
+    @property
+    def vector(self) -> int:
+        return self.block.vector
+
+    @property
+    def input_bytes(self) -> int:
+        size = self.layer.operands.scalar_bytes
+        return round_up(self.pixels * self.block.pixel * size, 16)
 
     @property
     def clashes(self) -> int:
         """How often banks are hit at once by threads of a warp that have other pixels."""
         layer = self.layer
-        between = self.thread_step
-        if self.lanes_x == 1:
-            between = self.rows * layer.rows.times // layer.rows.over * self.halo_columns
-        distance = between * self.pixel * layer.operands.scalar_bytes
-        return 2 if self.lanes_c <= 16 and distance % BANK_BYTES == 0 else 1
+        between = self.area.thread_step
+        if self.area.lanes_x == 1:
+            between = self.area.rows * layer.rows.times // layer.rows.over * self.area.halo_columns
+        distance = between * self.block.pixel * layer.operands.scalar_bytes
+        return 2 if self.block.lanes <= 16 and distance % BANK_BYTES == 0 else 1
 
     @property
     def pixels(self) -> int:
         """That a tile reads."""
-        return self.slots * prod(self._halo)
+        return self.slots * self.area.halo_pixels
 
     @lazy
     def copied(self) -> int:
         """Vectors of a tile."""
-        pixels = prod(map(len, self.in_image)) if self.inside else prod(self._halo)
-        return self.slots * pixels * self.pixel // self.vector
+        pixels = self.area.pixels_in_image if self.area.inside else self.area.halo_pixels
+        return self.slots * pixels * self.block.pixel // self.vector
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
-            "lanes_c": self.lanes_c,
-            "lane_channels": self.lane_channels,
+            "lanes_c": self.block.lanes,
+            "lane_channels": self.block.of_lane,
         }
 
 
 _Any = TypeVar("_Any", bound=Tile)
 
 
-def fitting(candidates: Iterable[_Any], gpu: Gpu) -> list[_Any]:
-    """Those of which a processor has room for a block."""
-    return [tile for tile in candidates if tile.blocks_per_processor(gpu) > 0]
-
-
 def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
-    """The one that takes least.
+    """The one that takes least; of several, the first.
 
     Raises:
         Declined: none fits.
     """
-    found = fitting(candidates, gpu)
-    if not found:
+    found: _Any | None = None
+    least = (inf, 0)
+    # In the order of what they take at least: most of them need not be looked at.
+    bounds = ((tile.least_cycles(gpu), i, tile) for i, tile in enumerate(candidates))
+    for bound, i, tile in sorted(bounds):
+        if bound > least[0]:
+            break
+        if tile.fits(gpu) and (cycles := (tile.cycles(gpu), i)) < least:
+            found, least = tile, cycles
+    if found is None:
         raise Declined("a halo tile that does not fit shared memory")
-    return min(found, key=lambda tile: tile.cycles(gpu))
+    return found
 
 
 def occupancy(blocks: int, fit: int, gpu: Gpu) -> tuple[int, int]:
@@ -384,13 +440,14 @@ def lanes_of_channels(layer: Layer, lane_channels: int) -> set[int]:
     return {lanes if group > lanes else lanes // group * group for lanes in found}
 
 
-def lanes(layer: Layer, rows: int, columns: int, most: int) -> Iterator[tuple[int, int]]:
-    """Threads of a tile, down and across: all that an image takes, or an equal share."""
+def areas(layer: Layer, rows: int, columns: int) -> list[Area]:
+    """Of a thread's outputs, with all threads that an image takes, or an equal share of them."""
     whole_y, whole_x = layer.rows.threads(rows), layer.columns.threads(columns)
-    for lanes_x in shares(whole_x, layer.columns.out_step):
-        for lanes_y in shares(whole_y, layer.rows.out_step):
-            if lanes_y * lanes_x <= most:
-                yield lanes_y, lanes_x
+    return [
+        Area(layer, rows, columns, lanes_y, lanes_x)
+        for lanes_x in shares(whole_x, layer.columns.out_step)
+        for lanes_y in shares(whole_y, layer.rows.out_step)
+    ]
 
 
 def shares(whole: int, step: int) -> Iterator[int]:

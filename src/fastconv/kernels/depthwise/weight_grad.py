@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, lcm, prod
+from functools import cache, partial
+from math import gcd, lcm
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
@@ -13,12 +14,14 @@ from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
 from fastconv.kernels.depthwise.tiles import (
     FAMILY,
     WHY,
+    Area,
+    Channels,
     PixelsTile,
     PlanesTile,
     Tile,
+    areas,
     best,
     lane_channels,
-    lanes,
     lanes_of_channels,
     occupancy,
     read_cycles,
@@ -130,7 +133,7 @@ class Walk(Tile):
     @property
     def patches(self) -> int:
         """Of a unit."""
-        return self.slots * self.lanes_y * self.lanes_x
+        return self.slots * self.area.threads
 
     @lazy
     def block_groups(self) -> int:
@@ -139,7 +142,7 @@ class Walk(Tile):
 
     @lazy
     def units(self) -> int:
-        return ceil_div(self.layer.problem.batch, self.slots) * self.image_tiles
+        return ceil_div(self.layer.problem.batch, self.slots) * self.area.image_tiles
 
     @lazy
     def sums(self) -> int:
@@ -150,7 +153,7 @@ class Walk(Tile):
 
     def _splits(self, fit: int, gpu: Gpu) -> set[int]:
         """Shares of the units: so many that no chain of products is long; more fill processors."""
-        chain = self.units * self.rounds * self.rows * self.columns
+        chain = self.units * self.rounds * self.area.rows * self.area.columns
         room = max(1, WORKSPACE_BYTES // (self.sums * self.layer.operands.sum_bytes))
         most = min(self.units, room)
         least = min(most, ceil_div(chain, CHAIN))
@@ -200,12 +203,24 @@ class Walk(Tile):
     def shared_bytes(self) -> int:
         return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
 
-    @property
+    @lazy
     def registers(self) -> int:
         words = max(1, self.layer.operands.scalar_bytes // 4)
         taps = self.tap_rows * self.layer.columns.kernel
-        numbers = taps + self.rows * self.columns + self.window_columns
+        numbers = taps + self.area.rows * self.area.columns + self.area.window_columns
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """Without copies, and with units that blocks share equally."""
+        taps = self.tap_rows * self.layer.columns.kernel
+        loads, bank_cycles = self.loads
+        patch = self.channels * self.area.rows * self.area.columns * taps + loads + PATCH
+        warps = self.threads / 32 * self.blocks * self.units / gpu.processors
+        start = START + TURN * self.turns
+        multiplied = together(
+            warps * (self.rounds * patch + UNIT) / ISSUED, warps * self.rounds * bank_cycles
+        )
+        return start + multiplied + REDUCE
 
     def cycles(self, gpu: Gpu) -> float:
         return self.best_splits(gpu)[0]
@@ -237,7 +252,7 @@ class Walk(Tile):
         """Instructions of a thread for a unit, and cycles of shared memory."""
         taps = self.tap_rows * self.layer.columns.kernel
         loads, bank_cycles = self.loads
-        patch = self.channels * self.rows * self.columns * taps + loads + PATCH
+        patch = self.channels * self.area.rows * self.area.columns * taps + loads + PATCH
         copies = COPY * self.copies / self.threads
         return self.rounds * patch + copies + UNIT, self.rounds * bank_cycles
 
@@ -266,6 +281,10 @@ class Planes(PlanesTile, Walk):
     def channels(self) -> int:
         return 1
 
+    def fits(self, gpu: Gpu) -> bool:
+        widest = max(self.pitch // self.vector, self.grad_pitch // self.grad_vector)
+        return widest <= self.threads and super().fits(gpu)  # a row is copied at once
+
     @lazy
     def rounds(self) -> int:
         return ceil_div(self.patches, 32 * self.group_warps)
@@ -287,25 +306,25 @@ class Planes(PlanesTile, Walk):
     def grad_vector(self) -> int:
         layer = self.layer
         distances = [layer.out_size[1]]
-        if self.tile_size[1] < layer.out_size[1]:
-            distances.append(self.tile_size[1])
+        if self.area.tile_size[1] < layer.out_size[1]:
+            distances.append(self.area.tile_size[1])
         return layer.operands.widest_vector(*distances)
 
     @property
     def grad_piece(self) -> int:
         """Pixels of a patch's row that are read at once."""
         layer = self.layer
-        return 1 if layer.columns.out_step > 1 else gcd(self.columns, layer.operands.vector)
+        return 1 if layer.columns.out_step > 1 else gcd(self.area.columns, layer.operands.vector)
 
     @property
     def grad_pitch(self) -> int:
-        return round_up(self.tile_size[1], lcm(self.grad_vector, self.grad_piece))
+        return round_up(self.area.tile_size[1], lcm(self.grad_vector, self.grad_piece))
 
     @lazy
     def stage_bytes(self) -> int:
         size = self.layer.operands.scalar_bytes
         pixels = self.slots * self.plane * size
-        grads = self.slots * self.tile_size[0] * self.grad_pitch * size
+        grads = self.slots * self.area.tile_size[0] * self.grad_pitch * size
         return round_up(pixels, 16) + round_up(grads, 16)
 
     @property
@@ -315,16 +334,16 @@ class Planes(PlanesTile, Walk):
 
     @property
     def copies(self) -> int:
-        grads = self.tile_size[0] * ceil_div(self.tile_size[1], self.grad_vector)
+        grads = self.area.tile_size[0] * ceil_div(self.area.tile_size[1], self.grad_vector)
         return self.slots * (self.copied + grads)
 
-    @property
+    @lazy
     def loads(self) -> tuple[float, float]:
         size = self.layer.operands.scalar_bytes
-        rows = (self.rows - 1) * self.layer.rows.step + self.tap_rows
-        windows, grads = rows * self.pieces, self.rows * self.columns // self.grad_piece
-        widened = (windows * self.piece + self.rows * self.columns) * (size == 2)
-        grad_cycles = read_cycles(self.grad_piece * size, self.columns * size)
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.tap_rows
+        windows, grads = rows * self.pieces, self.area.rows * self.area.columns // self.grad_piece
+        widened = (windows * self.piece + self.area.rows * self.area.columns) * (size == 2)
+        grad_cycles = read_cycles(self.grad_piece * size, self.area.columns * size)
         cycles = windows * self.window_cycles + grads * grad_cycles
         return windows + grads + widened, cycles
 
@@ -355,45 +374,45 @@ class Pixels(PixelsTile, Walk):
 
     @lazy
     def threads(self) -> int:
-        return round_up(self.block_groups * self.group_patches * self.lanes_c, 32)
+        return round_up(self.block_groups * self.group_patches * self.block.lanes, 32)
 
     @lazy
     def blocks(self) -> int:
-        return self.channel_tiles * self.layer.group_in * self.tap_blocks
+        return self.block.tiles * self.layer.group_in * self.tap_blocks
 
     @lazy
     def grad_vector(self) -> int:
         layer = self.layer
-        distances = [layer.problem.groups * layer.group_out, self.tile_channels]
-        if layer.group_out > self.tile_channels:
+        distances = [layer.problem.groups * layer.group_out, self.block.count]
+        if layer.group_out > self.block.count:
             distances.append(layer.group_out)
         return layer.operands.widest_vector(*distances)
 
     @property
     def _grads(self) -> int:
         """Pixels of the output's gradient."""
-        return self.slots * prod(self.tile_size)
+        return self.slots * self.area.outputs
 
     @lazy
     def stage_bytes(self) -> int:
-        grads = self._grads * round_up(self.tile_channels, self.grad_vector)
+        grads = self._grads * round_up(self.block.count, self.grad_vector)
         return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
         sums = self.tap_rows * self.layer.columns.kernel + 1
-        return self.block_groups * sums * self.tile_channels * self.layer.operands.sum_bytes
+        return self.block_groups * sums * self.block.count * self.layer.operands.sum_bytes
 
     @property
     def copies(self) -> int:
-        grads = self._grads * ceil_div(self.tile_channels, self.grad_vector)
+        grads = self._grads * ceil_div(self.block.count, self.grad_vector)
         return self.copied + grads
 
-    @property
+    @lazy
     def loads(self) -> tuple[float, float]:
         size = self.layer.operands.scalar_bytes
-        rows = (self.rows - 1) * self.layer.rows.step + self.tap_rows
-        loads = rows * self.window_columns + self.rows * self.columns
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.tap_rows
+        loads = rows * self.area.window_columns + self.area.rows * self.area.columns
         cycles = read_cycles(self.channels * size, self.channels * size) * self.clashes
         return loads * (1 + self.channels * (size == 2)), loads * cycles
 
@@ -409,30 +428,28 @@ def _planes(layer: Layer) -> Iterator[Planes]:
     tap_rows = _tap_rows(layer, 1, MOST_TAPS)
     tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
     for rows, columns in _patches(layer, tap_rows, 1):
-        for lanes_y, lanes_x, slots in _units(layer, rows, columns):
-            most = min(most_warps, ceil_div(slots * lanes_y * lanes_x, 32))
+        for area, slots in _units(areas(layer, rows, columns)):
+            most = min(most_warps, ceil_div(slots * area.threads, 32))
             for warps in {most, ceil_div(most, 2)}:
-                tile = Planes(
-                    layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
-                    slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks, group_warps=warps,
+                yield Planes(
+                    area=area, slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
+                    group_warps=warps,
                 )  # fmt: skip
-                widest = max(tile.pitch // tile.vector, tile.grad_pitch // tile.grad_vector)
-                if widest <= tile.threads:  # a row is copied at once
-                    yield tile
 
 
 def _pixels(layer: Layer) -> Iterator[Pixels]:
     """All that may be worth it."""
+    areas_of = cache(partial(areas, layer))
     for channels, tap_rows, lanes_c in _lane_shares(layer):
+        block = Channels(layer, lanes_c, channels)
         tap_blocks, room = _tap_blocks(layer, tap_rows, 32 * MOST_WARPS // lanes_c)
         for rows, columns in _patches(layer, tap_rows, channels):
-            for lanes_y, lanes_x, slots in _units(layer, rows, columns):
-                most = min(room, slots * lanes_y * lanes_x)
+            for area, slots in _units(areas_of(rows, columns)):
+                most = min(room, slots * area.threads)
                 for at_once in {most, ceil_div(most, 2)}:
                     yield Pixels(
-                        layer=layer, rows=rows, columns=columns, lanes_y=lanes_y, lanes_x=lanes_x,
-                        slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
-                        group_patches=at_once, lanes_c=lanes_c, lane_channels=channels,
+                        area=area, slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
+                        group_patches=at_once, block=block,
                     )  # fmt: skip
 
 
@@ -474,14 +491,17 @@ def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, 
                 yield rows, columns
 
 
-def _units(layer: Layer, rows: int, columns: int) -> Iterator[tuple[int, int, int]]:
-    """Lanes of a unit's tile, and images."""
-    whole = (layer.rows.threads(rows), layer.columns.threads(columns))
-    for lanes_y, lanes_x in lanes(layer, rows, columns, MOST_LANES):
-        if not layer.operands.input_channels_last and lanes_x < min(FEWEST_ACROSS, whole[1]):
+def _units(found: list[Area]) -> Iterator[tuple[Area, int]]:
+    """Of no more patches than a tile may have, and images."""
+    for area in found:
+        layer, threads = area.layer, area.threads
+        if threads > MOST_LANES:
+            continue
+        whole = layer.columns.threads(area.columns)
+        if not layer.operands.input_channels_last and area.lanes_x < min(FEWEST_ACROSS, whole):
             continue  # rows would hit the same banks
-        yield lanes_y, lanes_x, 1
-        if (lanes_y, lanes_x) == whole:
+        yield area, 1
+        if area.is_whole:
             for slots in (2, 4, 8, 32):
-                if slots * lanes_y * lanes_x <= 256 and slots < 2 * layer.problem.batch:
-                    yield lanes_y, lanes_x, slots
+                if slots * threads <= 256 and slots < 2 * layer.problem.batch:
+                    yield area, slots

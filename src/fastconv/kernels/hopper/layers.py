@@ -101,6 +101,11 @@ class Layer(layers.Layer):
         return min(choices or [1], key=lambda taps: abs(math.log(taps / wanted)))
 
     @lazy
+    def weight_stages(self) -> int:
+        """All that there are, of one group of output channels."""
+        return self.chunks * self.taps // self.stage_taps
+
+    @lazy
     def tensor_share(self) -> float:
         """The share of the tensor cores' products that count, but for the ends of tiles."""
         rows = OUTPUTS // (self.stack * self.column_sums)

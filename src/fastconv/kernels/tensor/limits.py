@@ -37,7 +37,8 @@ def parts(operands: Operands) -> int:
 
 def together(*cycles: float, loss: float = OVERLAP_LOSS) -> float:
     """Of what goes on at the same time, but not quite without getting into each other's way."""
-    return max(cycles) + loss * (sum(cycles) - max(cycles))
+    most = max(cycles)
+    return most + loss * (sum(cycles) - most)
 
 
 def band_rows(walks: int, rows: int, workers: int, start: float) -> int:

@@ -133,7 +133,7 @@ def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
 
 
 def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
-    fastest = (min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
+    fastest = (min(one.shape.image_tiles * one.tile_cycles for one in each) for each in tiles)
     more = LAYER_COST * len(layers)
     if not layers[0].halves:
         return sum(fastest) * (1 + more)
@@ -142,8 +142,8 @@ def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
 
 def _why(tiles: list[Tile]) -> str:
     shapes = dict.fromkeys(
-        f"{tile.rows} rows of {tile.columns} pixels a warpgroup, in products of {tile.pixels}"
-        for tile in tiles
+        f"{one.rows} rows of {one.columns} pixels a warpgroup, in products of {one.pixels}"
+        for one in (tile.shape for tile in tiles)
     )
     phases = f" in {len(tiles)} phases" if len(tiles) > 1 else _folded_phases(tiles[0].layer)
     share = _tensor_share([tile.layer for tile in tiles])
@@ -176,16 +176,16 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
     tiles = _tiles(layer, gpu)
     if layer.parts == 1:
         return tiles[0]
-    fits = (one for one in tiles if one.pixels < layer.most_pixels and not one.staged)
+    fits = (one for one in tiles if one.shape.pixels < layer.most_pixels and not one.staged)
     return next(fits, tiles[0])
 
 
 def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
     layer = tile.layer
     items = item_count(tile, gpu)
-    if max(items, tile.tiles) >= 2**31:
+    if max(items, tile.shape.tiles) >= 2**31:
         raise Declined("more than 2^31 tiles")
-    blocks = layer.groups * tile.output_groups
+    blocks = layer.groups * tile.shape.output_groups
     return Correlation(
         layer,
         "hopper/correlate/correlate.cuh",
@@ -193,8 +193,8 @@ def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
         min(items, gpu.processors),
         THREADS,
         tile.shared_bytes,
-        blocks * layer.chunks * layer.taps * tile.tap_bytes,
-        blocks * tile.channel_groups * layer.product_channels,
+        blocks * layer.chunks * layer.taps * tile.shape.tap_bytes,
+        blocks * tile.shape.channel_groups * layer.product_channels,
         layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels,
     )
 
@@ -246,12 +246,13 @@ def _explanation(tiles: tuple[Tile, ...], gpu: Gpu) -> Iterator[str]:
 
 
 def _explain(tile: Tile, gpu: Gpu) -> str:
+    shape = tile.shape
     work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
     return (
-        f"{tile.cycles(gpu.processors):.3g}: {tile.channel_groups * OUTPUTS} channels x "
-        f"{tile.rows} rows x {tile.columns} pixels ({tile.pixels}), "
+        f"{tile.cycles(gpu.processors):.3g}: {shape.channel_groups * OUTPUTS} channels x "
+        f"{shape.rows} rows x {shape.columns} pixels ({shape.pixels}), "
         f"{f'{tile.loads} pieces, ' if tile.staged else ''}"
-        f"{ceil_div(tile.tiles, gpu.processors)} rounds of: "
+        f"{ceil_div(shape.tiles, gpu.processors)} rounds of: "
         f"{work}; {tile.shared_bytes // 1024} KiB shared"
     )
 
@@ -277,9 +278,10 @@ def _batch(tile: Tile, repairs: bool) -> int:
     """Units that a thread loads at once, so that few are left over for the last batch."""
     most = _most_at_once(tile, repairs)
     if tile.staged:
-        warps = ceil_div(tile.pitch, 32)
+        warps = ceil_div(tile.shape.pitch, 32)
         return ceil_div(warps, ceil_div(warps, most))
-    return min(range(most, 0, -1), key=lambda n: round_up(tile.units, 32 * LOADER_WARPS * n))
+    units = tile.shape.units
+    return min(range(most, 0, -1), key=lambda n: round_up(units, 32 * LOADER_WARPS * n))
 
 
 def _producer_registers(layer: Layer) -> int:
@@ -289,7 +291,7 @@ def _producer_registers(layer: Layer) -> int:
 
 
 def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
-    layer, operands = tile.layer, tile.layer.operands
+    shape, layer, operands = tile.shape, tile.layer, tile.layer.operands
     producer = _producer_registers(layer)
     return {
         **layer_constants(layer),
@@ -300,24 +302,24 @@ def _constants(tile: Tile, gpu: Gpu, repairs: bool) -> dict[str, Constant]:
         and operands.aligned
         and layer.group_out % layer.vector == 0
         and not layer.unfolds,
-        "bulk_stores": tile.bulk_stores,
-        "channel_groups": tile.channel_groups,
+        "bulk_stores": shape.bulk_stores,
+        "channel_groups": shape.channel_groups,
         "stack": layer.stack,
-        "pixels": tile.pixels,
-        "tile_rows": tile.rows,
-        "block_rows": tile.tile_rows,
+        "pixels": shape.pixels,
+        "tile_rows": shape.rows,
+        "block_rows": shape.tile_rows,
         "product_rows": OUTPUTS,
         "loaders": 32 * LOADER_WARPS,
         "unit_vectors": 2,
         "smaller_part": True,
         "watches": layer.watched,
-        "tile_columns": tile.columns,
-        "pitch": tile.pitch,
-        "lead": tile.lead,
+        "tile_columns": shape.columns,
+        "pitch": shape.pitch,
+        "lead": shape.lead,
         "joint_stores": tile.joint_stores,
         "wraps": tile.wraps,
         "turns": tile.turns,
-        "plane_padding": tile.plane_padding,
+        "plane_padding": shape.plane_padding,
         "rolling": layer.rolling,
         "segment_tiles": segment_tiles(tile, gpu),
         "k_steps": layer.k_steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu
@@ -51,52 +52,40 @@ SEGMENT_COST = 0.3  # of a tile, for each row that is loaded again
 MOST_SEGMENT = 64
 
 
+class Way(NamedTuple):
+    """To share out shared memory: the fewest stages of weights and of input, and how sums leave."""
+
+    weight_stages: int
+    input_stages: int
+    pass_pixels: int
+    buffers: int
+    bytes: int  # but for weights
+
+
 @dataclass(frozen=True)
-class Tile:
-    """What a block computes at once, and what of it is in shared memory at the same time."""
+class Shape:
+    """Channels and pixels of a tile: what follows from these, however input gets in."""
 
     layer: Layer
     channel_groups: int
     rows: int
     columns: int
     lead: int = 0
-    raw_slots: int = 0
-    bulk_loads: bool = False
-    pass_pixels: int = 0
-    buffers: int = 1
-    input_stages: int = 0
-    weight_stages: int = 0
-
-    @property
-    def name(self) -> str:
-        """Tells it from all other tiles of its layer."""
-        height, width = self.layer.out_size
-        return (
-            f"{height}x{width} in {self.channel_groups}x{self.rows}x{self.columns}+{self.lead} "
-            f"{self.loads}"
-        )
-
-    @property
-    def loads(self) -> str:
-        """How input gets in, and how many pieces of it a loading warp has under way."""
-        if not self.staged:
-            return "pixels"
-        return f"{self.raw_slots} {'staged' if self.bulk_loads else 'copied'}"
 
     @lazy
     def pixels(self) -> int:
         return round_up((self.rows - 1) * self.pitch + self.lead + self.columns, 8)
 
-    @property
+    @lazy
     def tile_rows(self) -> int:
         """Output rows of both consumers."""
         return CONSUMERS // self.channel_groups * self.rows * self.layer.stack
 
-    @property
+    @lazy
     def halo_rows(self) -> int:
         return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
 
-    @property
+    @lazy
     def stage_rows(self) -> int:
         return 1 if self.layer.rolling else self.halo_rows
 
@@ -108,6 +97,204 @@ class Tile:
         stored = self.layer.stored_width if self.layer.unfolds else interleave * self.columns
         whole = self.rows > 1 and stored % vector == 0 and self.layer.whole_rows
         return round_up(pitch, vector // math.gcd(vector, interleave)) if whole else pitch
+
+    @lazy
+    def raw_aligned(self) -> bool:
+        """Whether pieces are whole rows, which all begin at multiples of 16 bytes."""
+        layer = self.layer
+        whole = self.strips == 1 and layer.padding[1] >= 0
+        return whole and layer.in_size[1] % layer.vector == 0
+
+    @lazy
+    def plane_padding(self) -> int:
+        """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
+        return self.layer.plane_padding(self.layer.slots * self.stage_rows * self.pitch)
+
+    @lazy
+    def input_bytes(self) -> int:
+        layer = self.layer
+        plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
+        reach = self.pixels + layer.column_halo
+        slack = max(reach - self.rows * self.pitch, 0)
+        return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
+
+    @lazy
+    def units(self) -> int:
+        """What the loading threads share of a stage, one part of it."""
+        layer = self.layer
+        vectors = (
+            2 * layer.k_steps * (layer.slots * self.stage_rows * self.pitch + self.plane_padding)
+        )
+        return vectors // (1 if layer.vector_loads else 2)
+
+    @lazy
+    def tap_bytes(self) -> int:
+        return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
+
+    @lazy
+    def weight_bytes(self) -> int:
+        return self.layer.stage_taps * self.tap_bytes
+
+    @lazy
+    def fewest_weight_stages(self) -> int:
+        """So many that a stage arrives while the others are multiplied."""
+        layer = self.layer
+        cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
+        stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
+        return min(stages, self.layer.weight_stages)
+
+    @lazy
+    def most_weight_stages(self) -> int:
+        """All of them where they stay; else what is enough."""
+        if self.weight_bytes * self.layer.weight_stages <= MOST_RESIDENT_BYTES:
+            return self.layer.weight_stages
+        return min(MOST_WEIGHT_STAGES, self.layer.weight_stages)
+
+    @lazy
+    def output_groups(self) -> int:
+        return ceil_div(self.layer.group_out, self.channel_groups * self.layer.product_channels)
+
+    @lazy
+    def input_stage_bytes(self) -> int:
+        """With its barriers, and what loaders say of it."""
+        return self.input_bytes + 16 + (4 if self.layer.watched else 0)
+
+    @lazy
+    def strips(self) -> int:
+        return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
+
+    @lazy
+    def row_tiles(self) -> int:
+        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
+
+    @lazy
+    def image_tiles(self) -> int:
+        layer = self.layer
+        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
+
+    @lazy
+    def tiles(self) -> int:
+        return self.image_tiles * self.layer.batch
+
+    @lazy
+    def stores_pixels(self) -> bool:
+        """Whether channels of a pixel are stored together, rather than rows of pixels."""
+        return self.layer.operands.output_channels_last and not self.layer.unfolds
+
+    @lazy
+    def bulk_stores(self) -> bool:
+        """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
+        vector = self.layer.vector
+        pitch = self.layer.interleave * self.pitch
+        alike = self.layer.stored_width % vector == pitch % vector == 0
+        return self.layer.whole_rows and (self.rows == 1 or alike)
+
+    @lazy
+    def shares_sectors(self) -> bool:
+        """Whether neighbouring strips write to the same 32 bytes."""
+        operands = self.layer.operands
+        if self.strips == 1 or self.lead or self.stores_pixels:
+            return False
+        sector = 32 // operands.scalar_bytes
+        columns = self.layer.interleave * self.columns
+        return columns % sector != 0 or self.layer.stored_width % sector != 0
+
+    @lazy
+    def product_cycles(self) -> float:
+        """What a tile's products take."""
+        layer = self.layer
+        product = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
+        steps = layer.chunks * layer.taps * layer.k_steps * layer.products
+        return CONSUMERS * steps * product
+
+    @lazy
+    def vectors(self) -> int:
+        """Of 16 bytes of channels, that a tile loads."""
+        layer = self.layer
+        rows = self.tile_rows if layer.rolling else self.halo_rows
+        return 2 * layer.steps * layer.slots * rows * self.pitch
+
+    @lazy
+    def outputs(self) -> float:
+        """Elements that a tile writes."""
+        layer = self.layer
+        columns = min(self.columns, layer.out_size[1] / self.strips)
+        return CONSUMERS * layer.product_outputs * self.rows * columns * layer.written
+
+    def staging_bytes(self, pass_pixels: int, buffers: int) -> int:
+        """Of each consumer, for so many pixels at a time."""
+        operands, vector = self.layer.operands, self.layer.vector
+        row = self.layer.interleave * pass_pixels
+        if self.layer.unfolds:
+            lines = self.layer.product_outputs // self.layer.interleave
+            elements = lines * (round_up(row + vector - 1, 2 * vector) + vector)
+        elif operands.output_channels_last:
+            elements = pass_pixels * (OUTPUTS + vector)
+        else:
+            elements = 4 * buffers * 8 * (round_up(row + vector - 8, 16) + 8)
+        return elements * operands.scalar_bytes
+
+    @lazy
+    def _fewest_input_stages(self) -> int:
+        return self.halo_rows + self.tile_rows if self.layer.rolling else 2
+
+    @lazy
+    def most_input_stages(self) -> int:
+        return self._fewest_input_stages + (2 * self.tile_rows + 2 if self.layer.rolling else 1)
+
+    @lazy
+    def ways(self) -> list[Way]:
+        """To share out shared memory, the best first."""
+        layer = self.layer
+        passes = ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))
+        choices = [(self._fewest_input_stages, *choice) for choice in passes]
+        if layer.copied and not layer.rolling:
+            choices = [(3, *choice) for choice in passes[:4]] + choices
+        needs = [(self.fewest_weight_stages, choice) for choice in choices]
+        if self.output_groups * layer.groups == 1:
+            needs = [(layer.weight_stages, choice) for choice in choices[:3]] + needs
+        found = []
+        for weights, (inputs, count, buffers) in needs:
+            if buffers == 2 and (layer.column_sums == 2 or layer.unfolds):
+                continue  # sums leave in one piece, and by the next tile it is gone
+            pass_pixels = round_up(ceil_div(self.pixels, count), 16)
+            staging = CONSUMERS * self.staging_bytes(pass_pixels, buffers)
+            taken = staging + inputs * self.input_stage_bytes
+            found.append(Way(weights, inputs, pass_pixels, buffers, taken))
+        return found
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes at once, and what of it is in shared memory at the same time."""
+
+    shape: Shape
+    raw_slots: int = 0
+    bulk_loads: bool = False
+    pass_pixels: int = 0
+    buffers: int = 1
+    input_stages: int = 0
+    weight_stages: int = 0
+
+    @lazy
+    def layer(self) -> Layer:
+        return self.shape.layer
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other tiles of its layer."""
+        shape, (height, width) = self.shape, self.layer.out_size
+        return (
+            f"{height}x{width} in {shape.channel_groups}x{shape.rows}x{shape.columns}+{shape.lead} "
+            f"{self.loads}"
+        )
+
+    @property
+    def loads(self) -> str:
+        """How input gets in, and how many pieces of it a loading warp has under way."""
+        if not self.staged:
+            return "pixels"
+        return f"{self.raw_slots} {'staged' if self.bulk_loads else 'copied'}"
 
     @property
     def staged(self) -> bool:
@@ -122,80 +309,19 @@ class Tile:
         """Of a piece: a line of two vectors' channels."""
         return 16 * self.raw_vectors
 
-    @property
+    @lazy
     def raw_vectors(self) -> int:
         """The same in 16 bytes."""
-        layer = self.layer
-        pixels = self.pitch if self.wraps else min(self.pitch, layer.in_size[1])
-        pixels += 0 if self.raw_aligned else layer.vector - 1
+        shape, layer = self.shape, self.layer
+        pixels = shape.pitch if self.wraps else min(shape.pitch, layer.in_size[1])
+        pixels += 0 if shape.raw_aligned else layer.vector - 1
         return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
 
-    @property
-    def raw_aligned(self) -> bool:
-        """Whether pieces are whole rows, which all begin at multiples of 16 bytes."""
-        layer = self.layer
-        whole = self.strips == 1 and layer.padding[1] >= 0
-        return whole and layer.in_size[1] % layer.vector == 0
-
-    @property
-    def plane_padding(self) -> int:
-        """Pixels between planes, so that lanes that write a pixel's planes hit different banks."""
-        return self.layer.plane_padding(self.layer.slots * self.stage_rows * self.pitch)
-
-    @property
-    def input_bytes(self) -> int:
-        layer = self.layer
-        plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
-        reach = self.pixels + layer.column_halo
-        slack = max(reach - self.rows * self.pitch, 0)
-        return 16 * (layer.parts * 2 * layer.k_steps * plane + slack)
-
-    @property
-    def units(self) -> int:
-        """What the loading threads share of a stage, one part of it."""
-        layer = self.layer
-        vectors = (
-            2 * layer.k_steps * (layer.slots * self.stage_rows * self.pitch + self.plane_padding)
-        )
-        return vectors // (1 if layer.vector_loads else 2)
-
-    @property
-    def tap_bytes(self) -> int:
-        return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.layer.stage_taps * self.tap_bytes
-
-    @property
-    def all_weight_stages(self) -> int:
-        """Of one group of output channels."""
-        return self.layer.chunks * self.layer.taps // self.layer.stage_taps
-
-    @property
-    def fewest_weight_stages(self) -> int:
-        """So many that a stage arrives while the others are multiplied."""
-        layer = self.layer
-        cycles = CONSUMERS * layer.stage_taps * layer.k_steps * layer.products * self.pixels / 2
-        stages = min(1 + math.ceil(WEIGHTS_LATENCY / cycles), ENOUGH_WEIGHT_STAGES)
-        return min(stages, self.all_weight_stages)
-
-    @property
-    def most_weight_stages(self) -> int:
-        """All of them where they stay; else what is enough."""
-        if self.weight_bytes * self.all_weight_stages <= MOST_RESIDENT_BYTES:
-            return self.all_weight_stages
-        return min(MOST_WEIGHT_STAGES, self.all_weight_stages)
-
-    @property
-    def output_groups(self) -> int:
-        return ceil_div(self.layer.group_out, self.channel_groups * self.layer.product_channels)
-
-    @property
+    @lazy
     def resident(self) -> bool:
         return (
-            self.output_groups * self.layer.groups == 1
-            and self.weight_stages == self.all_weight_stages
+            self.shape.output_groups * self.layer.groups == 1
+            and self.weight_stages == self.layer.weight_stages
         )
 
     @property
@@ -218,7 +344,7 @@ class Tile:
         """Whether consumers store a pixel's channels together: more neighbours in memory."""
         return (
             self.layer.operands.output_channels_last
-            and self.channel_groups == CONSUMERS
+            and self.shape.channel_groups == CONSUMERS
             and self.layer.product_channels == OUTPUTS
             and not self.layer.unfolds
             and self.stores_bind
@@ -228,19 +354,6 @@ class Tile:
     def stores_bind(self) -> bool:
         """Whether storing takes longer than multiplying."""
         return self.work["stores"] >= self.work["products"]
-
-    def staging_bytes(self, pass_pixels: int, buffers: int) -> int:
-        """Of each consumer, for so many pixels at a time."""
-        operands, vector = self.layer.operands, self.layer.vector
-        row = self.layer.interleave * pass_pixels
-        if self.layer.unfolds:
-            lines = self.layer.product_outputs // self.layer.interleave
-            elements = lines * (round_up(row + vector - 1, 2 * vector) + vector)
-        elif operands.output_channels_last:
-            elements = pass_pixels * (OUTPUTS + vector)
-        else:
-            elements = 4 * buffers * 8 * (round_up(row + vector - 8, 16) + 8)
-        return elements * operands.scalar_bytes
 
     @property
     def powers_bytes(self) -> int:
@@ -252,16 +365,11 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         return (
-            self.input_stages * self.input_stage_bytes
-            + self.weight_stages * (self.weight_bytes + 16)
-            + CONSUMERS * self.staging_bytes(self.pass_pixels, self.buffers)
+            self.input_stages * self.shape.input_stage_bytes
+            + self.weight_stages * (self.shape.weight_bytes + 16)
+            + CONSUMERS * self.shape.staging_bytes(self.pass_pixels, self.buffers)
             + self.fixed_bytes
         )
-
-    @property
-    def input_stage_bytes(self) -> int:
-        """With its barriers, and what loaders say of it."""
-        return self.input_bytes + 16 + (4 if self.layer.watched else 0)
 
     @property
     def fixed_bytes(self) -> int:
@@ -270,36 +378,6 @@ class Tile:
         return LOADER_WARPS * (raw + self.powers_bytes) + 8 * CONSUMERS
 
     @lazy
-    def strips(self) -> int:
-        return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
-
-    @property
-    def row_tiles(self) -> int:
-        return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
-
-    @lazy
-    def image_tiles(self) -> int:
-        layer = self.layer
-        return self.output_groups * self.strips * self.row_tiles * layer.row_step * layer.groups
-
-    @property
-    def tiles(self) -> int:
-        return self.image_tiles * self.layer.batch
-
-    @property
-    def stores_pixels(self) -> bool:
-        """Whether channels of a pixel are stored together, rather than rows of pixels."""
-        return self.layer.operands.output_channels_last and not self.layer.unfolds
-
-    @property
-    def bulk_stores(self) -> bool:
-        """Whether rows are stored by bulk copies: single rows, or rows aligned alike."""
-        vector = self.layer.vector
-        pitch = self.layer.interleave * self.pitch
-        alike = self.layer.stored_width % vector == pitch % vector == 0
-        return self.layer.whole_rows and (self.rows == 1 or alike)
-
-    @property
     def wraps(self) -> bool:
         """Whether a row's last strip goes on with the next row, to the end of a sector or a line.
 
@@ -307,61 +385,45 @@ class Tile:
         neighbours in memory, and so has its input if lines are fetched in pieces; there has to be
         room for them; and copies of vectors have no condition for it.
         """
-        layer = self.layer
-        width, before = layer.out_size[1], (self.strips - 1) * self.columns
+        shape, layer = self.shape, self.layer
+        width, before = layer.out_size[1], (shape.strips - 1) * shape.columns
         read = width + layer.column_halo
         unpadded = layer.padding[1] == 0 and layer.in_size[1] == read
         return (
-            self.lead > 0
+            shape.lead > 0
             and layer.stride == layer.folding == (1, 1)
             and layer.placing[0].step == layer.placing[1].step == 1
-            and self.pass_pixels >= self.pixels
+            and self.pass_pixels >= shape.pixels
             and before < width
-            and read + 2 * self.lead - 1 <= before + self.pixels
+            and read + 2 * shape.lead - 1 <= before + shape.pixels
             and (unpadded or not self.staged)
             and not layer.copied
         )
 
-    @property
-    def shares_sectors(self) -> bool:
-        """Whether neighbouring strips write to the same 32 bytes."""
-        operands = self.layer.operands
-        if self.strips == 1 or self.lead or self.stores_pixels:
-            return False
-        sector = 32 // operands.scalar_bytes
-        columns = self.layer.interleave * self.columns
-        return columns % sector != 0 or self.layer.stored_width % sector != 0
-
     @lazy
     def work(self) -> dict[str, float]:
         """What a tile takes a processor, in cycles, if there were nothing else to do."""
-        layer = self.layer
-        product = max(self.pixels / 2, (PRODUCT_BYTES + 32 * self.pixels) / SHARED_BYTES)
-        steps = layer.chunks * layer.taps * layer.k_steps * layer.products
-        rows_loaded = self.tile_rows if layer.rolling else self.halo_rows
-        vectors = 2 * layer.steps * layer.slots * rows_loaded * self.pitch
-        size = layer.operands.scalar_bytes
+        shape, layer = self.shape, self.layer
+        vectors, size = shape.vectors, layer.operands.scalar_bytes
         split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
         folded = FOLDED_LOSS[layer.vector_kind] if layer.folding != (1, 1) else 1.0
         loads = vectors * (self.vector_cycles * folded + split)
         if self.staged:
-            loads += vectors / (2 * self.pitch) * self.piece_cycles
+            loads += vectors / (2 * shape.pitch) * self.piece_cycles
             loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
-        columns = min(self.columns, layer.out_size[1] / self.strips)
-        outputs = CONSUMERS * layer.product_outputs * self.rows * columns * layer.written
-        stored = LINE_STORE_BYTES if self.lead * size == 4 * 32 else STORE_BYTES
+        stored = LINE_STORE_BYTES if shape.lead * size == 4 * 32 else STORE_BYTES
         stored *= WRAPPED_GAIN if self.wraps else 1
         if layer.strided_stores:
             stored = STRIDED_STORE_BYTES
-        elif not (self.bulk_stores or self.stores_pixels):
+        elif not (shape.bulk_stores or shape.stores_pixels):
             stored = SINGLE_STORE_BYTES
-        elif self.shares_sectors:
+        elif shape.shares_sectors:
             stored = SHARED_SECTOR_BYTES
-        weights = self.all_weight_stages * self.weight_bytes
+        weights = layer.weight_stages * shape.weight_bytes
         return {
-            "products": CONSUMERS * steps * product,
+            "products": shape.product_cycles,
             "loads": loads,
-            "stores": outputs * layer.operands.scalar_bytes / stored,
+            "stores": shape.outputs * size / stored,
             "weights": 0.0 if self.resident else weights / WEIGHT_BYTES,
         }
 
@@ -374,7 +436,7 @@ class Tile:
             return vectors
         if self.staged:
             return pieces
-        return strides if layer.slots > 1 else rows if self.rows > 1 else row
+        return strides if layer.slots > 1 else rows if self.shape.rows > 1 else row
 
     @property
     def piece_cycles(self) -> float:
@@ -384,27 +446,20 @@ class Tile:
         """
         if self.bulk_loads:
             return PIECE_CYCLES[self.layer.vector_kind]
-        idle = round_up(self.pitch, 32) - self.pitch
+        idle = round_up(self.shape.pitch, 32) - self.shape.pitch
         start, anywhere, copy = COPY_CYCLES
-        start += 0 if self.raw_aligned else anywhere
+        start += 0 if self.shape.raw_aligned else anywhere
         copies = copy * ceil_div(self.raw_vectors, 32)
         return start + copies + 2 * idle * self.vector_cycles
 
     @lazy
     def tile_cycles(self) -> float:
-        passes = ceil_div(self.pixels, self.pass_pixels)
+        passes = ceil_div(self.shape.pixels, self.pass_pixels)
         return TILE_CYCLES + PASS_CYCLES * (passes - 1) + together(*self.work.values())
 
     def cycles(self, processors: int) -> float:
         """What the whole layer takes, estimated."""
-        return ceil_div(self.tiles, processors) * self.tile_cycles
-
-    def loaded(self, raw_slots: int, bulk_loads: bool) -> Tile:
-        """The same, with input that gets in like this."""
-        if raw_slots == self.raw_slots and bulk_loads == self.bulk_loads:
-            return self
-        shape = (self.channel_groups, self.rows, self.columns, self.lead)
-        return Tile(self.layer, *shape, raw_slots, bulk_loads)
+        return ceil_div(self.shape.tiles, processors) * self.tile_cycles
 
     def fitted(self, budget: int) -> Tile | None:
         """With as many stages as fit ``budget`` bytes of shared memory; None if too few do.
@@ -413,35 +468,20 @@ class Tile:
         Then sums on their way out, in as few passes as possible; then more input. But asynchronous
         copies can be under way while others are waited for only if there are three stages for them.
         """
-        fewest_inputs = self.halo_rows + self.tile_rows if self.layer.rolling else 2
-        more_inputs = 2 * self.tile_rows + 2 if self.layer.rolling else 1
-        passes = ((1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))
-        choices = [(fewest_inputs, *choice) for choice in passes]
-        if self.layer.copied and not self.layer.rolling:
-            choices = [(3, *choice) for choice in passes[:4]] + choices
-        in_time = self.fewest_weight_stages
-        needs = [(in_time, choice) for choice in choices]
-        if self.output_groups * self.layer.groups == 1:
-            needs = [(self.all_weight_stages, choice) for choice in choices[:3]] + needs
-        input_stage, weight_stage = self.input_stage_bytes, self.weight_bytes + 16
+        shape = self.shape
+        input_stage, weight_stage = shape.input_stage_bytes, shape.weight_bytes + 16
         room = budget - self.fixed_bytes
-        for fewest, (inputs, count, buffers) in needs:
-            if buffers == 2 and (self.layer.column_sums == 2 or self.layer.unfolds):
-                continue  # sums leave in one piece, and by the next tile it is gone
-            pass_pixels = round_up(ceil_div(self.pixels, count), 16)
-            left = room - CONSUMERS * self.staging_bytes(pass_pixels, buffers)
-            left -= inputs * input_stage
+        for fewest, inputs, pass_pixels, buffers, taken in shape.ways:
+            left = room - taken
             stages = left // weight_stage
             if stages < fewest:
                 continue
-            stages = min(stages, max(fewest, self.most_weight_stages))
+            stages = min(stages, max(fewest, shape.most_weight_stages))
             more = (left - stages * weight_stage) // input_stage
-            most = fewest_inputs + more_inputs
+            input_stages = min(inputs + more, max(shape.most_input_stages, inputs))
             # Not dataclasses.replace, which takes twice as long.
-            shape = (self.channel_groups, self.rows, self.columns, self.lead)
             loads = (self.raw_slots, self.bulk_loads)
-            input_stages = min(inputs + more, max(most, inputs))
-            return Tile(self.layer, *shape, *loads, pass_pixels, buffers, input_stages, stages)
+            return Tile(shape, *loads, pass_pixels, buffers, input_stages, stages)
         return None
 
 
@@ -449,45 +489,44 @@ def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the best first."""
     budget = gpu.shared_bytes_per_block
     fitted = (
-        tile.loaded(raw_slots, bulk).fitted(budget)
-        for view in views
-        for tile in _candidates(view)
-        if tile.pixels <= view.most_pixels
+        Tile(shape, raw_slots, bulk).fitted(budget)
+        for view in dict.fromkeys(views)
+        for shape in _shapes(view)
+        if shape.pixels <= view.most_pixels
         for raw_slots, bulk in (LOADS if view.lines else LOADS[:1])
-        if raw_slots == 0 or bulk or tile.pitch * view.operands.scalar_bytes <= MOST_COPIED_BYTES
+        if raw_slots == 0 or bulk or shape.pitch * view.operands.scalar_bytes <= MOST_COPIED_BYTES
     )
-    tiles = sorted(
-        filter(None, dict.fromkeys(fitted)), key=lambda tile: tile.cycles(gpu.processors)
-    )
+    tiles = sorted(filter(None, fitted), key=lambda tile: tile.cycles(gpu.processors))
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
 
 
-def _candidates(layer: Layer) -> Iterator[Tile]:
+def _shapes(layer: Layer) -> Iterator[Shape]:
     operands, width = layer.operands, layer.out_size[1]
     most = layer.most_pixels
     sector = 32 // operands.scalar_bytes
     rows_of_phase = ceil_div(layer.out_size[0], layer.row_step)
     for channel_groups in (1, 2) if layer.group_out > layer.product_channels else (1,):
         if width <= most:
-            yield Tile(layer, channel_groups, 1, width)
+            yield Shape(layer, channel_groups, 1, width)
         # Strips of rows that are not whole sectors share one with their neighbours, unless each row
         # has its own strips: of whole sectors, or of whole lines of the cache.
         neighbours = layer.interleave == 1 and not layer.unfolds
         own = layer.whole_rows and neighbours and width % sector
         leads = (sector, 4 * sector) if layer.halves else (sector,)
         for columns in _strip_widths(width, most, layer.vector, sector):
-            yield Tile(layer, channel_groups, 1, columns)
+            yield Shape(layer, channel_groups, 1, columns)
         for lead in leads if own else ():
             for columns in _strip_widths(width + lead - 1, most - lead, lead):
-                yield Tile(layer, channel_groups, 1, columns, lead)
+                yield Shape(layer, channel_groups, 1, columns, lead)
         if layer.rolling or layer.stack > 1:
             continue
         for rows in range(2, rows_of_phase + 1):
-            if Tile(layer, channel_groups, rows, width).pixels > most:
+            shape = Shape(layer, channel_groups, rows, width)
+            if shape.pixels > most:
                 break
-            yield Tile(layer, channel_groups, rows, width)
+            yield shape
 
 
 def _strip_widths(width: int, most: int, *units: int) -> list[int]:
@@ -510,16 +549,20 @@ def segment_tiles(tile: Tile, gpu: Gpu) -> int:
     """
     if not tile.layer.rolling:
         return 1
-    columns = tile.tiles // tile.row_tiles
-    again = SEGMENT_COST * (tile.halo_rows - tile.tile_rows) / tile.tile_rows
+    columns = tile.shape.tiles // tile.shape.row_tiles
+    again = SEGMENT_COST * (tile.shape.halo_rows - tile.shape.tile_rows) / tile.shape.tile_rows
 
     def cost(count: int) -> float:
-        items = columns * ceil_div(tile.row_tiles, count)
+        items = columns * ceil_div(tile.shape.row_tiles, count)
         return ceil_div(items, gpu.processors) * (count + again)
 
-    return min(range(1, min(tile.row_tiles, MOST_SEGMENT) + 1), key=cost)
+    return min(range(1, min(tile.shape.row_tiles, MOST_SEGMENT) + 1), key=cost)
 
 
 def item_count(tile: Tile, gpu: Gpu) -> int:
     """What the blocks share among themselves: tiles, or segments of them."""
-    return tile.tiles // tile.row_tiles * ceil_div(tile.row_tiles, segment_tiles(tile, gpu))
+    return (
+        tile.shape.tiles
+        // tile.shape.row_tiles
+        * ceil_div(tile.shape.row_tiles, segment_tiles(tile, gpu))
+    )

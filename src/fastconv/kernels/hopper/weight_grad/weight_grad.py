@@ -90,18 +90,18 @@ def portable_cycles(problem: Problem, gpu: Gpu) -> float:
 
 def plan(tile: Tile, gpu: Gpu) -> Plan:
     """The launches that compute the gradient with ``weight_grad.cuh``."""
-    if not tile.halves:
+    if not tile.layer.halves:
         return Plan(*_sums(tile, gpu), "hopper", _why(tile))
     launches, scratch = _sums(tile, gpu)
-    operands = replace(tile.operands, bias_grad=False)
-    again = choose_tile(tile.problem, operands, gpu, halves=False)
+    operands = replace(tile.layer.operands, bias_grad=False)
+    again = choose_tile(tile.layer.problem, operands, gpu, halves=False)
     repairs, more = _sums(again, gpu, repairs=True)
     scale = Launch(
         replace(launches[0].kernel, entry="scale"),
-        (min(tile.channels, MOST_PACK_BLOCKS), 1, 1),
+        (min(tile.layer.channels, MOST_PACK_BLOCKS), 1, 1),
         SCALE_THREADS,
         reduction_bytes(SCALE_THREADS),
-        ("grad_output", "input", "scratch", tile.problem.batch),
+        ("grad_output", "input", "scratch", tile.layer.problem.batch),
     )
     return Plan(
         (scale, *launches, *repairs),
@@ -116,7 +116,7 @@ def _sums(tile: Tile, gpu: Gpu, repairs: bool = False) -> tuple[tuple[Launch, ..
     """What adds up a tile's weights; and the workspace that it needs, in bytes."""
     tiles_at_once = min(tile.count, tile.most_blocks)
     workers = tile.workers(gpu)
-    tables = tile.tables_bytes if tile.halves or repairs else 0
+    tables = tile.layer.tables_bytes if tile.layer.halves or repairs else 0
     launches = weight_grad_launches(
         "hopper/weight_grad/weight_grad.cuh",
         tuple(_constants(tile, tables // 16, repairs).items()),
@@ -126,7 +126,7 @@ def _sums(tile: Tile, gpu: Gpu, repairs: bool = False) -> tuple[tuple[Launch, ..
         THREADS,
         tile.shared_bytes,
         tile.slot_bytes // 16,
-        tile.problem.batch,
+        tile.layer.problem.batch,
         _grad_map(tile) if tile.grad_boxes else "grad_output",
     )
     return launches, tables + tiles_at_once * workers * tile.block_bytes
@@ -138,20 +138,20 @@ def _grad_map(tile: Tile) -> TensorMap:
     Rows in shared memory come as ``stage_row`` in ``tile.cuh`` has them. Where image rows are no
     multiple of 16 bytes, an image is a single one.
     """
-    problem, bytes_ = tile.problem, tile.operands.scalar_bytes
+    problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
     height, width = problem.output_size
     plane = height * width * bytes_
-    image, lane_phases = problem.out_channels * plane, tile.phases // LANES
+    image, lane_phases = problem.out_channels * plane, tile.layer.phases // LANES
     sizes: tuple[int, ...] = (problem.batch // lane_phases, problem.out_channels, lane_phases)
     strides: tuple[int, ...] = (lane_phases * image, plane, image)
     box: tuple[int, ...] = (LANES, tile.channel_groups * OUTPUTS, lane_phases)
-    if tile.lead:
+    if tile.layer.lead:
         sizes = (height * width, *sizes)
     else:
         sizes, strides, box = (width, *sizes, height), (*strides, width * bytes_), (*box, 1)
     return TensorMap(
         "grad_output",
-        tile.operands.scalar,
+        tile.layer.operands.scalar,
         sizes,
         strides,
         (tile.stage_columns, *box),
@@ -161,131 +161,55 @@ def _grad_map(tile: Tile) -> TensorMap:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What a block computes, and how it walks through the images."""
+class Layer:
+    """What is computed, and what follows from it for all tiles."""
 
     problem: Problem
     operands: Operands
-    channel_groups: int
-    kernel_rows: int
-    product_taps: int
-    product_octets: int
-    segments: int
-    phase_images: int
-    stage_columns: int = BODY_COLUMNS
-    strip_stages: int = 0
-    input_stages: int = 0
-    grad_stages: int = 0
-    halves: bool = False  # float32 multiplied as float16, see scale.cuh
+    halves: bool  # float32 multiplied as float16, see scale.cuh
 
-    @property
+    @lazy
     def parts(self) -> int:
         return limits.parts(self.operands)
 
-    @property
+    @lazy
     def products(self) -> int:
         return 3 if self.parts == 2 else 1
 
-    @property
+    @lazy
     def vector(self) -> int:
         return self.operands.vector
 
-    @property
+    @lazy
     def phases(self) -> int:
         """Numbers of 16 bytes of a product's operands."""
-        return phases(self.operands, self.halves)
+        return 8 if self.halves else self.vector
 
-    @property
+    @lazy
     def group_in(self) -> int:
         return self.problem.in_channels // self.problem.groups
 
-    @property
+    @lazy
     def group_out(self) -> int:
         return self.problem.out_channels // self.problem.groups
 
-    @property
-    def columns(self) -> int:
-        """Of a product."""
-        return self.product_taps * self.product_octets * OCTET
-
-    # --- Weights ---------------------------------------------------------------------------------
-
-    @property
-    def planes(self) -> int:
-        return ceil_div(self.group_in, self.product_octets * OCTET)
-
-    @property
-    def block_segments(self) -> int:
-        return self.segments * CONSUMERS // self.channel_groups
-
     @lazy
-    def block_planes(self) -> int:
-        """That a block's segments lie in, at most."""
-        segments, rows = self.block_segments, self.kernel_rows
-        if segments % rows == 0:
-            return segments // rows
-        return 1 if rows % segments == 0 else (segments - 2) // rows + 2
-
-    @lazy
-    def count(self) -> int:
-        """Tiles of all the weights."""
-        height, width = self.problem.kernel_size
-        return (
-            self.problem.groups
-            * ceil_div(self.group_out, self.channel_groups * OUTPUTS)
-            * ceil_div(height, self.kernel_rows)
-            * ceil_div(width, self.product_taps)
-            * ceil_div(self.planes * self.kernel_rows, self.block_segments)
-        )
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of a block's sums of weights."""
-        return CONSUMERS * OUTPUTS * self.segments * self.columns * 4
-
-    @property
-    def block_bytes(self) -> int:
-        """Of the workspace: with those of the bias."""
-        return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.operands.bias_grad
-
-    @property
     def channels(self) -> int:
         """Of both tensors."""
         return self.problem.in_channels + self.problem.out_channels
 
-    @property
+    @lazy
     def tables_bytes(self) -> int:
         """Of what is known of channels and filters, as float16."""
         return round_up(4 * (2 * self.channels + self.problem.out_channels * self.group_in), 16)
 
     @lazy
-    def most_blocks(self) -> int:
-        """Whose sums are in the workspace at once: more of them where weights are that large."""
-        return blocks_at_once(self.count, self.block_bytes, WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
-
-    # --- Pixels ----------------------------------------------------------------------------------
-
-    @property
-    def phase_strips(self) -> int:
-        return self.phases // self.phase_images
-
-    @property
     def row_step(self) -> int:
         return limits.row_step(self.problem)
 
-    @property
-    def new_rows(self) -> int:
-        return min(limits.row_advance(self.problem), self.kernel_rows)
-
     @lazy
-    def steps(self) -> int:
-        """Of a strip of rows."""
-        height, width = self.problem.output_size
-        steps = ceil_div(ceil_div(height, self.row_step), self.phase_strips)
-        if self.lead == 0 or self.phase_strips == 1:
-            return steps
-        # Rows of one step are aligned alike in all strips.
-        return round_up(steps, self.vector // math.gcd(self.vector, self.row_step * width))
+    def row_advance(self) -> int:
+        return limits.row_advance(self.problem)
 
     @lazy
     def grad_vector(self) -> int:
@@ -310,46 +234,136 @@ class Tile:
         """Whether rows of one stage begin at different distances from multiples of 16 bytes."""
         return not self.operands.output_channels_last and self.grad_vector < self.vector
 
-    @property
-    def grad_bulk(self) -> bool:
-        """Whether the output's gradient is copied in bulk, and not by lanes."""
-        if self.operands.output_channels_last:
-            return self.grad_vector == self.vector
-        return self.stage_columns * self.operands.scalar_bytes >= LEAST_BULK_BYTES
-
-    @lazy
-    def grad_boxes(self) -> bool:
-        """Whether one tensor copy brings a stage of the output's gradient."""
-        return (
-            self.halves
-            and self.phase_strips == 1
-            and self.problem.batch % (self.phases // LANES) == 0
-            and self.grad_vector == self.vector
-            and self.stage_columns * self.operands.scalar_bytes in BOX_BYTES
-        )
-
     @lazy
     def row_columns(self) -> int:
         """Of an output row, that are multiplied."""
         return round_up(self.problem.output_size[1] + self.lead, BODY_COLUMNS)
 
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block computes, and how it walks through the images."""
+
+    layer: Layer
+    channel_groups: int
+    kernel_rows: int
+    product_taps: int
+    product_octets: int
+    segments: int
+    phase_images: int
+    stage_columns: int = BODY_COLUMNS
+    strip_stages: int = 0
+    input_stages: int = 0
+    grad_stages: int = 0
+
+    @lazy
+    def columns(self) -> int:
+        """Of a product."""
+        return self.product_taps * self.product_octets * OCTET
+
+    # --- Weights ---------------------------------------------------------------------------------
+
     @property
+    def planes(self) -> int:
+        return ceil_div(self.layer.group_in, self.product_octets * OCTET)
+
+    @lazy
+    def block_segments(self) -> int:
+        return self.segments * CONSUMERS // self.channel_groups
+
+    @lazy
+    def block_planes(self) -> int:
+        """That a block's segments lie in, at most."""
+        segments, rows = self.block_segments, self.kernel_rows
+        if segments % rows == 0:
+            return segments // rows
+        return 1 if rows % segments == 0 else (segments - 2) // rows + 2
+
+    @lazy
+    def count(self) -> int:
+        """Tiles of all the weights."""
+        height, width = self.layer.problem.kernel_size
+        return (
+            self.layer.problem.groups
+            * ceil_div(self.layer.group_out, self.channel_groups * OUTPUTS)
+            * ceil_div(height, self.kernel_rows)
+            * ceil_div(width, self.product_taps)
+            * ceil_div(self.planes * self.kernel_rows, self.block_segments)
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a block's sums of weights."""
+        return CONSUMERS * OUTPUTS * self.segments * self.columns * 4
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the workspace: with those of the bias."""
+        return self.slot_bytes + CONSUMERS * OUTPUTS * 4 * self.layer.operands.bias_grad
+
+    @lazy
+    def most_blocks(self) -> int:
+        """Whose sums are in the workspace at once: more of them where weights are that large."""
+        return blocks_at_once(self.count, self.block_bytes, WORKSPACE_BYTES, MOST_WORKSPACE_BYTES)
+
+    # --- Pixels ----------------------------------------------------------------------------------
+
+    @lazy
+    def phase_strips(self) -> int:
+        return self.layer.phases // self.phase_images
+
+    @property
+    def new_rows(self) -> int:
+        return min(self.layer.row_advance, self.kernel_rows)
+
+    @lazy
+    def steps(self) -> int:
+        """Of a strip of rows."""
+        layer = self.layer
+        height, width = layer.problem.output_size
+        steps = ceil_div(ceil_div(height, layer.row_step), self.phase_strips)
+        if layer.lead == 0 or self.phase_strips == 1:
+            return steps
+        # Rows of one step are aligned alike in all strips.
+        return round_up(steps, layer.vector // math.gcd(layer.vector, layer.row_step * width))
+
+    @property
+    def grad_bulk(self) -> bool:
+        """Whether the output's gradient is copied in bulk, and not by lanes."""
+        layer = self.layer
+        if layer.operands.output_channels_last:
+            return layer.grad_vector == layer.vector
+        return self.stage_columns * layer.operands.scalar_bytes >= LEAST_BULK_BYTES
+
+    @property
+    def grad_boxes(self) -> bool:
+        """Whether one tensor copy brings a stage of the output's gradient."""
+        layer = self.layer
+        return (
+            layer.halves
+            and self.phase_strips == 1
+            and layer.problem.batch % (layer.phases // LANES) == 0
+            and layer.grad_vector == layer.vector
+            and self.stage_columns * layer.operands.scalar_bytes in BOX_BYTES
+        )
+
+    @lazy
     def strip_columns(self) -> int:
         return self.strip_stages * self.stage_columns
 
     @lazy
     def strips(self) -> int:
         """Of an output row."""
-        return ceil_div(self.row_columns, self.strip_columns)
+        return ceil_div(self.layer.row_columns, self.strip_columns)
 
     @property
     def image_groups(self) -> int:
-        return ceil_div(self.problem.batch, self.phase_images)
+        return ceil_div(self.layer.problem.batch, self.phase_images)
 
     @property
     def walks(self) -> int:
         """Down strips of columns, of all images."""
-        return self.image_groups * self.row_step * self.strips
+        return self.image_groups * self.layer.row_step * self.strips
 
     @property
     def all_steps(self) -> int:
@@ -358,44 +372,47 @@ class Tile:
 
     # --- Shared memory ---------------------------------------------------------------------------
 
-    @lazy
+    @property
     def vector_input(self) -> bool:
         """Whether four neighbours of the input, in a row or of a pixel, are aligned."""
-        if self.operands.input_channels_last:
-            return self.operands.aligned and self.group_in % QUAD == 0
-        piece = self.product_taps * self.problem.dilation[1]
-        one_piece = self.product_taps >= self.problem.kernel_size[1]
+        layer = self.layer
+        if layer.operands.input_channels_last:
+            return layer.operands.aligned and layer.group_in % QUAD == 0
+        piece = self.product_taps * layer.problem.dilation[1]
+        one_piece = self.product_taps >= layer.problem.kernel_size[1]
         return (
-            self.operands.aligned
-            and self.problem.input_size[1] % QUAD == 0
+            layer.operands.aligned
+            and layer.problem.input_size[1] % QUAD == 0
             and (one_piece or piece % QUAD == 0)
         )
 
     @lazy
     def tile_columns(self) -> int:
-        stride, dilation = self.problem.stride[1], self.problem.dilation[1]
-        shift = -(self.lead * stride + self.problem.padding.left) % QUAD
+        layer = self.layer
+        stride, dilation = layer.problem.stride[1], layer.problem.dilation[1]
+        shift = -(layer.lead * stride + layer.problem.padding.left) % QUAD
         return round_up(
-            (shift if self.vector_input and not self.operands.input_channels_last else 0)
-            + (self.strip_columns - 1 + self.lead) * stride
+            (shift if self.vector_input and not layer.operands.input_channels_last else 0)
+            + (self.strip_columns - 1 + layer.lead) * stride
             + (self.product_taps - 1) * dilation
             + 1,
             QUAD,
         )
 
-    @property
+    @lazy
     def row_bytes(self) -> int:
         channels = self.block_planes * self.product_octets * OCTET
-        return self.parts * channels * self.tile_columns * 16
+        return self.layer.parts * channels * self.tile_columns * 16
 
-    @property
+    @lazy
     def stage_bytes(self) -> int:
-        if self.operands.output_channels_last:
-            pixel = self.channel_groups * OUTPUTS * self.operands.scalar_bytes
-            return self.vector * (self.stage_columns * pixel + 8 * self.operands.scalar_bytes)
-        units = self.stage_columns // self.vector + self.shifted
+        layer = self.layer
+        if layer.operands.output_channels_last:
+            pixel = self.channel_groups * OUTPUTS * layer.operands.scalar_bytes
+            return layer.vector * (self.stage_columns * pixel + 8 * layer.operands.scalar_bytes)
+        units = self.stage_columns // layer.vector + layer.shifted
         units = units if self.grad_boxes else units | 1
-        return self.channel_groups * OUTPUTS * self.phases * units * 16
+        return self.channel_groups * OUTPUTS * layer.phases * units * 16
 
     @property
     def shared_bytes(self) -> int:
@@ -424,48 +441,51 @@ class Tile:
 
     def multiply_cycles(self, columns: int) -> float:
         """What a processor's products take, for so many columns of a step."""
-        products = CONSUMERS * self.segments * self.products * columns / 2
+        products = CONSUMERS * self.segments * self.layer.products * columns / 2
         return products * self.product_cycles
 
     def grad_cycles(self, columns: int) -> float:
         """What it takes to get so many columns of a step's gradient of the output."""
-        problem, operands = self.problem, self.operands
-        channels = min(self.channel_groups * OUTPUTS, self.group_out)
+        layer = self.layer
+        problem, operands = layer.problem, layer.operands
+        channels = min(self.channel_groups * OUTPUTS, layer.group_out)
         stages = ceil_div(columns, self.stage_columns)
         issue, pieces = 0.0, 0.0
         if self.grad_boxes:
-            issue = channels * self.phases * stages * BOX_ROW_CYCLES
+            issue = channels * layer.phases * stages * BOX_ROW_CYCLES
         elif not self.grad_bulk:
-            pieces = channels * self.phases * columns / self.grad_vector
+            pieces = channels * layer.phases * columns / layer.grad_vector
         elif operands.output_channels_last:
             whole = problem.out_channels == self.channel_groups * OUTPUTS
-            pixels = self.vector * columns * PIXEL_COPY_CYCLES
-            issue = self.vector * stages * COPY_CYCLES if whole else pixels
+            pixels = layer.vector * columns * PIXEL_COPY_CYCLES
+            issue = layer.vector * stages * COPY_CYCLES if whole else pixels
         else:
-            issue = channels * self.phases * stages * COPY_CYCLES
-            issue *= SHIFTED_LOSS[operands.scalar_bytes] if self.shifted else 1
+            issue = channels * layer.phases * stages * COPY_CYCLES
+            issue *= SHIFTED_LOSS[operands.scalar_bytes] if layer.shifted else 1
             # The ends of a row are left to lanes.
-            ends = 2 if self.shifted else 1 if problem.output_size[1] % self.vector else 0
-            per_unit = self.vector // math.gcd(self.grad_vector, problem.output_size[1])
-            pieces = channels * self.phases * ends * per_unit / self.strips
-        bytes_ = channels * self.phases * columns * operands.scalar_bytes
+            ends = 2 if layer.shifted else 1 if problem.output_size[1] % layer.vector else 0
+            per_unit = layer.vector // math.gcd(layer.grad_vector, problem.output_size[1])
+            pieces = channels * layer.phases * ends * per_unit / self.strips
+        bytes_ = channels * layer.phases * columns * operands.scalar_bytes
         under_way = (self.grad_stages - 1) * self.stage_bytes / LATENCY_CYCLES
         issue += pieces * PIECE_CYCLES
         return max(issue, bytes_ / min(BYTES_PER_CYCLE, under_way))
 
     def input_cycles(self, columns: int) -> float:
         """What it takes to load a step's new rows of so many columns of the input."""
+        layer = self.layer
         channels = self.block_planes * self.product_octets * OCTET
-        vectors = channels * columns * self.new_rows * (1 + self.parts) / 2
+        vectors = channels * columns * self.new_rows * (1 + layer.parts) / 2
         cycles = vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
-        cycles *= SCALED_LOSS if self.halves else 1
+        cycles *= SCALED_LOSS if layer.halves else 1
         # Three warps instead of two, where none has to clear boxes.
-        cycles *= 2 / 3 if self.grad_boxes and self.lead == 0 else 1
-        return cycles * (STRIDED_LOSS if self.problem.stride[1] > 2 else 1)
+        cycles *= 2 / 3 if self.grad_boxes and layer.lead == 0 else 1
+        return cycles * (STRIDED_LOSS if layer.problem.stride[1] > 2 else 1)
 
     def step_cycles(self, columns: int) -> float:
         """What a step of a strip of so many columns takes a processor."""
-        in_columns = self.tile_columns - (self.strip_columns - columns) * self.problem.stride[1]
+        stride = self.layer.problem.stride[1]
+        in_columns = self.tile_columns - (self.strip_columns - columns) * stride
         return STEP_CYCLES + limits.together(
             self.multiply_cycles(columns),
             self.input_cycles(in_columns),
@@ -475,7 +495,7 @@ class Tile:
     @lazy
     def weights(self) -> tuple[int, int]:
         """By which workers share steps: that of a strip, and of the last one, in 16 cycles."""
-        last = self.row_columns - (self.strips - 1) * self.strip_columns
+        last = self.layer.row_columns - (self.strips - 1) * self.strip_columns
         return (
             math.ceil(self.step_cycles(self.strip_columns) / 16),
             math.ceil(self.step_cycles(last) / 16),
@@ -485,12 +505,12 @@ class Tile:
         """What all of it takes, about."""
         workers = self.workers(gpu)
         waves = ceil_div(self.count * workers, gpu.processors)
-        rows = self.image_groups * self.row_step * self.steps / workers
+        rows = self.image_groups * self.layer.row_step * self.steps / workers
         # Where a walk begins, rows that steps share are loaded all at once.
         rows_again = (self.kernel_rows - self.new_rows) / self.new_rows
         again = (1 + rows * self.strips / self.steps) * rows_again / 2
         whole, last = self.weights
-        share = HALVES_SHARE if self.halves else 1.0
+        share = HALVES_SHARE if self.layer.halves else 1.0
         return self.launch_cycles + waves * (
             BLOCK_CYCLES + 16 * share * (rows * ((self.strips - 1) * whole + last) + again * whole)
         )
@@ -498,32 +518,34 @@ class Tile:
     @property
     def launch_cycles(self) -> float:
         """Of the launches that find scales, and those that have nothing to repair."""
-        return HALVES_CYCLES if self.halves else 0.0
+        return HALVES_CYCLES if self.layer.halves else 0.0
 
     def least_cycles(self, gpu: Gpu, grad_cycles: float) -> float:
         """What it takes at least, with any strips and stages.
 
         ``grad_cycles`` are what it takes at least to get a row of the output's gradient.
         """
-        rows = self.image_groups * self.row_step * self.steps
-        row = ceil_div(self.row_columns, MOST_STRIP_COLUMNS) * STEP_CYCLES + limits.together(
-            self.multiply_cycles(self.row_columns),
-            self.input_cycles(self.row_columns * self.problem.stride[1]),
+        layer = self.layer
+        rows = self.image_groups * layer.row_step * self.steps
+        row = ceil_div(layer.row_columns, MOST_STRIP_COLUMNS) * STEP_CYCLES + limits.together(
+            self.multiply_cycles(layer.row_columns),
+            self.input_cycles(layer.row_columns * layer.problem.stride[1]),
             grad_cycles,
         )
         begun = self.launch_cycles + max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
-        share = HALVES_SHARE if self.halves else 1.0
+        share = HALVES_SHARE if layer.halves else 1.0
         return begun + share * self.count * rows * row / gpu.processors
 
     @property
     def least_grad_cycles(self) -> float:
         """What it takes at least to get a row of the output's gradient, with any stages."""
         most = replace(self, grad_stages=MOST_GRAD_STAGES)
+        columns = self.layer.row_columns
         stages = (
-            replace(one, strip_stages=ceil_div(one.row_columns, one.stage_columns))
+            replace(one, strip_stages=ceil_div(columns, one.stage_columns))
             for one in _with_stages(most)
         )
-        return min(one.grad_cycles(one.row_columns) for one in stages)
+        return min(one.grad_cycles(columns) for one in stages)
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
@@ -537,11 +559,6 @@ class Tile:
 
         # As many as some number of waves has room for.
         return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
-
-
-def phases(operands: Operands, halves: bool) -> int:
-    """Numbers of 16 bytes of a product's operands."""
-    return 8 if halves else operands.vector
 
 
 def takes_halves(problem: Problem, operands: Operands) -> bool:
@@ -571,9 +588,10 @@ def choose_tile(
     bounds = []
     grad_cycles: dict[tuple[int, bool], float] = {}  # by what alone decides
     kinds = [False, True] if takes_halves(problem, operands) else [False]
-    ways = (_products(problem, operands, gpu, one) for one in kinds if halves in (None, one))
-    for i, products in enumerate(chain.from_iterable(ways)):
-        key = (products.channel_groups, products.halves)
+    layers = (Layer(problem, operands, one) for one in kinds if halves in (None, one))
+    ways = chain.from_iterable(_products(layer, gpu) for layer in layers)
+    for i, products in enumerate(ways):
+        key = (products.channel_groups, products.layer.halves)
         if key not in grad_cycles:
             grad_cycles[key] = products.least_grad_cycles
         bound = products.least_cycles(gpu, grad_cycles[key])
@@ -600,18 +618,18 @@ def choose_tile(
 
 def _loss(tile: Tile, halves: bool | None) -> float:
     """By how much a tile is taken to be slower than it is, where there is a choice."""
-    return HALVES_LOSS if tile.halves and halves is None else 1.0
+    return HALVES_LOSS if tile.layer.halves and halves is None else 1.0
 
 
-def _products(problem: Problem, operands: Operands, gpu: Gpu, halves: bool) -> Iterator[Tile]:
+def _products(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
     """All ways to cut the weights into products, without strips and stages."""
-    octets = ceil_div(problem.in_channels // problem.groups, OCTET)
-    many_outputs = problem.out_channels // problem.groups > OUTPUTS
-    most_columns = MOST_BLOCK_COLUMNS[limits.parts(operands)]
-    all_images = (1, phases(operands, halves))[: min(problem.batch, 2)]
-    for taps, rows in _taps(problem, operands, gpu):
+    octets = ceil_div(layer.group_in, OCTET)
+    many_outputs = layer.group_out > OUTPUTS
+    most_columns = MOST_BLOCK_COLUMNS[layer.parts]
+    all_images = (1, layer.phases)[: min(layer.problem.batch, 2)]
+    for taps, rows in _taps(layer, gpu):
         # Taps that are further apart than octets of channels make a product of one octet.
-        joined = taps == 1 or problem.dilation[1] == 1
+        joined = taps == 1 or layer.problem.dilation[1] == 1
         for product_octets in shares(octets) if joined else (1,):
             columns = taps * product_octets * OCTET
             if columns > min(MOST_COLUMNS, most_columns):
@@ -621,19 +639,16 @@ def _products(problem: Problem, operands: Operands, gpu: Gpu, halves: bool) -> I
                 needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
                 most = min(most_columns // columns, MOST_SEGMENTS, needed)
                 for segments in range(1, most + 1):
-                    yield Tile(
-                        problem, operands, channel_groups, rows, taps, product_octets, segments,
-                        images, halves=halves,
-                    )  # fmt: skip
+                    yield Tile(layer, channel_groups, rows, taps, product_octets, segments, images)
 
 
-def _taps(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[tuple[int, int]]:
+def _taps(layer: Layer, gpu: Gpu) -> Iterator[tuple[int, int]]:
     """Taps of a product and kernel rows of a tile, whose input may fit shared memory."""
+    problem, advance = layer.problem, layer.row_advance
     height, width = problem.kernel_size
-    advance = limits.row_advance(problem)
     for taps in shares(width):
         reach = (BODY_COLUMNS - 1) * problem.stride[1] + (taps - 1) * problem.dilation[1] + 1
-        row_bytes = limits.parts(operands) * OCTET * reach * 16
+        row_bytes = layer.parts * OCTET * reach * 16
         for rows in shares(height):
             if (rows + min(advance, rows)) * row_bytes > gpu.shared_bytes_per_block:
                 break
@@ -642,41 +657,41 @@ def _taps(problem: Problem, operands: Operands, gpu: Gpu) -> Iterator[tuple[int,
 
 def _with_stages(tile: Tile) -> Iterator[Tile]:
     """With stages of any width."""
-    last = tile.operands.output_channels_last
+    last = tile.layer.operands.output_channels_last
     for columns in PIXEL_STAGE_COLUMNS if last else ROW_STAGE_COLUMNS:
-        yield replace(tile, stage_columns=min(columns, tile.row_columns))
-        if columns >= tile.row_columns:
+        yield replace(tile, stage_columns=min(columns, tile.layer.row_columns))
+        if columns >= tile.layer.row_columns:
             break
 
 
 def _with_strips(tile: Tile) -> Iterator[Tile]:
     """The same, and with strips of them of about equal widths."""
     for staged in _with_stages(tile):
-        stages = ceil_div(staged.row_columns, staged.stage_columns)
+        stages = ceil_div(staged.layer.row_columns, staged.stage_columns)
         wanted = range(1, MOST_STRIP_COLUMNS // staged.stage_columns + 1)
         for strip in sorted({ceil_div(stages, ceil_div(stages, n)) for n in wanted}):
             yield replace(staged, strip_stages=strip)
 
 
 def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
-    problem, operands = tile.problem, tile.operands
-    split = tile.parts == 2
+    problem, operands = tile.layer.problem, tile.layer.operands
+    split = tile.layer.parts == 2
     sums = tile.segments * tile.columns // 2
     producer = 72 if split else 56 if sums > 148 else 88
     bodies = tile.strip_columns // BODY_COLUMNS
     products = tile.strip_columns // 2
     return {
         **weight_grad_constants(problem, operands),
-        "parts": tile.parts,
-        "halves": tile.halves,
+        "parts": tile.layer.parts,
+        "halves": tile.layer.halves,
         "repairs": repairs,
-        "ties_to_even": tile.halves or repairs,
+        "ties_to_even": tile.layer.halves or repairs,
         "slots_at": slots_at,
         "vector_input": tile.vector_input,
-        "grad_vector": tile.grad_vector,
+        "grad_vector": tile.layer.grad_vector,
         "grad_bulk": tile.grad_bulk,
         "grad_boxes": tile.grad_boxes,
-        "lead": tile.lead,
+        "lead": tile.layer.lead,
         "channel_groups": tile.channel_groups,
         "kernel_rows": tile.kernel_rows,
         "product_taps": tile.product_taps,
@@ -692,7 +707,7 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
         "input_stages": tile.input_stages,
         "grad_stages": tile.grad_stages,
         "flush_steps": max(1, FLUSH_ADDITIONS // bodies if split else FLUSH_PRODUCTS // products),
-        "batch": 2 if producer == 88 and not tile.halves else 1,
+        "batch": 2 if producer == 88 and not tile.layer.halves else 1,
         "producer_registers": producer,
         "consumer_registers": block.consumer_registers(producer),
         "shared_bytes": tile.shared_bytes,
@@ -700,7 +715,7 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
 
 
 def _why(tile: Tile) -> str:
-    halves = " in float16, where the range allows it" if tile.halves else ""
+    halves = " in float16, where the range allows it" if tile.layer.halves else ""
     return (
         f"tensor cores{halves}: {tile.segments} products of {tile.columns} columns a warpgroup, "
         f"{tile.product_taps} taps of {tile.product_octets * OCTET} channels each"
