@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from itertools import product
 
@@ -11,11 +12,14 @@ import torch
 from fastconv import workloads
 from fastconv.backends import cuda
 from fastconv.kernels import depthwise, gpus, planner
+from fastconv.kernels.depthwise import plain
+from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 from nvrtc import compiled
 
+weight_grad = importlib.import_module(depthwise.weight_grad.__module__)
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
 LAYERS = workloads.suite("depthwise")
 KINDS = tuple(product((torch.float32, torch.bfloat16), (False, True)))
@@ -53,6 +57,21 @@ def test_plans_fit(gpu: Gpu) -> None:
                 blocks = int(constants["blocks_per_sm"])
                 assert blocks * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
         assert plan.scratch_bytes <= 64 << 20
+
+
+@pytest.mark.parametrize("transposed", [None, False, True], ids=["weight", "forward", "input"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_last: bool) -> None:
+    """Or the best one might not be looked at."""
+    kind = weight_grad if transposed is None else plain
+    tiles = vars(kind)[("_" if kind is weight_grad else "") + ("planes", "pixels")[channels_last]]
+    for layer, gpu in product(LAYERS[::6], (GPUS["sm_75"], H200)):
+        operands = _operands(layer.problem, torch.float32, channels_last)
+        found = tiles(Layer.of(layer.problem, operands, bool(transposed)))
+        fitting = [tile for tile in found if tile.fits(gpu)]
+        assert fitting or gpu is not H200
+        for tile in fitting:
+            assert 0 < tile.least_cycles(gpu) < tile.cycles(gpu)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
