@@ -878,7 +878,7 @@ class TestLaunch:
             return b"cubin"
 
         monkeypatch.setattr(launch, "build", build)
-        monkeypatch.setattr(launch, "_processors", lambda: 2)
+        monkeypatch.setenv(launch.JOBS_VARIABLE, "2")
         kernels = [scale(1), scale(2)]
         jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
 
