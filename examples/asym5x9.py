@@ -4285,8 +4285,8 @@ constexpr bool kSelects = C::halves || C::repairs;  // images, out of the batch
 
 constexpr int kWeightExponent = 14;  // that the largest weight is scaled to
 
-// What a vector's largest number has to reach, once scaled: from there on, float16 has all bits. The
-// low parts of weights, and weights 2^-11 times as large, have no scale of their own.
+// What a vector's largest number has to reach, once scaled: from there on, float16 has all bits.
+// The low parts of weights, and weights 2^-11 times as large, have no scale of their own.
 constexpr float kLeastInput = 1.0f / (1 << 14);
 constexpr float kLeastWeight = C::parts == 2 ? 0.25f : kLeastInput;
 
