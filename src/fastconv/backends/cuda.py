@@ -51,8 +51,8 @@ def forward(
         _set_planes(out, real)
     else:
         input, weight = _dense(input), _dense(weight)
-        ready = _ready_for(planner.forward, problem, input, out, weight, precision)
-        ready.run(input, weight, None if bias is None else bias.contiguous(), out)
+        asked = _need(planner.forward, problem, input, out, weight, precision)
+        ready(asked).run(input, weight, None if bias is None else bias.contiguous(), out)
 
 
 def input_grad(
@@ -71,8 +71,8 @@ def input_grad(
         _set_planes(out, real)
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
-    ready = _ready_for(planner.input_grad, problem, grad_output, out, weight, precision)
-    ready.run(grad_output, weight, None, out)
+    asked = _need(planner.input_grad, problem, grad_output, out, weight, precision)
+    ready(asked).run(grad_output, weight, None, out)
 
 
 def weight_grad(
@@ -92,30 +92,10 @@ def weight_grad(
         _complex_weight_grad(problem, grad_output, input, out, bias_out, precision)
     else:
         grad_output, input = _dense(grad_output), _dense(input)
-        ready = _ready_for(
+        asked = _need(
             planner.weight_grad, problem, input, grad_output, out, precision, bias_out is not None
         )
-        ready.run(grad_output, input, out, bias_out)
-
-
-def launches(
-    plan: Pass,
-    problem: Problem,
-    first: Tensor,
-    second: Tensor,
-    out: Tensor,
-    precision: str | None,
-    bias_grad: bool = False,
-    switch: Switch | None = None,
-) -> Ready | None:
-    """The launches that do one of these passes, for tensors that lie in memory as these do.
-
-    They are planned by the switch, or by the one that is set. The tensors that are not dense
-    (:func:`is_dense`) have to be made contiguous first. None where there is more to it than
-    launches.
-    """
-    asked = need(plan, problem, first, second, out, precision, bias_grad, switch)
-    return None if asked is None else ready(asked)
+        ready(asked).run(grad_output, input, out, bias_out)
 
 
 class Need(NamedTuple):
@@ -144,7 +124,12 @@ def need(
     bias_grad: bool = False,
     switch: Switch | None = None,
 ) -> Need | None:
-    """What :func:`launches` of the same arguments need. The tensors may be fake."""
+    """What one of these passes needs, for tensors that lie in memory as these do; fake ones, too.
+
+    It is planned by the switch, or by the one that is set. The tensors that are not dense
+    (:func:`is_dense`) have to be made contiguous first. None where there is more to it than
+    launches.
+    """
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
@@ -190,7 +175,7 @@ class Ready(NamedTuple):
         self.launches.run(*addresses, scratch.data_ptr())
 
 
-def _ready_for(
+def _need(
     plan: Pass,
     problem: Problem,
     input: Tensor,
@@ -199,21 +184,8 @@ def _ready_for(
     precision: str | None,
     bias_grad: bool = False,
     switch: Switch | None = None,
-) -> Ready:
-    """The plan for tensors that lie in memory as these do; the arguments are Operands' roles."""
-    return ready(_need(plan, problem, input, output, weight, precision, bias_grad, switch))
-
-
-def _need(
-    plan: Pass,
-    problem: Problem,
-    input: Tensor,
-    output: Tensor,
-    weight: Tensor,
-    precision: str | None,
-    bias_grad: bool,
-    switch: Switch | None,
 ) -> Need:
+    """The same; the arguments are Operands' roles."""
     dtype = input.dtype
     if dtype != torch.float32:
         precision = "ieee"
@@ -237,8 +209,8 @@ def _need(
 
 
 def family(plan: Pass, problem: Problem, *operands: Any) -> str:
-    """Whose kernels compute it; ``operands`` are the rest of :func:`_ready_for`'s arguments."""
-    return _ready_for(plan, problem, *operands).family
+    """Whose kernels compute it; ``operands`` are the rest of :func:`_need`'s arguments."""
+    return ready(_need(plan, problem, *operands)).family
 
 
 @lru_cache(maxsize=4096)

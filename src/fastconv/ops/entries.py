@@ -110,11 +110,10 @@ def _entry(
     first, second, out = args[0], args[1], result.new()
     # The table outlives a time in which another switch is set, as by another thread just now.
     switch = planner.of_process()
-    ready = cuda.launches(
-        plan, result.problem, first, second, out, args[PRECISION], bias_grad, switch
-    )
-    if ready is None:
+    need = cuda.need(plan, result.problem, first, second, out, args[PRECISION], bias_grad, switch)
+    if need is None:
         return entry
+    ready = cuda.ready(need)
     return entry._replace(
         copied=(not cuda.is_dense(first), not cuda.is_dense(second)),
         scratch_bytes=ready.scratch_bytes,

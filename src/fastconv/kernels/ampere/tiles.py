@@ -224,10 +224,10 @@ class Tile:
     @property
     def name(self) -> str:
         """Tells it from all other tiles of its layer."""
-        height, width = self.layer.out_size
+        (height, width), team, patch = self.layer.out_size, self.team, self.patch
         return (
-            f"{height}x{width} in {self.patch.rows}x{self.patch.columns} "
-            f"{self.team.warps}+{self.team.loaders}x{self.team.product_rows}x{self.team.pixels}/{self.team.channel_groups}"
+            f"{height}x{width} in {patch.rows}x{patch.columns} "
+            f"{team.warps}+{team.loaders}x{team.product_rows}x{team.pixels}/{team.channel_groups}"
         )
 
     @property
