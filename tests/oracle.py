@@ -85,11 +85,16 @@ def assert_matches(
         assert_within_rounding(name, *results)
 
 
-def assert_within_rounding(name: str, actual: Tensor, expected: Tensor, size: Tensor) -> None:
-    """Checks every element; the error allowed is relative to ``size``, the sum of its |terms|."""
+def assert_within_rounding(
+    name: str, actual: Tensor, expected: Tensor, size: Tensor, more: int = 1
+) -> None:
+    """Checks every element; the error allowed is relative to ``size``, the sum of its |terms|.
+
+    It is so many times what is usual.
+    """
     assert actual.shape == expected.shape, name
     info = torch.finfo(actual.dtype)
-    bound = _ROUNDINGS.get(actual.dtype, _OTHER_ROUNDINGS) * info.eps * size
+    bound = more * _ROUNDINGS.get(actual.dtype, _OTHER_ROUNDINGS) * info.eps * size
     error = (exact(actual) - expected).abs()
     wrong = ~(error <= bound + info.tiny * info.eps)  # the last term: a subnormal
     assert not wrong.any(), (

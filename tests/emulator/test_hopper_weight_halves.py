@@ -390,6 +390,22 @@ def test_tiles_in_rounds() -> None:
         assert_correct(work, tensors, run(work, tensors))
 
 
+def test_numbers_are_counted_once() -> None:
+    """By blocks that take turns, as many as a launch has of the same output channels."""
+    case = Case("many inputs", (3, 80, 7, 20), (16, 80, 3, 3))
+    work = _work(case, "tf32")
+    tile = by_tiles.choose_tile(case.problem, _operands(case), GPU, halves=True)
+    assert tile.count > 2
+    tensors = Tensors.random(work)
+    tensors.grad_output[:, 4, :, ::5] *= 2.0**-30
+    counts = []
+    for tiles in (1, 2, tile.count):
+        with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tiles * tile.block_bytes):
+            counts.append(Halves.of(work, tensors).lossy[80:])
+    assert all(count.equal(counts[0]) for count in counts)
+    assert counts[0].nonzero().tolist() == [[4]]
+
+
 def _operands(case: Case) -> Operands:
     strides = torch.empty(case.weight, device="meta").stride()
     return Operands("float", 4, False, False, strides, True, MODES["tf32"][1])

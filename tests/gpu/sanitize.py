@@ -177,7 +177,8 @@ def check(
         for name, *values in zip(
             ("output", "input", "weight", "bias"), actual, expected, sizes, strict=True
         ):
-            oracle.assert_within_rounding(name, *values)
+            # Tensor cores cut off what does not fit a sum of TF32's products.
+            oracle.assert_within_rounding(name, *values, more=2 if precision == "tf32" else 1)
     except AssertionError as error:
         kind = f"{dtype}, {precision}, {memory_format}, aligned={aligned}"
         print(f"wrong: {problem}, {kind}: {error}")

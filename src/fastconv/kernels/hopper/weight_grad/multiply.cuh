@@ -51,7 +51,7 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
 struct Channels {
   float bias[2] = {0.0f, 0.0f};  // sums of what was loaded since the last flush
   float power[2];                // as float16: what numbers are multiplied by
-  unsigned lossy[2] = {0u, 0u};  // groups of numbers that float16 has not all bits of
+  bool looks = false;            // for numbers that float16 has not all bits of
 };
 
 // Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
@@ -87,7 +87,14 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
     const auto odd =
         load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
     const float power = channels.power[half];
-    unsigned least = ~0u;
+    if (channels.looks) {
+      unsigned least = ~0u;
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        least = min(least, min(magnitude_key(even.element[i]), magnitude_key(odd.element[i])));
+      }
+      if (least < least_key(power)) ++counters()[half];
+    }
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       const float first = even.element[i] * power;
@@ -98,9 +105,7 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
       if constexpr (C::parts == 2) {
         fragments[C::parts - 1][i / 2][at] = low_halves(first, second, high, kLowFactor);
       }
-      least = min(least, min(magnitude_key(even.element[i]), magnitude_key(odd.element[i])));
     }
-    channels.lossy[half] += least < least_key(power);
     if constexpr (C::bias) {
       channels.bias[half] +=
           even.element[0] + odd.element[0] + (even.element[1] + odd.element[1]) +
@@ -216,19 +221,30 @@ struct Consumer {
     }
   }
 
-  // Tells what it has found of its channels, unless another consumer with the same ones does.
+  // Whether it looks for numbers that float16 has not all bits of, in a step of this output row.
+  // Consumers of the same output channels see the same numbers, and take turns: those of a launch,
+  // for who adds up its sums wants to know of all of them.
+  __device__ static bool has_turn(const Work& work, int output_row) {
+    const int before = work.tile().number();
+    const int in_launch = static_cast<int>(blockIdx.x) % work.tiles;
+    const int turns = min(kSameOutputs, work.tiles - in_launch + before) * kSlices;
+    const int turn = before * kSlices + static_cast<int>(threadIdx.x) / 128 % kSlices;
+    return before <= in_launch && output_row % turns == turn;
+  }
+
+  // Tells what it has found of its channels.
   __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x) - 128;
-    if (!tile.has_bias() || (C::channel_groups == 1 && thread >= 128)) return;
-    const int first = tile.output + thread / 32 * 16 + thread % 32 / 4;
+    const int channel_group = C::channel_groups == 2 ? thread / 128 : 0;
+    const int first =
+        tile.output + channel_group * kOutputs + thread / 32 % 4 * 16 + thread % 32 / 4;
     unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // What is loaded of channels that do not exist is nobody's.
       const int channel = first + 8 * half;
-      if (channel < C::group_out && channels.lossy[half] > 0) {
-        add_to_memory(counts + channel, channels.lossy[half]);
-      }
+      const unsigned lossy = counters()[half];
+      if (channel < C::group_out && lossy > 0) add_to_memory(counts + channel, lossy);
     }
   }
 
@@ -467,6 +483,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
   // Where numbers are in two parts, `more` collects the sums.
   Sums& totals = C::parts == 2 ? more : sums;
   clear(totals);
+  if constexpr (C::halves) counters()[0] = counters()[1] = 0u;
   int steps = 0;  // since the last flush
   bool flushed = false;
   while (share.more()) {
@@ -475,6 +492,9 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
 #pragma unroll 1
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
+      if constexpr (C::halves) {
+        consumer.channels.looks = Consumer::has_turn(work, run.output_row(step));
+      }
       consumer.compute(sums, totals, run.image, run.output_row(step), columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {

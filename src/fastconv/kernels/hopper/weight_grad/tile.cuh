@@ -55,6 +55,7 @@ constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
 constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
 constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
 constexpr int kOutputBlocks = ceil_div(C::group_out, C::channel_groups* kOutputs);
+constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;  // tiles, side by side
 
 // The weights that a block computes.
 struct Tile {
@@ -76,8 +77,12 @@ struct Tile {
   }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
-  // Whether no tile of the same output channels comes before this one.
-  __device__ bool has_bias() const { return segment == 0 && piece == 0 && kernel_row == 0; }
+  // How many tiles of the same output channels come before this one.
+  __device__ int number() const {
+    const int rows = kernel_row / C::kernel_rows;
+    return segment / kBlockSegments + kSegmentBlocks * (piece + kPieces * rows);
+  }
+  __device__ bool has_bias() const { return number() == 0; }
 };
 
 // --- The pixels: how blocks walk through images --------------------------------------------------
@@ -243,10 +248,16 @@ constexpr int kPixelBytes = kStageChannels * kScalarBytes;
 constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
 constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
 
-constexpr int kGradRing = 0;  // boxes begin at multiples of 1024 bytes
-constexpr int kInputRing = kGradRing + C::grad_stages * kStageBytes;
-constexpr int kBarriers = kInputRing + C::input_stages * kRowVectors * 16;
+// The cores of a product overlap, two columns of taps. compute-sanitizer takes them to lie one
+// behind the other, and what it believes that products read of the last input row must be shared
+// memory, too.
+constexpr int kInputRing = 0;
+constexpr int kGradRing = round_up(C::input_stages * kRowVectors * 16, C::grad_boxes ? 1024 : 16);
+constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
 static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
+
+// Of a consumer's thread and its two channels: groups of numbers that float16 has not all bits of.
+using Counters = unsigned[kConsumers * 128][2];
 
 struct Barriers {
   Barrier input_full[C::input_stages];
@@ -255,10 +266,15 @@ struct Barriers {
   Barrier grad_empty[C::grad_stages];
   Barrier box_full[C::grad_stages];  // before it is cleared
 };
-static_assert(kBarriers + sizeof(Barriers) <= C::shared_bytes, "");
+constexpr int kCounters = kBarriers + sizeof(Barriers);
+static_assert(kCounters + (C::halves ? sizeof(Counters) : 0) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+// The calling consumer's.
+__device__ __forceinline__ unsigned (&counters())[2] {
+  return (*reinterpret_cast<Counters*>(shared_memory() + kCounters))[threadIdx.x - 128];
 }
 
 // A position in two laps of a ring of stages, whose parities differ. Producers start a lap ahead:

@@ -54,6 +54,8 @@ PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
 LANES = 4  # of a warp, that share the phases of a channel
 BOX_BYTES = (64, 128)  # of a row that tensor copies swizzle
+BOX_ALIGNMENT = 1024  # of what they write
+COUNTER_BYTES = 2048  # of numbers that consumers find float16 has not all bits of
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_WALKS = 2**30  # of what a launch computes: 32-bit numbers
@@ -416,8 +418,11 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        return self.input_stages * (self.row_bytes + 16) + self.grad_stages * (
-            self.stage_bytes + 24
+        return (
+            self.input_stages * (self.row_bytes + 16)
+            + self.grad_stages * (self.stage_bytes + 24)
+            + (BOX_ALIGNMENT if self.grad_boxes else 0)
+            + (COUNTER_BYTES if self.layer.halves else 0)
         )
 
     def fitted(self, budget: int) -> Tile | None:
