@@ -14,6 +14,7 @@ from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients, put_o
 from emulator.works import ALL, Case, Planner, Tensors, Work, assert_plain, run, some
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
+from fastconv.kernels.hopper import passes
 from fastconv.kernels.hopper.gemm_weights import gemm_weights, tiles
 from fastconv.problem import Problem
 
@@ -22,6 +23,19 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """With this kernel, even where it is not the fastest."""
     layer = gemm_weights.layer_of(problem, operands, gpu)
     return gemm_weights.plan(gemm_weights.tiles_of(layer, gpu)[0], gpu)
+
+
+def _mirrored() -> Planner:
+    """The same with rows for input channels."""
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        layer = gemm_weights.mirrored_layer_of(problem, operands, gpu)
+        return gemm_weights.plan(gemm_weights.tiles_of(layer, gpu)[0], gpu)
+
+    return weight_grad
+
+
+mirrored = _mirrored()
 
 
 def with_tile(
@@ -177,9 +191,23 @@ CLUSTERS = [
     _work(POINTWISE_GROUPS, "tf32", False, False, in_clusters(1, 1, 64, 32, cluster=2)),
 ]
 WORKS += CLUSTERS
+FEW_OUTPUTS = Case(
+    "few outputs", (2, 40, 12, 17), (3, 40, 3, 5), padding=(1, 0, 2, 4), dilation=(2, 1)
+)
+MIRRORED = [
+    _work(FEW_OUTPUTS, "bfloat16", True, True, mirrored),
+    _work(FEW_OUTPUTS, "tf32", False, False, mirrored),
+    _work(FEW_OUTPUTS, "float16", False, True, mirrored),
+    replace(_work(TAPS, "bfloat16", True, False, mirrored), plain_weight=True),
+    _work(TAPS, "tf32", False, True, mirrored),
+    _work(POINTWISE, "bfloat16", True, True, mirrored),
+    _work(PLANES, "tf32", False, True, mirrored),
+]
+WORKS += MIRRORED
 
 
 RUN = some(WORKS, one_in=4)
+RUN += [work for work in MIRRORED if work not in RUN]
 PLANE_WORK = next(work for work in WORKS if work.case == PLANES)
 
 
@@ -191,6 +219,23 @@ def _compiled() -> None:
 @pytest.mark.parametrize("work", RUN, ids=str)
 def test_against_float64(work: Work) -> None:
     assert_gradients(work)
+
+
+def test_few_outputs_are_mirrored() -> None:
+    """And what would be padded beyond the kernel, moved or split into groups is not."""
+    few = replace(FEW_OUTPUTS, input=(64, 64, 96, 96), weight=(3, 64, 3, 5))
+    first = replace(few, input=(64, 3, 96, 96), weight=(64, 3, 3, 5))
+    for case, changed in ((few, True), (first, False)):
+        work = _work(case, "bfloat16", True, False, passes.weight_grad)
+        plan = replace(work, gpu=H200).plan
+        start = [dict(launch.kernel.constants)["weight_start"] for launch in plan.launches]
+        assert {value > 0 for value in start} == {changed}
+    for change in ({"padding": (5, 0, 0, 0)}, {"stride": (1, 2)}, {"groups": 3}):
+        channels = {"input": (2, 120, 12, 17)} if "groups" in change else {}
+        with pytest.raises(Declined, match="mirrored"):
+            _ = _work(
+                replace(FEW_OUTPUTS, **change, **channels), "tf32", False, False, mirrored
+            ).plan
 
 
 def test_every_tile() -> None:

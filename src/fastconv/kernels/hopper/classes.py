@@ -360,7 +360,7 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
 
 def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
     """Whether four input channels are neighbours in the weight, at a multiple of four."""
-    far = ["group_in", "weight_stride_out"]
+    far = ["group_in", "weight_start", "weight_stride_out"]
     far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
     return c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
 
@@ -369,7 +369,7 @@ GEMM_WEIGHTS = Anatomy(
     sizes=GEOMETRY
     | {
         "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
-        "flush_steps", "cluster", "team_warps",
+        "flush_steps", "cluster", "team_warps", "weight_start",
     },
     chosen=_gemm_weights,
     parts={

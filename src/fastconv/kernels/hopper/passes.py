@@ -70,7 +70,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     reasons: list[Declined] = []
     most = by_tiles.portable_cycles(problem, gpu) + by_tiles.BLOCK_CYCLES
     ways: list[_Way] = []
-    for way in (_tiles, _collect, _gemm_weights):
+    for way in (_tiles, _collect, _gemm_weights, _mirrored):
         try:
             ways.append(way(problem, operands, gpu, most))
         except Declined as reason:
@@ -99,6 +99,15 @@ def _collect(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Wa
 
 def _gemm_weights(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
     layer = gemm_weights.layer_of(problem.without_idle_dilation, operands, gpu)
+    return _gemm_way(layer, gpu)
+
+
+def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
+    layer = gemm_weights.mirrored_layer_of(problem.without_idle_dilation, operands, gpu)
+    return _gemm_way(layer, gpu)
+
+
+def _gemm_way(layer: gemm_weights.Layer, gpu: Gpu) -> _Way:
     tile = gemm_weights.tiles_of(layer, gpu)[0]
     return tile.cycles(gpu), partial(gemm_weights.plan, tile, gpu)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import (
     Constant,
@@ -14,11 +16,11 @@ from fastconv.kernels.family import (
     problem_constants,
 )
 from fastconv.kernels.hopper.gemm_pixels.gemm_pixels import input_map
-from fastconv.kernels.hopper.gemm_weights.layer import layer_of
+from fastconv.kernels.hopper.gemm_weights.layer import Layer, layer_of, mirrored_layer_of
 from fastconv.kernels.hopper.gemm_weights.tiles import ROWS, Tile, tiles_of
 from fastconv.kernels.tensor.limits import REDUCE_THREADS
 
-__all__ = ["layer_of", "plan", "tiles_of"]
+__all__ = ["Layer", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
 
 SOURCE = "hopper/gemm_weights/gemm_weights.cuh"
 BIAS_SOURCE = "direct/bias_grad.cuh"
@@ -62,18 +64,18 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
 
 
 def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
-    """Launches for the bias's gradient where copies round the output's; and their workspace."""
+    """Launches for the bias's gradient where products do not give it; and their workspace."""
     layer, problem = tile.layer, tile.layer.problem
     if not layer.operands.bias_grad or layer.sums_bias:
         return (), 0
-    channels = problem.out_channels
-    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * layer.positions, 4096)))
+    channels, (height, width), channels_last = layer.grad_output
+    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * height * width, 4096)))
     constants = (
         ("Scalar", layer.operands.scalar),
         ("channels", channels),
-        ("height", problem.output_size[0]),
-        ("width", problem.output_size[1]),
-        ("channels_last", False),
+        ("height", height),
+        ("width", width),
+        ("channels_last", channels_last),
     )
     add = Launch(
         Kernel(BIAS_SOURCE, "bias_grad", constants),
@@ -101,11 +103,12 @@ def _scalar(tile: Tile) -> str:
 def _grad_source(tile: Tile) -> TensorMap | str:
     problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
     channels, positions = problem.out_channels, tile.layer.positions
+    name = "input" if tile.layer.mirrored else "grad_output"
     if not tile.layer.grad_copied:
-        return "grad_output"
+        return name
     if tile.layer.channels_last:
         return TensorMap(
-            "grad_output",
+            name,
             _scalar(tile),
             (channels, problem.batch * positions),
             (channels * bytes_,),
@@ -113,7 +116,7 @@ def _grad_source(tile: Tile) -> TensorMap | str:
             swizzle=128,
             promotion=128,
         )
-    return _plane_map("grad_output", tile, channels, tile.rows)
+    return _plane_map(name, tile, channels, tile.rows)
 
 
 def _plane_map(name: str, tile: Tile, channels: int, rows: int) -> TensorMap:
@@ -130,11 +133,12 @@ def _plane_map(name: str, tile: Tile, channels: int, rows: int) -> TensorMap:
 
 
 def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
+    name = "grad_output" if tile.layer.mirrored else "input"
     if tile.layer.gathered:
-        return "input"
+        return name
     if tile.layer.pixels:
-        return input_map(tile.layer.pixels, tile.depth, promotion=128)
-    return _plane_map("input", tile, tile.layer.problem.in_channels, tile.product_columns)
+        return replace(input_map(tile.layer.pixels, tile.depth, promotion=128), tensor=name)
+    return _plane_map(name, tile, tile.layer.problem.in_channels, tile.product_columns)
 
 
 def _constants(tile: Tile) -> dict[str, Constant]:
@@ -156,6 +160,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "out_height": problem.output_size[0],
         "out_width": problem.output_size[1],
         **problem_constants(problem, layer.operands),
+        "weight_start": layer.weight_start,
         "row_groups": tile.row_groups,
         "column_groups": tile.column_groups,
         "product_columns": tile.product_columns,

@@ -37,6 +37,7 @@ class Layer:
     pixels: pixels.Layer | None = (
         None  # the forward pass, without groups, of pixels that are copied
     )
+    mirrored: bool = False  # the tensors are in each other's roles, see mirrored_layer_of
 
     @property
     def span_elements(self) -> int:
@@ -121,7 +122,22 @@ class Layer:
     @property
     def sums_bias(self) -> bool:
         """Whether products give the bias's gradient: not if operands are rounded."""
-        return self.operands.bias_grad and self.operands.scalar_bytes == 2
+        exact = self.operands.scalar_bytes == 2 and not self.mirrored
+        return self.operands.bias_grad and exact
+
+    @property
+    def grad_output(self) -> tuple[int, tuple[int, int], bool]:
+        """Channels and size of the output's gradient, and whether channels come last."""
+        problem, operands = self.problem, self.operands
+        if self.mirrored:
+            return problem.in_channels, problem.input_size, operands.input_channels_last
+        return problem.out_channels, problem.output_size, operands.output_channels_last
+
+    @property
+    def weight_start(self) -> int:
+        """Elements from a filter's first in memory to that of tap 0."""
+        taps = zip(self.problem.kernel_size, self.operands.weight_strides[2:], strict=True)
+        return sum((count - 1) * -stride for count, stride in taps) if self.mirrored else 0
 
     @lazy
     def bytes(self) -> float:
@@ -162,6 +178,36 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
         raise Declined(f"{operands.scalar}, channels-last")
     copied = _has_copied_planes(problem, operands)
     return Layer(problem, operands, False, input_copied=copied, grad_copied=copied)
+
+
+def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """The same weight gradient with rows for input channels, where those are more.
+
+    It is also a sum over the input's pixels, of what the output's gradient has before them, tap by
+    tap: that is a weight gradient again, whose input is the output's gradient, of taps in reverse.
+
+    Raises:
+        Declined: this kernel cannot compute it so.
+    """
+    if problem.stride != (1, 1) or problem.groups > 1:
+        raise Declined(f"stride {problem.stride} or {problem.groups} groups, mirrored")
+    outer = [extent - 1 for extent in problem.kernel_extent]
+    top, bottom, left, right = problem.padding
+    padding = (outer[0] - top, outer[0] - bottom, outer[1] - left, outer[1] - right)
+    if min(padding) < 0:
+        raise Declined(f"{problem.padding} beyond a kernel of {problem.kernel_extent}, mirrored")
+    outputs, inputs, *kernel = problem.weight_shape
+    mirrored = Problem.of(
+        problem.output_shape, (inputs, outputs, *kernel), (1, 1), padding, problem.dilation, 1
+    )
+    by_output, by_input, by_row, by_column = operands.weight_strides
+    operands = replace(
+        operands,
+        input_channels_last=operands.output_channels_last,
+        output_channels_last=operands.input_channels_last,
+        weight_strides=(by_input, by_output, -by_row, -by_column),
+    )
+    return replace(layer_of(mirrored, operands, gpu), mirrored=True)
 
 
 def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:

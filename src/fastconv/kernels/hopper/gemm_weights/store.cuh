@@ -30,8 +30,9 @@ __device__ __forceinline__ bool has_weight(int row, const Column& column) {
 }
 __device__ __forceinline__ long long offset_of(const Tile& tile, int row, const Column& column) {
   const int input = C::joined == 1 ? column.channel : column.channel % C::group_in;
-  return tensor::weight_offset(tile.group * kOut + row, input, column.tap / C::kernel_width,
-                               column.tap % C::kernel_width);
+  return C::weight_start + tensor::weight_offset(tile.group * kOut + row, input,
+                                                 column.tap / C::kernel_width,
+                                                 column.tap % C::kernel_width);
 }
 
 __device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int row,
@@ -43,7 +44,7 @@ __device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int
 // exist.
 constexpr bool kVectorWeights =
     C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
-    C::weight_stride_out % 4 == 0 &&
+    C::weight_start % 4 == 0 && C::weight_stride_out % 4 == 0 &&
     (kTaps == 1 || (C::weight_stride_height % 4 == 0 && C::weight_stride_width % 4 == 0));
 
 // The four columns from `first` of the tile on.

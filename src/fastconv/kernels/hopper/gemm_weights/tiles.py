@@ -251,7 +251,18 @@ class Tile:
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
         loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
         multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
-        return multiplied + self._end_cycles(blocks, steps, gpu)
+        return multiplied + self._end_cycles(blocks, steps, gpu) + self._bias_cycles(gpu)
+
+    def _bias_cycles(self, gpu: Gpu) -> float:
+        """Of a bias's gradient that products do not give."""
+        layer = self.layer
+        if not layer.operands.bias_grad or layer.sums_bias:
+            return 0.0
+        channels, (height, width), channels_last = layer.grad_output
+        bytes_ = layer.problem.batch * channels * height * width * layer.operands.scalar_bytes
+        # Of channels-last tensors, each channel's block reads what lies beside it, 32 bytes.
+        again = min(channels, 32 // layer.operands.scalar_bytes) if channels_last else 1
+        return REDUCE_CYCLES + again * bytes_ / MEMORY_BYTES / gpu.processors
 
     def _end_cycles(self, blocks: int, steps: int, gpu: Gpu) -> float:
         """Of a processor's blocks, for what is done with sums."""
