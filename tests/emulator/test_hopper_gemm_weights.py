@@ -191,12 +191,22 @@ CLUSTERS = [
     _work(POINTWISE_GROUPS, "tf32", False, False, in_clusters(1, 1, 64, 32, cluster=2)),
 ]
 WORKS += CLUSTERS
+PARTS = [
+    _work(POINTWISE, "ieee", False, True),
+    _work(PADDED, "ieee", False, False, with_tile(2, 1, 64, 32, grid=3, teams=(2, 4))),
+    _work(TAPS, "ieee", False, True, with_tile(1, 2, 64, 32, grid=5, products=4, teams=(1, 8))),
+    _work(FIRST, "ieee", False, True),
+    _work(NARROW_GROUPS, "ieee", False, True),
+    _work(PADDED, "ieee", False, False, in_clusters(2, 1, 128, 32, cluster=4)),
+]
+WORKS += PARTS
 FEW_OUTPUTS = Case(
     "few outputs", (2, 40, 12, 17), (3, 40, 3, 5), padding=(1, 0, 2, 4), dilation=(2, 1)
 )
 MIRRORED = [
     _work(FEW_OUTPUTS, "bfloat16", True, True, mirrored),
     _work(FEW_OUTPUTS, "tf32", False, False, mirrored),
+    _work(FEW_OUTPUTS, "ieee", False, False, mirrored),
     _work(FEW_OUTPUTS, "float16", False, True, mirrored),
     replace(_work(TAPS, "bfloat16", True, False, mirrored), plain_weight=True),
     _work(TAPS, "tf32", False, True, mirrored),
@@ -207,7 +217,7 @@ WORKS += MIRRORED
 
 
 RUN = some(WORKS, one_in=4)
-RUN += [work for work in MIRRORED if work not in RUN]
+RUN += [work for work in (*PARTS, *MIRRORED) if work not in RUN]
 PLANE_WORK = next(work for work in WORKS if work.case == PLANES)
 
 
@@ -340,7 +350,7 @@ def test_infinity_stays_where_it_is(work: Work) -> None:
 @pytest.mark.parametrize(
     ("case", "mode", "channels_last", "reason"),
     [
-        (POINTWISE, "ieee", False, "float as it is"),
+        (POINTWISE, "ieee", True, "float"),
         (POINTWISE, "tf32", True, "float"),
         (Case("odd", (1, 16, 8, 8), (12, 16, 1, 1)), "bfloat16", True, "12 channels"),
     ],

@@ -125,10 +125,15 @@ struct Gatherer {
                         exists ? end : 0);
     }
   }
-  // Writes what was loaded for a row of a stage.
+  // Writes what was loaded for a row of a stage; float32 as it is in two parts.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
     unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
-    if constexpr (sizeof(Scalar) == 4) {
+    if constexpr (C::parts == 2) {
+      unsigned high, low;
+      tensor::split(__uint_as_float(bits[index][0]), high, low);
+      *reinterpret_cast<unsigned*>(target) = high;
+      *reinterpret_cast<unsigned*>(target + kPartBytes) = low;
+    } else if constexpr (sizeof(Scalar) == 4) {
       *reinterpret_cast<float*>(target) = round_to_even_tf32(__uint_as_float(bits[index][0]));
     } else {
       *reinterpret_cast<unsigned*>(target) = bits[index][0] | bits[index][1] << 16;

@@ -151,6 +151,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "input_copied": layer.input_copied,
         "flat": layer.flat,
         "few": layer.few,
+        "parts": layer.parts,
         "joined": layer.joined,
         "groups": problem.groups,
         "group_in": problem.in_channels // problem.groups,

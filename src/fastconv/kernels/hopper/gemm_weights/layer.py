@@ -44,6 +44,11 @@ class Layer:
         return SPAN // self.operands.scalar_bytes
 
     @property
+    def parts(self) -> int:
+        """That numbers are multiplied in."""
+        return limits.parts(self.operands)
+
+    @property
     def gathered(self) -> bool:
         return not self.input_copied
 
@@ -161,8 +166,6 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
         raise Declined(f"{problem.batch} images of {problem.output_size}, 2^31 pixels and more")
     channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
     limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
-    if limits.parts(operands) > 1:
-        raise Declined(f"{operands.scalar} as it is")
     # Images of one pixel, or of one channel, lie in memory either way.
     in_either = problem.input_size == (1, 1) or problem.in_channels == 1
     out_either = problem.output_size == (1, 1) or problem.out_channels == 1
@@ -226,6 +229,8 @@ def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
 
 def _has_copied_planes(problem: Problem, operands: Operands) -> bool:
     """Whether copies bring what positions read: they begin at multiples of 16 bytes."""
+    if limits.parts(operands) > 1:
+        return False  # warps split numbers
     plane = problem.input_size[0] * problem.input_size[1] * operands.scalar_bytes
     moved = problem.kernel_size != (1, 1) or problem.stride != (1, 1) or any(problem.padding)
     return operands.aligned and problem.groups == 1 and not moved and plane % 16 == 0

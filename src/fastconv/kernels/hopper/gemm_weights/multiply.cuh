@@ -82,6 +82,44 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Shared& shared, 
   wgmma_commit();
 }
 
+// The same of numbers in two parts, added to totals: tensor cores would cut off what low parts add.
+// Large products come last.
+__device__ __forceinline__ void multiply_parts(Sums& totals, const Shared& shared, int stage,
+                                               const Place& place) {
+  constexpr int kLow = kPartBytes / 16;
+  const Matrix rows = rows_of(shared, stage, place.row_group);
+  const Matrix columns = columns_of(shared, stage, place.column_group);
+  float sums[kSums];
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {
+    const Matrix left = rows + (part == 0 ? kLow : 0), right = columns + (part == 1 ? kLow : 0);
+#pragma unroll
+    for (int k = 0; k < kProducts; ++k) {
+      multiply<C::product_columns>(sums, left + k * kNext<false>, right + k * kNext<false>,
+                                   part > 0 || k > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold_registers(sums);
+#pragma unroll
+  for (int j = 0; j < kSums; ++j) totals.weights[0][j] += sums[j];
+}
+
+// Of so many steps of a tile, from the first on: the same.
+__device__ __forceinline__ void multiply_steps_in_parts(Sums& totals, const Shared& shared,
+                                                        Ring& ring, int first, int end,
+                                                        const Place& place) {
+#pragma unroll
+  for (float& total : totals.weights[0]) total = 0.0f;
+  for (int step = first; step < end; ++step, ring.advance()) {
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    multiply_parts(totals, shared, ring.stage, place);
+    if (place.lane == 0) barrier_arrive(shared.empty(ring.stage));
+  }
+}
+
 // Of so many steps of a tile, from the first on.
 __device__ __forceinline__ void multiply_steps(Sums& sums, const Shared& shared, Ring& ring,
                                                int first, int end, const Place& place,
@@ -177,8 +215,12 @@ __device__ __forceinline__ void consume(const Shared& shared, const Results& res
     for (int step = run.first; step < run.end; step += C::flush_steps) {
       const bool set = step == run.first;
       Sums sums;
-      multiply_steps(sums, shared, ring, step, min(step + C::flush_steps, run.end), place,
-                     has_bias);
+      const int end = min(step + C::flush_steps, run.end);
+      if constexpr (C::parts == 2) {
+        multiply_steps_in_parts(sums, shared, ring, step, end, place);
+      } else {
+        multiply_steps(sums, shared, ring, step, end, place, has_bias);
+      }
       if constexpr (C::whole) {
         store_weights(sums.weights[0], tile, results.grad, place);
         if (has_bias) store_bias(sums.bias[0], tile, results.bias_grad, place);

@@ -51,11 +51,13 @@ constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
 constexpr int kGroupTiles = kRowTiles * kColumnTiles;
 constexpr int kTiles = C::groups / C::joined * kGroupTiles;
 static_assert(kOfAllImages || kTaps == 1, "copied planes have one tap");
+static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied), "warps split numbers");
 static_assert(!kColumnsAcross || C::product_columns % kSpanElements == 0, "boxes are whole");
 
 constexpr int kRowBytes = kTileRows * kDepth * static_cast<int>(sizeof(Scalar));
 constexpr int kColumnBytes = kTileColumns * kDepth * static_cast<int>(sizeof(Scalar));
-constexpr int kStageBytes = kRowBytes + kColumnBytes;
+constexpr int kPartBytes = kRowBytes + kColumnBytes;
+constexpr int kStageBytes = C::parts * kPartBytes;  // low parts behind high ones
 constexpr int kOnesBytes = C::bias ? 256 : 0;
 
 // Shared memory: stages, ones, barriers.

@@ -183,12 +183,13 @@ class Tile:
     def stage_bytes(self) -> int:
         """With its barriers."""
         elements = (self.rows + self.columns) * self.depth
-        return elements * self.layer.operands.scalar_bytes + BARRIER_BYTES
+        return self.layer.parts * elements * self.layer.operands.scalar_bytes + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
         """That a thread needs."""
-        consumer = self.product_columns // 2 + OTHER_REGISTERS + 4 * self.layer.sums_bias
+        sums = self.layer.parts * self.product_columns // 2
+        consumer = sums + OTHER_REGISTERS + 4 * self.layer.sums_bias
         if not self.layer.gathered:
             return consumer
         other = GATHER_REGISTERS[self.layer.lane_positions - 1]
@@ -227,6 +228,7 @@ class Tile:
         layer = self.layer
         product = max(self.product_columns / 2, (ROWS + self.product_columns) * 32 / SHARED_BYTES)
         products = self.consumers * self.depth / layer.product_depth * product
+        products *= 3 if layer.parts > 1 else 1
         boxes = 0 if layer.flat or layer.gathered else self.columns // layer.span_elements
         return max(products, boxes * self.depth * PIXEL_CYCLES)
 
@@ -238,7 +240,8 @@ class Tile:
         lines = 1 + min(4 * pixel * layer.problem.stride[1] * 32 / SPAN, 32)
         loads = self.columns * lines * (FEW_SHARES[layer.channels_last] if layer.few else 1.0)
         loads += 2 * (self.gathered_rows - self.columns)
-        return GATHER_CYCLES * (self.gathered_rows + layer.lane_positions * loads)
+        stores = layer.parts * self.gathered_rows
+        return GATHER_CYCLES * (stores + layer.lane_positions * loads)
 
     def cycles(self, gpu: Gpu) -> float:
         """What the layer takes, estimated."""
