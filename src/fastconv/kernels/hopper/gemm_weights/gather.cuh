@@ -101,6 +101,27 @@ struct Octet {
   }
 };
 
+// Splits so many rows of a stage that the warp has written, in a loop of their own: of few
+// channels, warps have other instructions for each row already, and a cache holds so many.
+template <int kRows, int kPitch>
+__device__ __forceinline__ void split_rows(unsigned char* first, int lane) {
+  constexpr int kLaneBytes = 16, kPieceBytes = 32 * kLaneBytes;
+  constexpr int kPieces = 8 * kSpan / kPieceBytes;  // of eight rows
+  static_assert(kRows % 8 == 0, "they lie side by side");
+#pragma unroll 2
+  for (int i = 0; i < kRows / 8 * kPieces; ++i) {
+    auto* const high = reinterpret_cast<uint4*>(first + i / kPieces * (kPitch * kSpan) +
+                                                i % kPieces * kPieceBytes + lane * kLaneBytes);
+    uint4 low, numbers = *high;
+    tensor::split(__uint_as_float(numbers.x), numbers.x, low.x);
+    tensor::split(__uint_as_float(numbers.y), numbers.y, low.y);
+    tensor::split(__uint_as_float(numbers.z), numbers.z, low.z);
+    tensor::split(__uint_as_float(numbers.w), numbers.w, low.w);
+    *high = numbers;
+    *(high + kPartBytes / kLaneBytes) = low;
+  }
+}
+
 // A warp's share of a tile: so many rows of a stage, then so many columns.
 template <class Sources>
 struct Gatherer {
@@ -125,14 +146,11 @@ struct Gatherer {
                         exists ? end : 0);
     }
   }
-  // Writes what was loaded for a row of a stage; float32 as it is in two parts.
+  // Writes what was loaded for a row of a stage.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
     unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
     if constexpr (C::parts == 2) {
-      unsigned high, low;
-      tensor::split(__uint_as_float(bits[index][0]), high, low);
-      *reinterpret_cast<unsigned*>(target) = high;
-      *reinterpret_cast<unsigned*>(target + kPartBytes) = low;
+      *reinterpret_cast<unsigned*>(target) = bits[index][0];
     } else if constexpr (sizeof(Scalar) == 4) {
       *reinterpret_cast<float*>(target) = round_to_even_tf32(__uint_as_float(bits[index][0]));
     } else {
@@ -232,6 +250,15 @@ struct Gatherer {
       move_columns<kStores>(columns);
     }
   }
+
+  // Splits what it has written there.
+  __device__ __forceinline__ void split(const Shared& shared, int stage) const {
+    constexpr int kPitch = 8 * C::team_warps;
+    __syncwarp();
+    split_rows<kWarpRows, kPitch>(shared.rows(stage) + warp * 8 * kSpan, lane);
+    split_rows<kWarpColumns, C::few ? 8 : kPitch>(
+        shared.columns(stage) + warp * kFirstPitch * kSpan, lane);
+  }
 };
 
 // A warp's share of a run's steps, of which it begins with the `ahead`-th, and is then ahead of the
@@ -252,6 +279,7 @@ __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, con
       }
     }
     gatherer.template move<true, kFirst>(shared, ring.stage);
+    if constexpr (C::parts == 2) gatherer.split(shared, ring.stage);
     fence_async_shared();
     __syncwarp();
     if (gatherer.lane == 0) barrier_arrive(shared.full(ring.stage));

@@ -49,6 +49,7 @@ UNEVEN_LOSS = 1.67  # of those that are not
 LATENCY = 223.0  # of a load, as far as it is seen
 GATHER_CYCLES = 1.55  # of a warp's access to 128 bytes of memory or shared memory
 GATHER_LATENCY = 400.0  # of the loads of a step, as far as it is seen
+PARTS_LOSS = 1.35  # of steps of numbers in two parts, as measured: 1.1 to 1.5
 FEW_SHARES = (0.42, 0.3)  # of loads of few channels that the L1 cache has not; channels-last
 PIXEL_CYCLES = 2.75  # of 128 bytes of a pixel that are copied in im2col mode
 OVERLAP_LOSS = 0.64
@@ -251,6 +252,7 @@ class Tile:
         if self.layer.gathered:
             waited = self._gather_cycles + GATHER_LATENCY / self.teams / min(self.blocks, blocks)
         computed = max(self._step_cycles * PRODUCT_SHARE, waited)
+        computed *= PARTS_LOSS if self.layer.parts > 1 else 1.0
         loaded = max(blocks * steps * self._cache_cycles, self._memory_cycles / gpu.processors)
         loss = GATHER_OVERLAP_LOSS if self.layer.gathered else OVERLAP_LOSS
         multiplied = limits.together(blocks * steps * computed, loaded, loss=loss)
