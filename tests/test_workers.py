@@ -78,6 +78,7 @@ def test_one_thread_is_left_to_who_asks() -> None:
 
 
 def test_what_is_asked_for_comes_first() -> None:
+    """Then what was begun last."""
     workers, gates, order = Workers(), [Gate(), Gate()], list[str]()
     futures = [workers.ask(gate, gate, 2) for gate in gates]
     for name in "abc":
@@ -88,7 +89,7 @@ def test_what_is_asked_for_comes_first() -> None:
     gates[0].may_end.set()
     while len(order) < 4:
         time.sleep(0.001)
-    assert order == ["d", "c", "a", "b"]
+    assert order == ["d", "c", "b", "a"]
     gates[1].may_end.set()
     assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
 

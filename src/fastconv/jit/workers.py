@@ -25,7 +25,7 @@ class Workers:
         self._lock = threading.Lock()
         self._pieces: dict[Hashable, _Piece] = {}  # to be done, under way, or done ahead
         self._asked: deque[_Piece] = deque()
-        self._ahead: deque[_Piece] = deque()
+        self._ahead: list[_Piece] = []
         # No count, which an interrupt could leave as it must not be.
         self._threads: set[threading.Thread] = set()
         self._threads_ahead = 0  # those that work ahead
@@ -107,7 +107,7 @@ class Workers:
             if self._asked:
                 return self._asked.popleft()
             if ahead and self._ahead and self._threads_ahead < self._most - 1:
-                piece = self._ahead.popleft()
+                piece = self._ahead.pop()  # backward passes go from the last layer to the first
                 piece.ahead = True
                 self._threads_ahead += 1
                 return piece
