@@ -222,7 +222,7 @@ from test_jit import scale
 launch.compile_threads = 3
 function = 'extern "C" __global__ void f{}(float* x) {{ *x = powf(*x, x[{}]); }}'
 body = "\\n".join(function.format(i, i) for i in range(40))
-launch.begin([scale(n, body + "// FACTOR") for n in range(50)], "sm_80")
+launch.begin([scale(n, body + "// FACTOR") for n in range(50)], "sm_80", 0)
 while len(compile._compilers) < 2:
     time.sleep(0.01)
 """
@@ -900,6 +900,18 @@ class TestLaunch:
         monkeypatch.setenv(launch.JOBS_VARIABLE, "2")
         kernels = [scale(1), scale(2)]
         jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
+
+    def test_what_is_loaded_is_not_begun_again(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[Any] = []
+        monkeypatch.setattr(launch, "begin_work", lambda key, work: begun.append(key))
+        jit.prepare([LAUNCH], CUDA)
+        other = scale(7)
+        for index in (0, 1):
+            launch.begin([LAUNCH.kernel, other, other], "sm_90a", index)
+        here, there = (other.text, "sm_90a"), (LAUNCH.kernel.text, "sm_90a")
+        assert begun == [here, there, here]
 
     def test_one_program_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whichever of its kernels are asked for."""

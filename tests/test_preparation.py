@@ -38,7 +38,7 @@ class Loads(list[Kernel]):
                 show(done + 1, len(new))
         return len(new)
 
-    def begin(self, kernels: Iterable[Kernel], arch: str) -> None:
+    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
         assert arch == H200.architecture
         self.begun.update(kernels)
 

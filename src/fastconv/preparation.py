@@ -117,8 +117,8 @@ def prepare(
 
 def _planned(need: cuda.Need) -> Plan:
     """The plan; its kernels are compiled while others are planned."""
-    plan = cuda.planned(need)
-    launch.begin((one.kernel for one in plan.launches), cuda.gpu(need.device).architecture)
+    plan, device = cuda.planned(need), need.device
+    launch.begin((one.kernel for one in plan.launches), cuda.gpu(device).architecture, device)
     return plan
 
 

@@ -44,7 +44,8 @@ def main() -> None:
     if arguments.way:
         print(json.dumps(measure(arguments)), flush=True)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    # Libraries of the native host path may still be under way into it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for way in WAYS:
             cache = Path(folder) / ("cold" if way == "warm" else way)
             command = [sys.executable, __file__, *sys.argv[1:], "--way", way]

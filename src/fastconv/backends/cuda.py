@@ -247,7 +247,7 @@ def begin(need: Need) -> None:
 
     def work() -> Plan:
         plan = planned(need)
-        launch.begin((one.kernel for one in plan.launches), architecture)
+        launch.begin((one.kernel for one in plan.launches), architecture, need.device)
         return plan
 
     launch.begin_work(need, work)

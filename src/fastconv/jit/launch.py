@@ -85,13 +85,15 @@ def _asked(kernel: Kernel, arch: str) -> bytes | Future[bytes]:
     return _workers.claim(key) or kept(kernel, arch) or _workers.ask(key, work, _most_jobs())
 
 
-def begin(kernels: Iterable[Kernel], arch: str) -> None:
-    """Has kernels compiled in the background, for :func:`build_all` to find them there.
+def begin(kernels: Iterable[Kernel], arch: str, index: int) -> None:
+    """Has kernels compiled in the background, those that are not on the device yet.
 
-    One of the processors is left alone; with ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises
-    nothing: whoever asks for a kernel that cannot be made is told.
+    :func:`load` finds them there. One of the processors is left alone; with
+    ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing: whoever asks for a kernel that
+    cannot be made is told.
     """
-    for kernel in {kernel.text: kernel for kernel in kernels}.values():
+    missing = {kernel.text: kernel for kernel in kernels if (index, kernel) not in _loaded}
+    for kernel in missing.values():
         begin_work(*_piece(kernel, arch))
 
 
@@ -102,7 +104,7 @@ def begin_work(key: Hashable, work: Callable[[], Any]) -> None:
 
 
 def claim(key: Hashable) -> Any:
-    """What came of work that was begun; None if none was, or if it failed."""
+    """What comes of work that was begun; None if none was, or if it has failed before."""
     future = _workers.claim(key)
     return None if future is None else future.result()
 

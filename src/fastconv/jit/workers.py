@@ -44,7 +44,7 @@ class Workers:
         return piece.future
 
     def claim(self, key: Hashable) -> Future[Any] | None:
-        """What comes of work that was begun ahead; None if none was, or if it failed."""
+        """What comes of work that was begun ahead; None if none was, or if it has failed before."""
         with self._lock:
             piece = self._pieces.get(key)
             if piece is None:
