@@ -14,6 +14,8 @@ from hypothesis import settings
 
 from fastconv import native
 from fastconv.bench import limits, timing
+from fastconv.kernels import plans
+from fastconv.ops import ahead
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -58,6 +60,14 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
     monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_plan_but_its_own() -> Iterator[None]:
+    """Tests change what plans are made by: none is taken from the disk, or made for later."""
+    make = lambda plan, *asked: plan(*asked)  # noqa: E731
+    with mock.patch.object(plans, "kept", make), mock.patch.object(ahead, "begin"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -343,6 +343,47 @@ class TestList:
         assert "Set FASTCONV_CACHE_DIR" in capsys.readouterr().err
 
 
+class TestPlans:
+    """Kept beside kernels, and counted, but not shown one by one, nor taken elsewhere."""
+
+    @pytest.fixture(autouse=True)
+    def _entries(self, folder: Path) -> None:
+        _build(range(2), "sm_80")
+        for number in range(3):
+            about = {"source": "forward, direct", "architecture": f"sm_{80 + number // 2}"}
+            cache.store("plan", f"{number:064}", b"a plan", about)
+
+    def test_list(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _run("list") == 0
+        first, _, _, *kernels = capsys.readouterr().out.splitlines()
+        assert first.startswith(f"{folder}: 2 kernels and 3 plans, ")
+        assert len(kernels) == 2
+        assert _run("list", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["cache"]["entries"], found["cache"]["plans"]) == (2, 3)
+        assert sorted(entry["kind"] for entry in found["entries"]) == ["cubin"] * 2 + ["plan"] * 3
+
+    def test_clear(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _run("clear", "--architecture", "sm_80") == 0
+        assert capsys.readouterr().out.startswith("removed 2 kernels and 2 plans for sm_80, ")
+        assert _run("clear") == 0
+        assert capsys.readouterr().out.startswith("removed 0 kernels and 1 plans, ")
+        assert _names(folder) == []
+
+    def test_export(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _run("export", str(file)) == 0
+        told = capsys.readouterr().err
+        assert told.startswith("exported 2 kernels, ")
+        assert "left out" not in told
+
+    def test_import(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Of a file that somebody has put plans into."""
+        (entry,) = (one for one in cache.entries() if one.path.stem == "0" * 64)
+        file.write_bytes(archive.encode({}, {entry.path.name: entry.path.read_bytes()}))
+        assert _run("import", str(file)) == 2
+        assert "1 of its 1 kernels would never be used here" in capsys.readouterr().err
+
+
 class TestClear:
     @pytest.fixture(autouse=True)
     def _entries(self, folder: Path) -> None:

@@ -212,6 +212,24 @@ class TestExit:
         ended = self._run(THREADS.replace("CALL", call))
         assert ended.returncode == 0, ended.stderr
 
+    def test_what_is_compiled_in_the_background(self) -> None:
+        """What is under way ends, and is kept; of what is still to be done, nothing begins."""
+        program = """
+import time
+from fastconv.jit import compile, launch
+from test_jit import scale
+
+launch.compile_threads = 3
+function = 'extern "C" __global__ void f{}(float* x) {{ *x = powf(*x, x[{}]); }}'
+body = "\\n".join(function.format(i, i) for i in range(40))
+launch.begin([scale(n, body + "// FACTOR") for n in range(50)], "sm_80", 0)
+while len(compile._compilers) < 2:
+    time.sleep(0.01)
+"""
+        ended = self._run(program)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert cache.size().entries in range(1, 10)
+
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
     def test_forked_process_does_not_wait_for_threads_it_does_not_have(self) -> None:
         # The child ends without the destructors: threads left their data as it was.
@@ -604,6 +622,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(launch, "_driver", lambda: driver)
     monkeypatch.setattr(launch, "_loaded", {})
     monkeypatch.setattr(launch, "build", lambda kernel, arch: f"cubin for {arch}".encode())
+    monkeypatch.setattr(launch, "kept", lambda kernel, arch: None)
     monkeypatch.setattr(launch, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -882,6 +901,18 @@ class TestLaunch:
         kernels = [scale(1), scale(2)]
         jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
 
+    def test_what_is_loaded_is_not_begun_again(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[Any] = []
+        monkeypatch.setattr(launch, "begin_work", lambda key, work: begun.append(key))
+        jit.prepare([LAUNCH], CUDA)
+        other = scale(7)
+        for index in (0, 1):
+            launch.begin([LAUNCH.kernel, other, other], "sm_90a", index)
+        here, there = (other.text, "sm_90a"), (LAUNCH.kernel.text, "sm_90a")
+        assert begun == [here, there, here]
+
     def test_one_program_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whichever of its kernels are asked for."""
         built = []
@@ -891,6 +922,7 @@ class TestLaunch:
             return kernel.text.encode()
 
         monkeypatch.setattr(launch, "build", build)
+        monkeypatch.setattr(launch, "kept", lambda kernel, arch: None)
         one, two = scale(1), scale(2)
         kernels = [one, two, dataclasses.replace(one, entry="other"), two]
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
@@ -903,6 +935,7 @@ class TestLaunch:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(launch, "build", lambda kernel, arch: kernel.text.encode())
+        monkeypatch.setattr(launch, "kept", lambda kernel, arch: None)
         monkeypatch.setattr(threading.Thread, "start", start)
         kernels = [scale(1), scale(2)]
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]

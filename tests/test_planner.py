@@ -941,4 +941,4 @@ def test_a_table_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         tuned.own().write_text("not JSON", encoding="utf-8")
         assert tuned.read(tuned.own()) == {}
     finally:
-        tuned._table.cache_clear()
+        tuned.table.cache_clear()

@@ -26,6 +26,10 @@ pytestmark = pytest.mark.usefixtures("host_path")
 class Loads(list[Kernel]):
     """Stands in for the compiler and the device."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: set[Kernel] = set()
+
     def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:
         new = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self]
         self.extend(new)
@@ -33,6 +37,10 @@ class Loads(list[Kernel]):
             if show is not None:
                 show(done + 1, len(new))
         return len(new)
+
+    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
+        assert arch == H200.architecture
+        self.begun.update(kernels)
 
     def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
         assert all(launch.kernel in self for launch in launches), "compiled one after the other"
@@ -42,6 +50,7 @@ class Loads(list[Kernel]):
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
     found = Loads()
     monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(launch, "begin", found.begin)
     monkeypatch.setattr(launch, "prepare", found.prepare)
     monkeypatch.setattr(preparation, "_GPU", "cpu")
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
@@ -88,6 +97,7 @@ def test_a_training_step(loads: Loads) -> None:
         ("weight_grad", FIRST): 1,  # the example wants no gradient
     }
     assert found.kernels == found.new_kernels == len(loads) > 5
+    assert loads.begun == set(loads), "compiled while others are planned"
     assert {one.family for one in found.passes} == {"hopper"}
     again = fastconv.prepare(model, EXAMPLE)
     assert (again.kernels, again.new_kernels) == (found.kernels, 0)

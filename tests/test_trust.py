@@ -41,9 +41,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(compile, "nvrtc_version", lambda: (13, 0))
     compiled = jit.Compiled("scale", COMPILED, "")
     monkeypatch.setattr(compile, "compile_kernel", lambda kernel, arch: compiled)
-    tuned._table.cache_clear()
+    tuned.table.cache_clear()
     yield folder
-    tuned._table.cache_clear()
+    tuned.table.cache_clear()
 
 
 @contextmanager

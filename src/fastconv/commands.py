@@ -279,7 +279,7 @@ def list_cache(arguments: Namespace) -> int:
         _print_json({"cache": kept, "entries": [_entry(*one) for one in described]})
         return 0
     print("\n".join(information.kept_lines(kept)))
-    rows = [_cells(*one) for one in described]
+    rows = [_cells(*one) for one in described if one[0].kind != "plan"]
     if rows:
         rows.insert(0, ("source", "architecture", "size", "last used"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -335,17 +335,20 @@ def import_cache(arguments: Namespace) -> int:
 
 
 def clear_cache(arguments: Namespace) -> int:
-    """``fastconv cache clear``: removes kernels, and nothing else that is in the folder."""
+    """``fastconv cache clear``: removes kernels and plans, and nothing else in the folder."""
     _check_cache_folder()
     architecture = arguments.architecture
-    removed = cache.remove(
+    chosen = [
         entry
         for entry in cache.entries()
         if architecture in (None, cache.about(entry).get("architecture"))
-    )
-    of = f" for {architecture}" if architecture else ""
-    size = cache.in_units(removed.bytes)
-    print(f"removed {removed.entries} kernels{of}, {size}, from {cache.folder()}")
+    ]
+    kernels = cache.remove(entry for entry in chosen if entry.kind != "plan")
+    plans = cache.remove(entry for entry in chosen if entry.kind == "plan")
+    of = f" and {plans.entries} plans" if plans.entries else ""
+    of += f" for {architecture}" if architecture else ""
+    size = cache.in_units(kernels.bytes + plans.bytes)
+    print(f"removed {kernels.entries} kernels{of}, {size}, from {cache.folder()}")
     return 0
 
 
@@ -389,7 +392,7 @@ def _versions() -> dict[str, str]:
 def _usable(architecture: str | None) -> tuple[dict[str, bytes], int]:
     """Entries for an architecture, or all, that may be asked for, by name; how many may not."""
     packed, left_out = dict[str, bytes](), 0
-    for path, *_ in cache.entries():
+    for path in (entry.path for entry in cache.entries() if entry.kind != "plan"):
         try:
             contents = trust.read(path)
             about, _ = cache.unpack(path.name, contents)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
-from fastconv.kernels.family import Kernel
+from fastconv.kernels.family import Kernel, Plan
 from fastconv.ops import schema
 from fastconv.problem import Problem
 
@@ -98,7 +98,7 @@ def prepare(
     """
     start = time.perf_counter()
     needs = _needs(model, example, named)
-    plans = {need: cuda.planned(need) for need in needs}
+    plans = {need: _planned(need) for need in needs}
     kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each of them once
     for need, plan in plans.items():
         kernels[need.device].update((one.kernel, None) for one in plan.launches)
@@ -113,6 +113,13 @@ def prepare(
     return Preparation(
         tuple(passes), sum(map(len, kernels.values())), new, time.perf_counter() - start
     )
+
+
+def _planned(need: cuda.Need) -> Plan:
+    """The plan; its kernels are compiled while others are planned."""
+    plan, device = cuda.planned(need), need.device
+    launch.begin((one.kernel for one in plan.launches), cuda.gpu(device).architecture, device)
+    return plan
 
 
 def _show(done: int, total: int) -> None:

@@ -372,7 +372,8 @@ def _send(process: Any, task: Task, began: Path, signalled: threading.Event) -> 
 
 
 def _some(folder: Path, draw: random.Random) -> list[Path]:
-    return [path for path in folder.glob("*.cubin") if draw.random() < SHARE]
+    entries = (path for path in folder.iterdir() if cache.is_name(path.name))
+    return [path for path in entries if draw.random() < SHARE]
 
 
 def _damaged(entry: bytes, draw: random.Random) -> bytes:

@@ -1,6 +1,9 @@
-"""A network that was prepared compiles nothing in its first steps."""
+"""A network that was prepared compiles nothing in its first steps, and others nothing twice."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from torch import Tensor, nn
 import fastconv
 from fastconv.backends import cuda
 from fastconv.jit import launch
+from fastconv.ops import ahead
+from fastconv.ops.ahead import begin  # which other tests do without
 
 pytestmark = pytest.mark.gpu
 
@@ -52,3 +57,31 @@ def test_nothing_is_left_to_compile(
         for _ in range(2):
             model(example).sum().backward()
     assert cuda._ready.cache_info().misses == misses
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_backward_finds_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, channels_last: bool
+) -> None:
+    """They were compiled while the forward pass was under way, or after it."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(ahead, "begin", begin)
+    ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
+    images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
+    output = ours(images)
+    while launch._workers._threads:
+        time.sleep(0.01)
+
+    def fails(*_: object) -> None:
+        raise AssertionError("compiled after all")
+
+    monkeypatch.setattr(launch, "build", fails)
+    monkeypatch.setattr(launch, "kept", fails)
+    monkeypatch.setattr(cuda, "planned", fails)
+    grad_output = torch.randn_like(output)
+    output.backward(grad_output)
+    theirs = torch.nn.functional.conv2d(images, ours.weight, ours.bias, padding=1)
+    expected = torch.autograd.grad(theirs, (images, ours.weight, ours.bias), grad_output)
+    for found, other in zip((images.grad, ours.weight.grad, ours.bias.grad), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-3, atol=1e-3)

@@ -6,6 +6,7 @@ workspace and launches.
 
 from __future__ import annotations
 
+import threading
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
 from fastconv.jit import launch
-from fastconv.kernels import planner
+from fastconv.kernels import planner, plans
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import Problem
@@ -217,17 +218,43 @@ def family(plan: Pass, problem: Problem, *operands: Any) -> str:
 def _ready(*fields: Any) -> Ready:
     need = Need(*fields)
     native.begin()
-    plan = _ahead.get(need) or planned(need)
+    plan = _ahead.get(need) or launch.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
     prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
+    _made.add(need)
+    _latest.need = need if need.plan is planner.forward else None
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
 
 _ahead: dict[Need, Plan] = {}  # for _ready to take, beside its arguments
+_made: set[Need] = set()
+_latest = threading.local()
+
+
+def take_latest() -> Need | None:
+    """The forward pass that this thread has made ready last; once."""
+    need: Need | None = getattr(_latest, "need", None)
+    if need is not None:
+        _latest.need = None
+    return need
+
+
+def begin(need: Need) -> None:
+    """Has a pass planned and its kernels compiled in the background, for :func:`ready` to find."""
+    if need in _made:
+        return
+    architecture = gpu(need.device).architecture
+
+    def work() -> Plan:
+        plan = planned(need)
+        launch.begin((one.kernel for one in plan.launches), architecture, need.device)
+        return plan
+
+    launch.begin_work(need, work)
 
 
 def planned(need: Need) -> Plan:
-    """The plan alone, made anew."""
+    """The plan alone, kept on disk or made anew."""
     operands = operands_of(
         need.dtype,
         need.input_channels_last,
@@ -238,7 +265,7 @@ def planned(need: Need) -> Plan:
         need.bias_grad,
     )
     _check_sizes(need.problem)
-    return need.plan(need.problem, operands, gpu(need.device), need.switch)
+    return plans.kept(need.plan, need.problem, operands, gpu(need.device), need.switch)
 
 
 def _check_sizes(problem: Problem) -> None:

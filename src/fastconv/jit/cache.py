@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from fastconv.jit import trust
 
-KINDS = ("cubin",)
-"""What entries hold: machine code of a program."""
+KINDS = ("cubin", "plan")
+"""What entries hold: machine code of a program; or a plan, which says what of it to launch."""
 
 VARIABLE = "FASTCONV_CACHE_LIMIT"
 
@@ -86,6 +86,10 @@ class Entry(NamedTuple):
     path: Path
     bytes: int
     used: float
+
+    @property
+    def kind(self) -> str:
+        return self.path.suffix[1:]
 
 
 def folder() -> Path:
@@ -252,10 +256,10 @@ def remove(chosen: Iterable[Entry]) -> Size:
     return Size(sum(sizes), len(sizes))
 
 
-def size() -> Size:
-    """What all entries take."""
+def size(kind: str | None = None) -> Size:
+    """What entries take: those of a kind, or all."""
     with suppress(*_TROUBLE):
-        sizes = [entry.bytes for entry in entries()]
+        sizes = [entry.bytes for entry in entries() if kind in (None, entry.kind)]
         return Size(sum(sizes), len(sizes))
     return Size(0, 0)
 

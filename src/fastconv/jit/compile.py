@@ -69,15 +69,19 @@ class Compiled:
 
 def build(kernel: Kernel, arch: str) -> bytes:
     """The kernel's machine code for ``arch`` ("sm_80", "sm_90a"), from the disk cache if there."""
-    text = kernel.text
-    key = _key(text, arch)
-    cubin = cache.load(_KIND, key)
+    cubin = kept(kernel, arch)
     if cubin is None:
-        cubin = compile_kernel(kernel, arch).cubin
-        # Not by its name: a program may have several kernels, and any of them is asked for first.
-        about = {"source": kernel.source, "architecture": arch, "text": text}
-        cache.store(_KIND, key, cubin, about)
+        with _compiling():  # until it is stored: threads in the background end with the process
+            cubin = compile_kernel(kernel, arch).cubin
+            # Not by its name: a program may have several kernels, and any is asked for first.
+            about = {"source": kernel.source, "architecture": arch, "text": kernel.text}
+            cache.store(_KIND, _key(kernel.text, arch), cubin, about)
     return cubin
+
+
+def kept(kernel: Kernel, arch: str) -> bytes | None:
+    """The same if it is on disk; None if it has to be compiled."""
+    return cache.load(_KIND, _key(kernel.text, arch))
 
 
 def is_current(name: str, about: Mapping[str, str]) -> bool:
@@ -146,6 +150,9 @@ _exiting = False
 @contextmanager
 def _compiling() -> Iterator[None]:
     thread = threading.current_thread()
+    if thread in _compilers:
+        yield
+        return
     _compilers.add(thread)
     try:
         if _exiting:  # looked at after adding, as _exit sets it before looking

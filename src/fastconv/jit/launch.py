@@ -12,16 +12,17 @@ import os
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastconv.jit import maps
-from fastconv.jit.compile import GpuUnavailable, binding, build, describe, nvrtc_version
+from fastconv.jit.compile import GpuUnavailable, binding, build, describe, kept, nvrtc_version
+from fastconv.jit.workers import Workers
 from fastconv.kernels.family import AnyMap, Argument, Kernel, Launch
 
 # GPUs whose fastest instructions are compiled for that very GPU alone.
@@ -69,18 +70,64 @@ def build_all(
     ``show`` is called with the number of programs that are there, and how many there will be.
     """
     distinct = {kernel.text: kernel for kernel in kernels}  # several may be of one program
-    arguments = (distinct.values(), itertools.repeat(arch))
+    asked = {text: _asked(kernel, arch) for text, kernel in distinct.items()}
     built: dict[str, bytes] = {}
-    with ThreadPoolExecutor(compile_threads or compile_jobs()) as threads:
-        try:
-            cubins: Iterator[bytes] = threads.map(build, *arguments)
-        except RuntimeError:  # no thread can be started, or the main one has ended: here, then
-            cubins = map(build, *arguments)
-        for text, cubin in zip(distinct, cubins, strict=True):
-            built[text] = cubin
-            if show is not None:
-                show(len(built), len(distinct))
+    for text, cubin in asked.items():
+        built[text] = cubin if isinstance(cubin, bytes) else cubin.result()
+        if show is not None:
+            show(len(built), len(distinct))
     return [built[kernel.text] for kernel in kernels]
+
+
+def _asked(kernel: Kernel, arch: str) -> bytes | Future[bytes]:
+    """The machine code if it is on disk, or what a thread is going to make of it."""
+    key, work = _piece(kernel, arch)
+    return _workers.claim(key) or kept(kernel, arch) or _workers.ask(key, work, _most_jobs())
+
+
+def begin(kernels: Iterable[Kernel], arch: str, index: int) -> None:
+    """Has kernels compiled in the background, those that are not on the device yet.
+
+    :func:`load` finds them there. One of the processors is left alone; with
+    ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing: whoever asks for a kernel that
+    cannot be made is told.
+    """
+    missing = {kernel.text: kernel for kernel in kernels if (index, kernel) not in _loaded}
+    for kernel in missing.values():
+        begin_work(*_piece(kernel, arch))
+
+
+def begin_work(key: Hashable, work: Callable[[], Any]) -> None:
+    """Has any other work done there, for :func:`claim` to find it by its key. Raises nothing."""
+    with suppress(ValueError):  # who asks for a kernel is told of a variable that is no number
+        _workers.begin(key, work, _most_jobs())
+
+
+def claim(key: Hashable) -> Any:
+    """What comes of work that was begun; None if none was, or if it has failed before."""
+    future = _workers.claim(key)
+    return None if future is None else future.result()
+
+
+def _piece(kernel: Kernel, arch: str) -> tuple[Hashable, Callable[[], bytes]]:
+    return (kernel.text, arch), functools.partial(build, kernel, arch)
+
+
+def _most_jobs() -> int:
+    return compile_threads or compile_jobs() or 1
+
+
+_workers = Workers()
+
+
+def _after_fork() -> None:
+    """A forked process has none of the threads, and maybe a lock that one of them held."""
+    global _workers
+    _workers = Workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def compile_jobs() -> int | None:

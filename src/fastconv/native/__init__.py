@@ -29,6 +29,7 @@ __all__ = [
     "describe",
     "finish",
     "freeze",
+    "in_the_way",
     "load",
     "make",
     "wanted",
@@ -86,7 +87,7 @@ def begin() -> None:
         ValueError: ``FASTCONV_NATIVE`` has neither of its values.
     """
     global _begun, _background, conv2d
-    if _begun or conv2d is not None or wanted() is False or _in_the_way():
+    if _begun or conv2d is not None or wanted() is False or in_the_way():
         return
     with _lock:
         if _begun:
@@ -218,7 +219,7 @@ def _require(*arguments: Any) -> Any:
     with _lock:
         if conv2d is _require:
             if not build.is_built():
-                if _in_the_way():
+                if in_the_way():
                     raise Unavailable(
                         f"{_VARIABLE}=1 asks for the native host path, which is not built while "
                         "a CUDA graph is captured, nor in a forked process: run `fastconv build` "
@@ -241,7 +242,8 @@ def _set_reason(reason: str) -> None:
     _reason = reason
 
 
-def _in_the_way() -> bool:
+def in_the_way() -> bool:
+    """Whether nothing may be begun in the background now: see :func:`begin`."""
     return (
         _forked
         or torch.compiler.is_compiling()

@@ -19,7 +19,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 # PyTorch's own operators do; torch.autograd.Function would start over with all the levels.
 from torch.autograd.function import _SingleLevelFunction
 
-from fastconv.ops import devices
+from fastconv.ops import ahead, devices
 from fastconv.ops.schema import (
     check_dense,
     forward,
@@ -60,6 +60,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
+        ahead.begin_if_new(inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

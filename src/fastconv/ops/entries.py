@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, channels_last
 
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass
-from fastconv.ops import autograd, devices
+from fastconv.ops import ahead, autograd, devices
 from fastconv.ops.schema import (
     BIAS,
     PRECISION,
@@ -59,7 +60,11 @@ def _forward(*args: Any) -> Entry:
     def fill(input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, mode: str) -> None:
         backend.forward(result.problem, input, weight, bias, out, mode)
 
-    return _entry(planner.forward, result, args, fill)
+    entry = _entry(planner.forward, result, args, fill)
+    if entry.launches and torch.is_grad_enabled():
+        wanted = [tensor is not None and tensor.requires_grad for tensor in args[:3]]
+        ahead.begin(args, result, wanted, planner.of_process())
+    return entry
 
 
 def _input_grad(*args: Any) -> Entry:

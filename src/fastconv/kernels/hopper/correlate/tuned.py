@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 
 def choice(key: str) -> str | None:
     """The name of the fastest plan for a layer, if it was measured."""
-    return _table().get(key)
+    return table().get(key)
 
 
 def own() -> Path:
@@ -31,23 +31,24 @@ def own() -> Path:
 def read(path: Path, contents: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
     """A table, empty if there is none, or none that can be read."""
     try:
-        table = json.loads(contents(path))
+        found = json.loads(contents(path))
     except (OSError, ValueError):
         return {}
-    return table if isinstance(table, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def add(path: Path, choices: dict[str, str]) -> None:
     """Adds choices to a table, for this process as well."""
-    table = dict(sorted((read(path) | choices).items()))
+    added = dict(sorted((read(path) | choices).items()))
     trust.make_folder(path.parent)
     with open(path, "w", encoding="utf-8", opener=_open) as file:
-        file.write(json.dumps(table, indent=1) + "\n")
-    _table.cache_clear()
+        file.write(json.dumps(added, indent=1) + "\n")
+    table.cache_clear()
 
 
 @cache
-def _table() -> dict[str, str]:
+def table() -> dict[str, str]:
+    """All choices, by layer."""
     try:
         path = own()
     except RuntimeError:  # there is no home

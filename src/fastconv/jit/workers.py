@@ -1,0 +1,141 @@
+"""Work in threads: first what somebody waits for, then what somebody will want.
+
+A piece of work has a key, and is done once: who asks for one that is under way waits for it. What
+was begun ahead is kept until it is asked for. If it failed, nobody was told: it is done again for
+whoever asks, who is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any
+
+
+class Workers:
+    """Threads that end when there is nothing left to do.
+
+    ``most`` of them work at once. Of these, one is left to whoever asks next by those that work
+    ahead; so where there may be only one, nothing is done ahead.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[Hashable, _Piece] = {}  # to be done, under way, or done ahead
+        self._asked: deque[_Piece] = deque()
+        self._ahead: list[_Piece] = []
+        # No count, which an interrupt could leave as it must not be.
+        self._threads: set[threading.Thread] = set()
+        self._threads_ahead = 0  # those that work ahead
+        self._most = 1
+
+    def ask(self, key: Hashable, work: Callable[[], Any], most: int) -> Future[Any]:
+        """What comes of the work, before all that is to be done ahead."""
+        with self._lock:
+            self._most = most
+            piece = self._pieces.get(key)
+            if piece is None:
+                piece = self._pieces[key] = _Piece(key, work)
+                self._asked.append(piece)
+            self._claim(piece)
+        self._serve()
+        return piece.future
+
+    def claim(self, key: Hashable) -> Future[Any] | None:
+        """What comes of work that was begun ahead; None if none was, or if it has failed before."""
+        with self._lock:
+            piece = self._pieces.get(key)
+            if piece is None:
+                return None
+            self._claim(piece)
+        self._serve()
+        return piece.future
+
+    def begin(self, key: Hashable, work: Callable[[], Any], most: int) -> None:
+        """Has work done ahead."""
+        with self._lock:
+            self._most = most
+            if most < 2 or key in self._pieces:
+                return
+            piece = self._pieces[key] = _Piece(key, work)
+            self._ahead.append(piece)
+            if self._at_work() < most and self._threads_ahead < most - 1:
+                self._start()  # or else whoever works next does it, or who asks for it
+
+    def _claim(self, piece: _Piece) -> None:
+        piece.asked = True
+        if piece in self._ahead:
+            self._ahead.remove(piece)
+            self._asked.append(piece)
+        elif piece.future.done():
+            self._forget(piece)
+
+    def _forget(self, piece: _Piece) -> None:
+        if self._pieces.get(piece.key) is piece:
+            del self._pieces[piece.key]
+
+    def _serve(self) -> None:
+        """Sees to it that somebody does what was asked for."""
+        with self._lock:
+            if not self._asked or self._at_work() >= self._most or self._start():
+                return
+        while piece := self._next(ahead=False):
+            self._do(piece)
+
+    def _at_work(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _start(self) -> bool:
+        """Whether another thread could be started: some machines and moments do not allow it."""
+        thread = threading.Thread(target=self._work, name="fastconv", daemon=True)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.discard(thread)
+            return False
+        return True
+
+    def _work(self) -> None:
+        while piece := self._next(ahead=True):
+            self._do(piece)
+
+    def _next(self, ahead: bool) -> _Piece | None:
+        with self._lock:
+            if self._asked:
+                return self._asked.popleft()
+            if ahead and self._ahead and self._threads_ahead < self._most - 1:
+                piece = self._ahead.pop()  # backward passes go from the last layer to the first
+                piece.ahead = True
+                self._threads_ahead += 1
+                return piece
+            self._threads.discard(threading.current_thread())
+            return None
+
+    def _do(self, piece: _Piece) -> None:
+        piece.do()
+        with self._lock:
+            self._threads_ahead -= piece.ahead
+            if piece.asked or piece.failed:
+                self._forget(piece)
+
+
+class _Piece:
+    """Work, and what came of it."""
+
+    def __init__(self, key: Hashable, work: Callable[[], Any]) -> None:
+        self.key = key
+        self.future: Future[Any] = Future()
+        self.asked = False
+        self.ahead = False  # nobody had asked for it when it was begun
+        self.failed = False
+        self._work = work
+
+    def do(self) -> None:
+        try:
+            self.future.set_result(self._work())
+        except BaseException as error:  # SystemExit, too: the interpreter is shutting down
+            self.failed = True
+            self.future.set_exception(error)

@@ -1,0 +1,89 @@
+"""Plans, kept on disk beside the kernels: to read one takes a fraction of the time to make it.
+
+A plan is kept by all that it depends on: what is asked for, the GPU, the sources of the planners,
+and the choices that were measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastconv import problem as problems
+from fastconv.jit import cache as disk
+from fastconv.kernels.family import (
+    FOLDER,
+    Gpu,
+    Im2colMap,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    TensorMap,
+)
+from fastconv.kernels.hopper.correlate import tuned
+from fastconv.kernels.planner import Pass, Switch
+from fastconv.problem import Problem
+
+KIND = "plan"
+_FORMAT = (1, 0)
+_CLASSES = {one.__name__: one for one in (Plan, Launch, Kernel, TensorMap, Im2colMap)}
+_CLASS = "class"
+
+
+def kept(plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Switch) -> Plan:
+    """The plan of a pass: the one that is kept, or a new one, which is kept from now on."""
+    asked = repr((plan.__name__, problem, operands, gpu, switch))
+    key = disk.key(asked, {}, (_sources(), repr(tuned.table())), _FORMAT)
+    encoded = disk.load(KIND, key)
+    found = None if encoded is None else decode(encoded)
+    if found is None:
+        found = plan(problem, operands, gpu, switch)
+        about = {"source": f"{plan.__name__}, {found.family}", "architecture": gpu.architecture}
+        disk.store(KIND, key, encode(found), about)
+    return found
+
+
+def encode(plan: Plan) -> bytes:
+    """A plan as text. JSON: to read it executes nothing."""
+    return json.dumps(_plain(plan), separators=(",", ":")).encode()
+
+
+def decode(encoded: bytes) -> Plan | None:
+    """The plan that :func:`encode` was given; None for what it did not make."""
+    try:
+        found = _restored(json.loads(encoded))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, Plan) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if type(value).__name__ not in _CLASSES:
+        return value
+    members = {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return {_CLASS: type(value).__name__, **members}
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple([_restored(one) for one in value])
+    if not isinstance(value, dict):
+        return value
+    of = _CLASSES[value.pop(_CLASS)]
+    return of(**{name: _restored(one) for name, one in value.items()})
+
+
+@cache
+def _sources() -> str:
+    """Stands for all that plans: families, and what they know of problems."""
+    digest = hashlib.sha256()
+    for path in (Path(problems.__file__), *sorted(FOLDER.rglob("*.py"))):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

@@ -1,0 +1,223 @@
+"""Gradients' kernels, planned and compiled while the forward pass goes on. A CPU stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastconv
+from fastconv import native
+from fastconv.backends import cuda
+from fastconv.jit import launch
+from fastconv.jit.workers import Workers
+from fastconv.kernels import planner
+from fastconv.kernels.gpus import H200
+from fastconv.ops import ahead, devices, entries
+from fastconv.ops.ahead import begin  # which other tests do without
+
+
+class Noted(SimpleNamespace):
+    """Passes that were begun in the background, and those that were planned as they were needed."""
+
+    begun: list[cuda.Need]
+    needed: list[cuda.Need]
+    gradients = property(lambda self: [n for n in self.needed if n.plan is not planner.forward])
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    """Tensors of a CPU get the plans of an H200's, by Python; nothing is compiled or computed."""
+    found = Noted(begun=[], needed=[])
+    planned = cuda.planned
+
+    def needed(need: cuda.Need) -> Any:
+        found.needed.append(need)
+        return planned(need)
+
+    prepared = SimpleNamespace(run=lambda *_: None)
+    monkeypatch.setattr(native, "conv2d", None)
+    monkeypatch.setattr(native, "begin", lambda: None)
+    monkeypatch.setattr(ahead, "begin", begin)
+    monkeypatch.setattr(cuda, "planned", needed)
+    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
+    monkeypatch.setattr(cuda, "_made", set())
+    monkeypatch.setattr(launch, "prepare", lambda *_: prepared)
+    monkeypatch.setattr(launch, "begin_work", lambda need, work: found.begun.append(need))
+    for kernels, on in (
+        (devices.forward_kernels, devices._forward_on),
+        (devices.input_grad_kernels, devices._input_grad_on),
+        (devices.weight_grad_kernels, devices._weight_grad_on),
+    ):
+        monkeypatch.setitem(kernels, "cpu", on(cuda))
+    cuda._ready.cache_clear()
+    yield found
+    cuda._ready.cache_clear()
+    cuda.take_latest()
+
+
+def _tensors(
+    format: torch.memory_format = torch.contiguous_format, size: int = 12, channels: int = 16
+) -> list[Tensor]:
+    shapes = ((2, channels, size, size), (32, channels, 3, 3))
+    input, weight = (torch.randn(shape).to(memory_format=format) for shape in shapes)
+    return [input.requires_grad_(), weight.requires_grad_(), torch.randn(32, requires_grad=True)]
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32", None])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(("size", "channels"), [(12, 16), (3, 16), (13, 1)])
+def test_what_is_begun_is_what_is_needed(
+    noted: Noted, format: torch.memory_format, size: int, channels: int, precision: Any
+) -> None:
+    """Down to sizes of 1, of which strides do not tell the memory format."""
+    tensors = _tensors(format, size, channels)
+    output = fastconv.conv2d(*tensors, stride=2, precision=precision)
+    assert len(noted.begun) == 2
+    assert not noted.gradients
+    output.backward(torch.empty_like(output))
+    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
+
+
+@pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
+def test_only_what_is_recorded(noted: Noted, wanted: tuple[int, ...]) -> None:
+    tensors = [one.detach().requires_grad_(i in wanted) for i, one in enumerate(_tensors())]
+    output = fastconv.conv2d(*tensors)
+    if wanted:
+        output.backward(torch.empty_like(output))
+    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
+    assert len(noted.begun) == (0 in wanted) + (1 in wanted)
+
+
+def test_autocast_and_views(noted: Noted) -> None:
+    input, weight, bias = _tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = fastconv.conv2d(input[:, :, ::2], weight, bias, padding=1)
+    assert {need.dtype for need in noted.begun} == {torch.bfloat16}
+    output.backward(torch.empty_like(output))
+    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
+
+
+def test_tensors_that_are_not_aligned(noted: Noted) -> None:
+    input, weight, _ = _tensors()
+    at_an_offset = torch.empty(input.numel() + 1)[1:].view_as(input).requires_grad_()
+    output = fastconv.conv2d(at_an_offset, weight)
+    output.backward(torch.empty_like(output))
+    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
+    assert {need.plan: need.aligned for need in noted.begun} == {
+        planner.input_grad: True,
+        planner.weight_grad: False,
+    }
+
+
+def test_once_for_a_form(noted: Noted) -> None:
+    tensors = _tensors()
+    for _ in range(3):
+        fastconv.conv2d(*tensors)
+    assert len(noted.begun) == 2
+    with torch.no_grad():
+        fastconv.conv2d(*_tensors(size=20))  # planned, but not recorded
+    fastconv.conv2d(*tensors)
+    assert len(noted.begun) == 2
+
+
+def test_not_what_is_ready(noted: Noted) -> None:
+    """After ``prepare``, say."""
+    tensors = _tensors()
+    output = fastconv.conv2d(*tensors)
+    output.backward(torch.empty_like(output))
+    noted.begun.clear()
+    for need in noted.gradients:
+        cuda.begin(need)
+    assert not noted.begun
+
+
+@pytest.mark.parametrize("reason", ["a graph is captured", "forked", "in the midst of a trace"])
+def test_in_the_way(noted: Noted, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    if reason == "forked":
+        monkeypatch.setattr(native, "_forked", True)
+    elif reason == "a graph is captured":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    else:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    args = (*_tensors(), (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
+    result = devices.describe_forward(devices.forward_check, *args)
+    begin(args, result, (True, True, True), planner.EVERY)
+    assert not noted.begun
+
+
+def test_nothing_is_raised(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such GPU")
+
+    monkeypatch.setattr(launch, "begin_work", fail)
+    fastconv.conv2d(*_tensors())
+
+
+def test_transforms(noted: Noted) -> None:
+    """Levels of functorch have tensors of their own: nothing is begun for these."""
+    input, weight, _ = (tensor.detach() for tensor in _tensors())
+    torch.func.grad(lambda weight: fastconv.conv2d(input, weight).sum())(weight)
+    assert not noted.begun
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+    begun: list[Any] = []
+    entry = entries.Entry((), False, 0, launches=[()])
+    monkeypatch.setattr(entries, "_entry", lambda *_: entry)
+    monkeypatch.setattr(ahead, "begin", lambda *told: begun.append(told))
+    input, weight, bias = _tensors()
+    args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
+    with torch.set_grad_enabled(recorded):
+        assert entries.prepare("forward", *args) is entry
+    result = devices.describe_forward(devices.forward_check, *args)
+    told = [(args, result, [False, True, True], planner.of_process())]
+    assert begun == (told if recorded else [])
+
+
+@pytest.fixture
+def compiled(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Programs as they "compile", in threads for real."""
+    found: list[str] = []
+
+    def build(kernel: Any, arch: str) -> bytes:
+        found.append(kernel.text)
+        return b"cubin"
+
+    def prepare(launches: Any, *_: Any) -> Any:
+        launch.build_all([one.kernel for one in launches], H200.architecture)
+        return SimpleNamespace(run=lambda *_: None)
+
+    def begin_work(key: Any, work: Callable[[], Any]) -> None:
+        launch._workers.begin(key, work, 4)
+
+    monkeypatch.setattr(launch, "_workers", Workers())
+    monkeypatch.setattr(launch, "begin_work", begin_work)
+    monkeypatch.setattr(launch, "build", build)
+    monkeypatch.setattr(launch, "kept", lambda *_: None)
+    monkeypatch.setattr(launch, "prepare", prepare)
+    monkeypatch.setattr(launch, "compile_threads", 4)
+    return found
+
+
+def test_planned_and_compiled_once(noted: Noted, compiled: list[str]) -> None:
+    """Whether the backward pass comes after it all or amidst it."""
+    model = nn.Sequential(*(fastconv.Conv2d(8 * i, 8 * i + 8, 3, padding=1) for i in range(1, 7)))
+    output = model(torch.randn(2, 8, 10, 10))
+    output.backward(torch.empty_like(output))
+    assert len(compiled) == len(set(compiled))
+    assert len(noted.needed) == len(set(noted.needed)) == 6 + 6 + 5
+    assert not launch._workers._pieces
+
+
+def test_another_form_than_was_thought(noted: Noted, compiled: list[str]) -> None:
+    output = fastconv.conv2d(*_tensors())
+    grad_output = torch.empty_like(output, memory_format=torch.channels_last)
+    output.backward(grad_output)
+    assert {need.output_channels_last for need in noted.needed if need.bias_grad} == {False, True}

@@ -1,0 +1,145 @@
+"""Plans that are kept on disk are those that would be made."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastconv.backends.cuda import operands_of
+from fastconv.bench import population
+from fastconv.jit import cache, trust
+from fastconv.kernels import planner, plans
+from fastconv.kernels.family import Im2colMap, Plan, TensorMap
+from fastconv.kernels.gpus import H200, named
+from fastconv.kernels.hopper.correlate import tuned
+from fastconv.kernels.planner import EVERY, Switch
+from fastconv.kernels.plans import kept  # which other tests do without
+from fastconv.problem import Problem
+
+PASSES = (planner.forward, planner.input_grad, planner.weight_grad)
+PROBLEM = Problem.of((8, 64, 28, 28), (64, 64, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1)
+OPERANDS = operands_of(torch.bfloat16, False, False, (576, 9, 3, 1), True, "ieee", False)
+ASKED = (PROBLEM, OPERANDS, H200, EVERY)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_told", set())
+    monkeypatch.setattr(cache, "_stores", itertools.count())
+    monkeypatch.setattr(trust, "_once", threading.Lock())
+    return tmp_path / "cache"
+
+
+class Planner:
+    """A pass that notes how often it plans."""
+
+    __name__ = "forward"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *asked: Any) -> Plan:
+        self.calls += 1
+        return planner.forward(*asked)
+
+
+def test_made_once() -> None:
+    noted = Planner()
+    first, again = kept(noted, *ASKED), kept(noted, *ASKED)
+    assert first == again == planner.forward(*ASKED)
+    assert noted.calls == 1
+    assert [entry.kind for entry in cache.entries()] == ["plan"]
+    (entry,) = cache.entries()
+    assert cache.about(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {0: replace(PROBLEM, batch=9)},
+        {1: replace(OPERANDS, aligned=False)},
+        {1: replace(OPERANDS, bias_grad=True)},
+        {2: replace(H200, processors=100)},
+        {2: replace(H200, shared_bytes_per_processor=200_000)},
+        {3: Switch("direct")},
+    ],
+    ids=str,
+)
+def test_kept_by_all_that_it_depends_on(change: dict[int, Any]) -> None:
+    noted = Planner()
+    kept(noted, *ASKED)
+    other = [change.get(i, one) for i, one in enumerate(ASKED)]
+    assert kept(noted, *other) == planner.forward(*other)
+    assert noted.calls == 2
+
+
+def test_kept_by_the_pass() -> None:
+    found = [kept(plan, *ASKED) for plan in PASSES]
+    assert found == [kept(plan, *ASKED) for plan in PASSES] == [plan(*ASKED) for plan in PASSES]
+
+
+def test_kept_by_sources_and_measured_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Planner()
+    kept(noted, *ASKED)
+    with monkeypatch.context() as changed:
+        changed.setattr(tuned, "table", lambda: {"a layer": "a tile"})
+        kept(noted, *ASKED)
+    monkeypatch.setattr(plans, "_sources", lambda: "others")
+    kept(noted, *ASKED)
+    assert noted.calls == 3
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [b"", b"[", b"[1]", b"{}", b'{"class": "Plan"}', b'{"class": "Popen", "args": ["ls"]}',
+     b"[" * 100_000],
+    ids=["empty", "no JSON", "a list", "nothing", "half", "another class", "deep"],
+)  # fmt: skip
+def test_what_is_no_plan(contents: bytes, folder: Path) -> None:
+    assert plans.decode(contents) is None
+    noted = Planner()
+    expected = kept(noted, *ASKED)
+    (entry,) = cache.entries()
+    cache.store("plan", entry.path.stem, contents, {})  # its checksum is right
+    assert kept(noted, *ASKED) == kept(noted, *ASKED) == expected
+    assert noted.calls == 2
+
+
+def test_damage(folder: Path) -> None:
+    noted = Planner()
+    expected = kept(noted, *ASKED)
+    (entry,) = cache.entries()
+    contents = entry.path.read_bytes()
+    entry.path.write_bytes(contents.replace(b"hopper", b"happen"))
+    assert kept(noted, *ASKED) == expected
+    assert noted.calls == 2
+
+
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90a", "sm_120a"])
+def test_every_kind_of_plan_is_read_as_it_was(architecture: str) -> None:
+    draw, gpu, classes = random.Random(0), named(architecture), set[type]()
+    for number in range(24):
+        drawn = population.residual(draw) if number % 2 else population.workload(draw, 1e11)
+        problem = drawn.problem
+        dtype = draw.choice([torch.float32, torch.float16, torch.float64])
+        strides = torch.empty(problem.weight_shape, device="meta").stride()
+        formats = [draw.random() < 0.5] * 2
+        precision = draw.choice(["ieee", "tf32"]) if dtype == torch.float32 else "ieee"
+        operands = operands_of(dtype, *formats, strides, draw.random() < 0.8, precision)
+        for one in PASSES:
+            plan = one(problem, operands, gpu, EVERY)
+            again = plans.decode(plans.encode(plan))
+            assert again == plan
+            for launch, same in zip(plan.launches, again.launches, strict=True):
+                assert launch.kernel.text == same.kernel.text  # true is not 1 there
+                classes.update(map(type, launch.arguments))
+    maps = {TensorMap, Im2colMap} if architecture == "sm_90a" else set()
+    assert classes == {str, int} | maps

@@ -1,0 +1,219 @@
+"""Threads that do what is asked for, and before it is asked for; each piece of work once."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from fastconv.jit import launch
+from fastconv.jit.workers import Workers
+
+PATIENCE_S = 60
+
+
+class Gate:
+    """Work that begins, and ends when it may."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.began.set()
+        assert self.may_end.wait(PATIENCE_S)
+        return "through"
+
+
+def _idle(workers: Workers) -> None:
+    """Waits until no thread has anything left to do."""
+    until = time.monotonic() + PATIENCE_S
+    while workers._threads:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_what_was_begun_is_not_done_again() -> None:
+    workers, done = Workers(), Counter[int]()
+    workers.begin(1, lambda: done.update([1]) or "first", 2)
+    _idle(workers)
+    workers.begin(1, lambda: done.update([1]), 2)
+    assert workers.ask(1, lambda: done.update([1]), 2).result(PATIENCE_S) == "first"
+    _idle(workers)
+    assert done == {1: 1}
+    assert not workers._pieces
+
+
+def test_who_asks_for_what_is_under_way_waits_for_it() -> None:
+    workers, gate = Workers(), Gate()
+    workers.begin("gate", gate, 2)
+    assert gate.began.wait(PATIENCE_S)
+    first, second = workers.ask("gate", pytest.fail, 2), workers.claim("gate")
+    assert second is first
+    assert not first.done()
+    gate.may_end.set()
+    assert first.result(PATIENCE_S) == "through"
+    _idle(workers)
+    assert not workers._pieces
+
+
+def test_one_thread_is_left_to_who_asks() -> None:
+    workers, gates = Workers(), [Gate() for _ in range(4)]
+    for number, gate in enumerate(gates):
+        workers.begin(number, gate, 3)
+    assert all(gate.began.wait(PATIENCE_S) for gate in gates[:2])
+    assert workers.ask("asked", lambda: "at once", 3).result(PATIENCE_S) == "at once"
+    assert not any(gate.began.is_set() for gate in gates[2:])
+    for gate in gates:
+        gate.may_end.set()
+    _idle(workers)
+    assert all(gate.began.is_set() for gate in gates)
+
+
+def test_what_is_asked_for_comes_first() -> None:
+    """Then what was begun last."""
+    workers, gates, order = Workers(), [Gate(), Gate()], list[str]()
+    futures = [workers.ask(gate, gate, 2) for gate in gates]
+    for name in "abc":
+        workers.begin(name, partial(order.append, name), 2)
+    workers.ask("d", partial(order.append, "d"), 2)
+    workers.claim("c")
+    assert gates[1].began.wait(PATIENCE_S)
+    gates[0].may_end.set()
+    while len(order) < 4:
+        time.sleep(0.001)
+    assert order == ["d", "c", "b", "a"]
+    gates[1].may_end.set()
+    assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
+
+
+def test_with_one_thread_nothing_is_begun() -> None:
+    workers = Workers()
+    workers.begin(1, pytest.fail, 1)
+    assert workers.claim(1) is None
+    assert not workers._threads
+
+
+def test_what_fails_is_told_to_who_asks_and_done_again() -> None:
+    workers, tried = Workers(), list[int]()
+
+    def fail() -> None:
+        tried.append(1)
+        raise ValueError("no")
+
+    workers.begin(1, fail, 2)
+    _idle(workers)
+    assert workers.claim(1) is None
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            workers.ask(1, fail, 2).result(PATIENCE_S)
+        _idle(workers)
+    assert len(tried) == 3
+    assert not workers._pieces
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    workers = Workers()
+    workers.begin(1, lambda: "ahead", 4)
+    workers.begin(2, lambda: "left", 4)
+    assert workers.ask(3, lambda: "here", 4).result(0) == "here"
+    future = workers.claim(1)
+    assert future is not None
+    assert future.result(0) == "ahead"
+    assert list(workers._pieces) == [2]
+
+
+def test_many_threads() -> None:
+    """They begin, claim and ask: nothing is done twice at a time, nor too much at once."""
+    workers, most, keys = Workers(), 5, 40
+    lock, under_way, at_once = threading.Lock(), Counter[Hashable](), list[int]()
+
+    def work(key: int) -> Callable[[], int]:
+        def do() -> int:
+            with lock:
+                assert not under_way[key]
+                under_way[key] += 1
+                at_once.append(under_way.total())
+            time.sleep(random.random() / 2000)
+            with lock:
+                under_way[key] -= 1
+            if key % 7 == 0:
+                raise ValueError(str(key))
+            return key * key
+
+        return do
+
+    wrong: list[Any] = []
+
+    def use(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(600):
+            key = draw.randrange(keys)
+            how = draw.choice(["begin", "begin", "claim", "ask"])
+            if how == "begin":
+                workers.begin(key, work(key), most)
+                continue
+            future = workers.claim(key) if how == "claim" else workers.ask(key, work(key), most)
+            if future is None:
+                continue
+            try:
+                if future.result(PATIENCE_S) != key * key or key % 7 == 0:
+                    wrong.append(key)
+            except ValueError as error:
+                if str(error) != str(key) or key % 7:
+                    wrong.append(error)
+            except BaseException as error:
+                wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    _idle(workers)
+    assert not wrong
+    assert max(at_once) <= most
+    assert workers._threads_ahead == 0
+    assert not workers._asked
+    assert not workers._ahead
+    assert all(piece.future.done() and not piece.asked for piece in workers._pieces.values())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_forked_process_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has neither the threads nor what they were about to do."""
+    gate = Gate()
+    monkeypatch.setattr(launch, "_workers", Workers())
+    launch._workers.begin("gate", gate, 2)
+    assert gate.began.wait(PATIENCE_S)
+    with launch._workers._lock:  # as a thread might have it
+        child = os.fork()
+        if not child:
+            found = launch._workers.ask("gate", lambda: 7, 2).result(PATIENCE_S)
+            os._exit(found)
+    gate.may_end.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    _idle(launch._workers)
+
+
+def test_begin_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is no number is told to who asks for a kernel."""
+    monkeypatch.setenv(launch.JOBS_VARIABLE, "two")
+    launch.begin_work("never", pytest.fail)
+    assert launch.claim("never") is None
