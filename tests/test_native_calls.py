@@ -461,7 +461,7 @@ class Trouble(Exception):
 class Launching:
     """By Entries of the tests' own; tensors of a CPU have the null stream."""
 
-    TENSORS = tuple(("tensor", i) for i in range(5))
+    TENSORS = tuple(("tensor", i) for i in range(6))
 
     def _answer(
         self, host: Host, driver: Driver, *arguments: Any, early: Sequence[int] = (), **fields: Any
@@ -504,13 +504,13 @@ class TestLaunching(Launching):
         some = tensors(INPUT, WEIGHT, BIAS)
         output = fastconv.conv2d(*some)
         first, second = driver.launched
-        *addresses, scratch = first[-1][:5]
+        *addresses, scratch = first[-1][:6]
         assert first[:-1] == (0xF0, 5, 6, 7, 128, 1, 1, 0, None)
         assert second[:-1] == (0xF1, 5, 6, 8, 128, 1, 1, 1024, None)
-        assert addresses == [t.data_ptr() for t in (*some, output)]
-        assert scratch not in (0, *addresses)
+        assert addresses == [*(t.data_ptr() for t in some), 0, output.data_ptr()]
+        assert scratch not in addresses
         values = [-1, 0, 2**31 - 1, -(2**31)]
-        assert first[-1][5:] == values
+        assert first[-1][6:] == values
         assert second[-1] == [*values, scratch, *addresses[::-1]]
         assert driver.early == [number in early for number in range(2)]
 
@@ -519,7 +519,7 @@ class TestLaunching(Launching):
         input, weight = tensors(INPUT, WEIGHT)
         output = fastconv.conv2d(input, weight)
         addresses = [t.data_ptr() for t in (input, weight, output)]
-        assert driver.launched[0][-1] == [*addresses[:2], 0, addresses[2], 0]
+        assert driver.launched[0][-1] == [*addresses[:2], 0, 0, addresses[2], 0]
 
     @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
     def test_backward(self, host: Host, driver: Driver, bias: bool) -> None:
@@ -532,10 +532,10 @@ class TestLaunching(Launching):
         found = [gradient.data_ptr() for gradient in gradients] + [0] * (not bias)
         above = grad_output.data_ptr()
         of_input, of_weight = (values for *_, values in driver.launched[1:])
-        assert of_input[:4] == [above, weight, 0, found[0]]
+        assert of_input[:5] == [above, weight, 0, 0, found[0]]
         assert of_weight[:4] == [above, input, found[1], found[2]]
         assert [gradient.shape for gradient in gradients] == [t.shape for t in some]
-        assert 0 not in (of_input[4], of_weight[4])
+        assert 0 not in (of_input[5], of_weight[4])
 
     @pytest.mark.parametrize(
         "copied", [(False, False), (False, True), (True, False), (True, True)], ids=str
@@ -560,7 +560,7 @@ class TestLaunching(Launching):
     def test_maps(self, host: Host, driver: Driver) -> None:
         """Several among other arguments, in several launches."""
         one, two = bytes(range(128)), bytes(reversed(range(128)))
-        arguments = (("map", one, 0), ("int", 7), ("map", two, 1), ("tensor", 2), ("map", one, 3))
+        arguments = (("map", one, 0), ("int", 7), ("map", two, 1), ("tensor", 2), ("map", one, 4))
         self._answer(host, driver, arguments, (("map", two, 0),))
         for _ in range(2):
             driver.launched.clear()
@@ -628,7 +628,7 @@ class TestFrozenWeights(Launching):
 
     @pytest.fixture(autouse=True)
     def _packing(self, host: Host, driver: Driver) -> Iterator[None]:
-        weight, scratch = self.TENSORS[1], self.TENSORS[4]
+        weight, scratch = self.TENSORS[1], self.TENSORS[5]
         self._answer(host, driver, (weight, scratch), (scratch,), packs=1, scratch_bytes=256)
         self.driver = driver
         self.where: dict[int, int] = {}

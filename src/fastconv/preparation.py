@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv.backends import cuda
 from fastconv.jit import launch
-from fastconv.kernels import planner
 from fastconv.kernels.family import Kernel
-from fastconv.ops import schema
+from fastconv.ops import devices
+from fastconv.ops.schema import OPERATORS
 from fastconv.problem import Problem
 
 _GPU = "cuda"
@@ -180,25 +180,13 @@ class _Recorder(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _note(self, function: Any, *args: Any, **kwargs: Any) -> None:
-        plan, describe, check = _OPERATORS[function]
-        result = describe(check, *args, **kwargs)
+        operator = _OPERATORS[function]
+        result = operator.describe(operator.check, *args, **kwargs)
         if result.device.type != _GPU:
             return
-        first, second, *_ = args
-        bias_grad = plan is planner.weight_grad and args[schema.BIAS]
-        need = cuda.need(
-            plan, result.problem, first, second, result.new(), args[schema.PRECISION], bias_grad
-        )
+        need = devices.need(operator, result, args)
         if need is not None:
             self.needs[need] += 1
 
 
-_OPERATORS: dict[Any, tuple[Any, Any, Any]] = {
-    schema.forward: (planner.forward, schema.describe_forward, schema.forward_result),
-    schema.input_grad: (planner.input_grad, schema.describe_input_grad, schema.input_grad_result),
-    schema.weight_grad: (
-        planner.weight_grad,
-        schema.describe_weight_grad,
-        schema.weight_grad_result,
-    ),
-}
+_OPERATORS = {operator.call: operator for operator in OPERATORS.values()}

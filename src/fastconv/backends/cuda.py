@@ -14,11 +14,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
+from fastconv.backends.epilogue import applied
 from fastconv.jit import launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.problem import Problem
+from fastconv.problem import Epilogue, Problem
 
 _SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -35,8 +36,10 @@ def forward(
     bias: Tensor | None,
     out: Tensor,
     precision: str | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = Epilogue(),
 ) -> None:
-    """Fill ``out`` with the convolution of ``input``.
+    """Fill ``out`` with activation(convolution of ``input`` + bias + residual).
 
     ``precision`` is that of float32 products; None follows PyTorch's setting, in all three passes.
     """
@@ -44,15 +47,25 @@ def forward(
         out.zero_()
         if bias is not None:
             out.add_(bias[:, None, None])
+        if epilogue != Epilogue():
+            out.copy_(applied(out, residual, epilogue))
     elif out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
         planes = None if bias is None else torch.view_as_real(bias).flatten()
-        forward(_real(problem), _planes(input), _real_weight(weight), planes, real, precision)
+        forward(
+            _real(problem), _planes(input), _real_weight(weight), planes, real, precision,
+            None if residual is None else _planes(residual), epilogue,
+        )  # fmt: skip
         _set_planes(out, real)
     else:
         input, weight = _dense(input), _dense(weight)
-        asked = _need(planner.forward, problem, input, out, weight, precision)
-        ready(asked).run(input, weight, None if bias is None else bias.contiguous(), out)
+        residual = None if residual is None else _laid_out_as(out, residual)
+        asked = _need(
+            planner.forward, problem, input, out, weight, precision,
+            residual=residual, epilogue=epilogue,
+        )  # fmt: skip
+        bias = None if bias is None else bias.contiguous()
+        ready(asked).run(input, weight, bias, residual, out)
 
 
 def input_grad(
@@ -72,7 +85,7 @@ def input_grad(
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
     asked = _need(planner.input_grad, problem, grad_output, out, weight, precision)
-    ready(asked).run(grad_output, weight, None, out)
+    ready(asked).run(grad_output, weight, None, None, out)
 
 
 def weight_grad(
@@ -110,6 +123,7 @@ class Need(NamedTuple):
     aligned: bool
     precision: str
     bias_grad: bool
+    epilogue: Epilogue
     device: int
     switch: Switch
 
@@ -123,18 +137,21 @@ def need(
     precision: str | None,
     bias_grad: bool = False,
     switch: Switch | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = Epilogue(),
 ) -> Need | None:
     """What one of these passes needs, for tensors that lie in memory as these do; fake ones, too.
 
     It is planned by the switch, or by the one that is set. The tensors that are not dense
-    (:func:`is_dense`) have to be made contiguous first. None where there is more to it than
-    launches.
+    (:func:`is_dense`) have to be made contiguous first, and a residual has to lie in memory as the
+    result does. None where there is more to it than launches.
     """
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
-    return _need(plan, problem, *roles, precision, bias_grad, switch)
+    residual = None if residual is None else _laid_out_as(out, residual)
+    return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue)
 
 
 def ready(need: Need, plan: Plan | None = None) -> Ready:
@@ -149,7 +166,7 @@ def ready(need: Need, plan: Plan | None = None) -> Ready:
 
 
 # The names that launches know a pass's tensors by, in the order of Ready.run.
-CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
+CORRELATION_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
 _TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
     planner.input_grad: CORRELATION_TENSORS,
@@ -184,6 +201,8 @@ def _need(
     precision: str | None,
     bias_grad: bool = False,
     switch: Switch | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = Epilogue(),
 ) -> Need:
     """The same; the arguments are Operands' roles."""
     dtype = input.dtype
@@ -200,9 +219,13 @@ def _need(
         weight.stride(),
         # Those without data stand for such as PyTorch allocates.
         isinstance(input, FakeTensor)
-        or (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
+        or (
+            (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0
+            and (residual is None or residual.data_ptr() % 16 == 0)
+        ),
         precision,
         bias_grad,
+        epilogue,
         output.device.index,
         planner.current() if switch is None else switch,
     )
@@ -236,6 +259,7 @@ def planned(need: Need) -> Plan:
         need.aligned,
         need.precision,
         need.bias_grad,
+        need.epilogue,
     )
     _check_sizes(need.problem)
     return need.plan(need.problem, operands, gpu(need.device), need.switch)
@@ -283,6 +307,14 @@ def gpu(index: int) -> Gpu:
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor itself where it is dense, or a copy."""
     return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def _laid_out_as(output: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor itself where it has the output's memory format, without gaps, or a copy."""
+    contiguous = output.is_contiguous()
+    return tensor.contiguous(
+        memory_format=torch.contiguous_format if contiguous else torch.channels_last
+    )
 
 
 def is_dense(tensor: Tensor) -> bool:
