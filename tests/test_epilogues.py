@@ -7,12 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import gradcheck, gradgradcheck
 from torch.export import Dim
 from torch.func import grad, jacrev, jvp, vmap
@@ -21,11 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastconv
 import oracle
 from fastconv import ops
-from fastconv.backends import cpu
-from fastconv.problem import ACTIVATIONS
+from fastconv.backends import cpu, cuda
+from fastconv.kernels import planner
+from fastconv.ops.schema import OPERATORS
+from fastconv.problem import ACTIVATIONS, Epilogue
 from recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("host_path")
+# Where the dispatcher has to see the operators, both paths are the same.
+by_python = pytest.mark.parametrize("host_path", ["python"], indirect=True)
 
 FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
@@ -64,9 +72,7 @@ def conv2d(
     **options: Any,
 ) -> Tensor:
     options = options or OPTIONS
-    return fastconv.conv2d(
-        input, weight, bias, **options, activation=activation, residual=residual
-    )
+    return fastconv.conv2d(input, weight, bias, **options, activation=activation, residual=residual)
 
 
 def reference(
@@ -153,9 +159,10 @@ def test_layers(
         _assert_close(output, [*some, bias, added], activation, **options)
 
 
+@by_python
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the CPU computes one after the other, cut along every dimension."""
-    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 1 << 10)
+    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 1 << 12)
     for input, weight, options in CASES.values():
         some = _tensors(input, weight)
         residual = torch.randn_like(oracle.conv2d(*some, **options))
@@ -235,6 +242,87 @@ def test_a_lazy_negative() -> None:
     torch.testing.assert_close(conv2d(*tensors[:3], negative), expected)
 
 
+# --- What the CUDA backend hands to launches ------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[cuda.Need, tuple[Any, ...]]]:
+    """What would be launched, and with which tensors; these are a CPU's."""
+    found: list[tuple[cuda.Need, tuple[Any, ...]]] = []
+
+    def ready(need: cuda.Need) -> Any:
+        return SimpleNamespace(run=lambda *tensors: found.append((need, tensors)))
+
+    monkeypatch.setattr(cuda, "ready", ready)
+    return found
+
+
+def _on_cuda(*tensors: Any, activation: str, memory_format: Any = None) -> Tensor:
+    input, weight, bias, residual = tensors
+    arguments = (input, weight, bias, residual, *GEOMETRY, activation, 0.0)
+    result = OPERATORS["fused"].result(*arguments)
+    out = torch.zeros(result.shape, dtype=input.dtype).to(
+        memory_format=memory_format or result.memory_format
+    )
+    cuda.forward(result.problem, input, weight, bias, out, None, residual, result.epilogue)
+    return out
+
+
+@by_python
+def test_launches(launched: list[Any]) -> None:
+    *some, residual = _tensors(*ALL, dtype=torch.float32)
+    out = _on_cuda(*some, residual, activation="silu")
+    _on_cuda(*some, None, activation="silu")
+    (need, given), (without, nothing) = launched
+    assert (need.epilogue, without.epilogue) == (Epilogue("silu", 0.0, True), Epilogue("silu"))
+    assert [t.data_ptr() for t in given] == [t.data_ptr() for t in (*some, residual, out)]
+    assert nothing[3] is None
+    assert len(given) + 1 == len(cuda.CORRELATION_TENSORS)
+
+
+@by_python
+def test_launches_wherever_the_residual_lies(launched: list[Any]) -> None:
+    *some, residual = _tensors(*ALL, dtype=torch.float32)
+    misaligned = torch.empty(residual.numel() + 1)[1:].view_as(residual).copy_(residual)
+    apart = misaligned.repeat_interleave(2, 3)[..., ::2]
+    last = residual.to(memory_format=torch.channels_last)
+    for given, out_format, is_copied, aligned in (
+        (residual, torch.contiguous_format, False, True),
+        (last, torch.channels_last, False, True),
+        (last, torch.contiguous_format, True, True),
+        (residual, torch.channels_last, True, True),
+        (misaligned, torch.contiguous_format, False, False),
+        (misaligned, torch.channels_last, True, True),
+        (apart, torch.contiguous_format, True, True),
+    ):
+        out = _on_cuda(*some, given, activation="relu", memory_format=out_format)
+        need, (*_, read, _) = launched[-1]
+        assert read.stride() == out.stride()
+        assert read.equal(residual)
+        assert (read is not given) == is_copied
+        assert need.aligned == aligned
+        asked = cuda.need(
+            planner.forward, need.problem, *some[:2], out, None,
+            residual=given, epilogue=need.epilogue,
+        )  # fmt: skip
+        assert asked == need
+
+
+@by_python
+def test_what_is_more_than_launches(launched: list[Any]) -> None:
+    _, _, bias, residual = _tensors(*ALL, dtype=torch.float32)
+    nothing = torch.empty(2, 0, 5, 6), torch.empty(6, 0, 3, 2)
+    out = _on_cuda(*nothing, bias, residual, activation="tanh")
+    torch.testing.assert_close(out, torch.tanh(bias[:, None, None] + residual))
+    assert launched == []
+    numbers = _tensors(*ALL, dtype=torch.complex64)
+    _on_cuda(*numbers, activation="identity")
+    ((need, (*_, planes, _)),) = launched
+    assert need.epilogue == Epilogue(residual=True)
+    assert planes[:, 0::2].equal(numbers[3].real)
+    assert planes[:, 1::2].equal(numbers[3].imag)
+
+
 # --- Errors ---------------------------------------------------------------------------------------
 
 
@@ -298,12 +386,12 @@ def _operator_arguments(dtype: torch.dtype = torch.float32) -> Any:
         yield *some, *others, *GEOMETRY, "silu", 0.0
 
 
-@pytest.mark.parametrize("host_path", ["python"], indirect=True)  # the dispatcher's is the same
+@by_python
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "requires_grad"])
 def test_opcheck(requires_grad: bool) -> None:
-    for arguments in list(_operator_arguments())[::3]:
+    for arguments in (*_operator_arguments(),)[::13]:  # one without bias and residual, one with
         prepared = [
-            argument.detach().requires_grad_(requires_grad) if isinstance(argument, Tensor) else argument
+            argument.requires_grad_(requires_grad) if isinstance(argument, Tensor) else argument
             for argument in arguments
         ]
         torch.library.opcheck(ops.fused, tuple(prepared))
@@ -512,11 +600,9 @@ def _targets(graph: torch.fx.Graph) -> list[str]:
 FUSED, FORWARD = "fastconv.fused.default", "fastconv.forward.default"
 
 
+@by_python
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compile(training: bool) -> None:
-    from torch._dynamo.backends.common import aot_autograd
-    from functorch.compile import make_boxed_func
-
     graphs: list[torch.fx.GraphModule] = []
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -542,10 +628,9 @@ def test_compile(training: bool) -> None:
         assert set(targets) == {FUSED}
 
 
+@by_python
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_export_and_decompositions(tmp_path: Path) -> None:
-    import onnxruntime
-
     model, input = _Block().eval(), torch.randn(2, 4, 5, 6)
     program = torch.export.export(model, (input,), dynamic_shapes=({0: Dim("batch")},))
     assert set(_targets(program.graph)) == {FUSED}
@@ -558,7 +643,7 @@ def test_export_and_decompositions(tmp_path: Path) -> None:
     decomposed = program.run_decompositions(table)
     assert not any("fastconv" in target for target in _targets(decomposed.graph))
     path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (input,), path, dynamo=True, dynamic_shapes=({0: Dim("batch")},))
+    torch.onnx.export(program, (), path, dynamo=True)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (argument,) = session.get_inputs()
     for batch in (1, 3):

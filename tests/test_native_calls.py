@@ -35,6 +35,7 @@ from fastconv.kernels import planner
 from fastconv.native import build
 from fastconv.ops import entries
 from fastconv.ops.entries import Entry
+from fastconv.problem import ACTIVATIONS
 from test_native import (
     BIAS,
     INPUT,
@@ -287,6 +288,111 @@ class TestTable:
         assert str(ours.value) == str(pythons.value)
 
 
+def fused(host: Host, *some: Any, **options: Any) -> Tensor:
+    """A call with an epilogue, which has to go by the library."""
+    before = len(host.filled)
+    output = fastconv.conv2d(*some, **options)
+    assert host.filled[before:] == ["fused"]
+    return output
+
+
+class TestEpilogues:
+    def test_every_activation_is_known(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, BIAS)
+        for name in ACTIVATIONS:
+            fused(host, *some, activation=name)
+        slopes = dict.fromkeys(ACTIVATIONS, 0.0) | {"leaky_relu": 0.01}
+        assert {activation: slope for *_, activation, slope in host.asked} == slopes
+        assert host.operators == ["fused"] * len(ACTIVATIONS)
+
+    def test_the_same_form_is_prepared_once(self, host: Host) -> None:
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        for _ in range(3):
+            output = fused(host, *some, activation="relu", residual=residual)
+            close(output, F.relu(F.conv2d(*some) + residual))
+        ((_, *arguments),) = host.asked
+        assert [t.data_ptr() for t in arguments[:4]] == [t.data_ptr() for t in (*some, residual)]
+        assert arguments[4:] == [[1, 1], [0, 0, 0, 0], [1, 1], 1, arguments[8], "relu", 0.0]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"activation": "silu"},
+            {"activation": None},
+            {"activation": ("leaky_relu", 0.2)},
+            {"residual": None},
+            {"residual": lambda r: r.to(memory_format=torch.channels_last)},
+            {"residual": lambda r: r.repeat_interleave(2, 3)[..., ::2]},
+            {"residual": misaligned},
+        ],
+        ids=str,
+    )
+    def test_another_epilogue_is_another_entry(self, host: Host, change: dict[str, Any]) -> None:
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        first = {"activation": ("leaky_relu", 0.1), "residual": residual}
+        second = first | change
+        if callable(second["residual"]):
+            second["residual"] = second["residual"](residual)
+        for options in (first, second, first, second):
+            fused(host, *some, **options)
+        assert len(host.asked) == 2
+
+    def test_calls_without_one_are_as_ever(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, BIAS)
+        fused(host, *some, activation="identity")
+        fastconv.conv2d(*some, activation=None, residual=None)
+        assert host.operators == ["fused", "forward"]
+
+    @pytest.mark.parametrize("which", range(4))
+    def test_recorded(self, host: Host, which: int) -> None:
+        """Made of a convolution that is recorded here, and PyTorch's functions."""
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        (*some, residual)[which].requires_grad_()
+        output = fastconv.conv2d(*some, activation="silu", residual=residual)
+        close(output, F.silu(F.conv2d(*some) + residual))
+        assert output.requires_grad
+        assert host.filled == ["forward"]
+        with torch.no_grad():
+            close(fused(host, *some, activation="silu", residual=residual), output)
+
+    def test_a_tangent(self, host: Host) -> None:
+        input, weight, residual = tensors(INPUT, WEIGHT, (2, 6, 4, 3))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(residual, torch.ones_like(residual))
+            output = fastconv.conv2d(input, weight, activation="relu", residual=dual)
+            tangent = torch.autograd.forward_ad.unpack_dual(output).tangent
+        assert tangent.equal((F.conv2d(input, weight) + residual > 0).float())
+        assert "fused" not in host.filled
+
+    def test_autocast(self, host: Host) -> None:
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = fused(host, *some, activation="relu", residual=residual)
+        assert output.dtype == torch.bfloat16
+        assert {t.dtype for t in host.asked[0][1:5]} == {torch.bfloat16}
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"activation": "swish"},
+            {"activation": ("relu", 0.5)},
+            {"activation": ("leaky_relu", float("nan"))},
+            {"residual": torch.zeros(2, 6, 4, 4)},
+            {"residual": torch.zeros(6, 4, 3)},
+            {"residual": torch.zeros(2, 6, 4, 3).double()},
+        ],
+        ids=str,
+    )
+    def test_errors_are_pythons(self, host: Host, options: dict[str, Any]) -> None:
+        some = tensors(INPUT, WEIGHT)
+        with pytest.raises((RuntimeError, ValueError)) as ours:
+            fastconv.conv2d(*some, **options)
+        native.conv2d = None  # the fixture's patch is undone all the same
+        with pytest.raises(type(ours.value)) as pythons:
+            fastconv.conv2d(*some, **options)
+        assert str(ours.value) == str(pythons.value)
+
+
 SUBSETS = [which for n in (1, 2, 3) for which in itertools.combinations(range(3), n)]
 
 
@@ -487,7 +593,8 @@ class Launching:
         def answer(operator: str, first: Tensor, second: Tensor, *rest: Any) -> Entry:
             shape = entries.prepare(operator, first, second, *rest).shape
             elements = first.shape[1] if operator == "weight_grad" and rest[-2] else 0
-            return Entry(shape, False, elements, launches=launches, trouble=trouble, **fields)
+            form = {"channels_last": False, **fields}
+            return Entry(shape, bias_elements=elements, launches=launches, trouble=trouble, **form)
 
         host.answer = answer
         return troubles
@@ -556,6 +663,27 @@ class TestLaunching(Launching):
         contiguous = [tensor.flatten().tolist() for tensor in some]
         (*_, values) = driver.launched[0]
         assert [a == b for a, b in zip(values, contiguous, strict=True)] == [*copied, True]
+
+    @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels last"])
+    def test_residual(self, host: Host, driver: Driver, channels_last: bool) -> None:
+        """It lies in memory as the output does, or is copied."""
+        self._answer(host, driver, self.TENSORS[3:5], channels_last=channels_last)
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        stored = residual.permute(0, 2, 3, 1) if channels_last else residual
+
+        def read(kind: str, address: int) -> Any:
+            values = ctypes.POINTER(ctypes.c_float).from_address(address)
+            return ctypes.c_uint64.from_address(address).value, values[: residual.numel()]
+
+        driver._read = read  # type: ignore[method-assign]
+        last = residual.to(memory_format=torch.channels_last)
+        apart = residual.repeat_interleave(2, 2)[:, :, ::2]
+        for given, as_it_is in ((residual, not channels_last), (last, channels_last), (apart, 0)):
+            output = fastconv.conv2d(*some, activation="relu", residual=given)
+            *_, ((address, values), (to, _)) = driver.launched[-1]
+            assert to == output.data_ptr() != address
+            assert values == stored.flatten().tolist()
+            assert (address == given.data_ptr()) == as_it_is
 
     def test_maps(self, host: Host, driver: Driver) -> None:
         """Several among other arguments, in several launches."""

@@ -19,7 +19,7 @@ from fastconv.kernels.gpus import GPUS, H200
 from fastconv.kernels.planner import EVERY, Switch, SwitchError
 from fastconv.ops import entries
 from fastconv.ops.schema import OPERATORS
-from fastconv.problem import Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, Problem
 
 PASSES = (planner.forward, planner.input_grad, planner.weight_grad)
 PROBLEM = Problem.of((8, 64, 56, 56), (64, 64, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1)
@@ -185,7 +185,7 @@ def test_entries_are_the_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     result = SimpleNamespace(
         problem=PROBLEM, shape=PROBLEM.output_shape, memory_format=None,
-        device=SimpleNamespace(type="cuda"), epilogue=Epilogue(),
+        device=SimpleNamespace(type="cuda"), epilogue=NO_EPILOGUE,
         new=lambda: torch.empty(PROBLEM.output_shape, dtype=torch.float16),
     )  # fmt: skip
 

@@ -39,8 +39,9 @@ def conv2d(
 ) -> Tensor:
     r"""Applies a 2-D convolution, as :func:`torch.nn.functional.conv2d` does.
 
-    Beyond it, with ``activation`` or ``residual``: activation(convolution + bias + residual). Unless
-    gradients are recorded, this is one kernel, which rounds to the tensors' type once, at its end.
+    Beyond it, with ``activation`` or ``residual``: activation(convolution + bias + residual), in
+    one kernel, which rounds to the tensors' type once. Where gradients are recorded, convolution,
+    sum and activation are three steps, and each of them rounds.
 
     Args:
         input: ``(batch, in_channels, height, width)``, or without ``batch``.
@@ -88,8 +89,8 @@ def conv2d(
         )  # fmt: skip
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            name = "residual" if tensor is residual else ("input", "weight", "bias")[i]
-            raise TypeError(f"conv2d(): {name} must be a Tensor, not {type(tensor).__name__}")
+            names = ("input", "weight", *(["bias"] if bias is not None else []), "residual")
+            raise TypeError(f"conv2d(): {names[i]} must be a Tensor, not {type(tensor).__name__}")
     if input.dim() not in (3, 4):
         raise RuntimeError(
             "Expected 3D (unbatched) or 4D (batched) input to conv2d, "

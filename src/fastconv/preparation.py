@@ -22,7 +22,7 @@ from fastconv.jit import launch
 from fastconv.kernels.family import Kernel
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
-from fastconv.problem import Problem
+from fastconv.problem import Epilogue, Problem
 
 _GPU = "cuda"
 
@@ -30,11 +30,19 @@ _GPU = "cuda"
 class PreparedPass(NamedTuple):
     """A pass that some of the network's layers have in common."""
 
-    name: str  # of the operator: "forward", "input_grad" or "weight_grad"
+    name: str  # "forward", "input_grad" or "weight_grad"
     problem: Problem
     dtype: torch.dtype
     family: str  # whose kernels compute it
     calls: int  # in one step of the network
+    epilogue: Epilogue  # of a forward pass
+
+    @property
+    def label(self) -> str:
+        """The operator's name, and what is done to its sums: "forward+residual+relu"."""
+        residual = ["residual"] if self.epilogue.residual else []
+        activation = self.epilogue.activation
+        return "+".join((self.name, *residual, *([activation] if activation != "identity" else [])))
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Preparation:
             sizes = ("x".join(map(str, s)) for s in (one.problem.input_shape,
                                                      one.problem.weight_shape))  # fmt: skip
             dtype = str(one.dtype).removeprefix("torch.")
-            rows.append((one.name, *sizes, dtype, one.family, str(one.calls)))
+            rows.append((one.label, *sizes, dtype, one.family, str(one.calls)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = (
@@ -107,7 +115,9 @@ def prepare(
     for need, plan in plans.items():
         cuda.ready(need, plan)
     passes = (
-        PreparedPass(need.plan.__name__, need.problem, need.dtype, plan.family, needs[need])
+        PreparedPass(
+            need.plan.__name__, need.problem, need.dtype, plan.family, needs[need], need.epilogue
+        )
         for need, plan in plans.items()
     )
     return Preparation(

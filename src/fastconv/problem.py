@@ -32,6 +32,8 @@ class Epilogue(NamedTuple):
     residual: bool = False
 
 
+NO_EPILOGUE = Epilogue()
+
 ACTIVATIONS = (
     "identity", "relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid",
     "tanh",

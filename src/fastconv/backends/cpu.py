@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fastconv.backends.epilogue import applied
-from fastconv.problem import Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 SCRATCH_BYTES = 48 << 20
 """Bound on the extra memory of a pass: one half for a block, one half for a rearranged weight."""
@@ -66,7 +66,7 @@ def forward(
     out: Tensor,
     precision: str | None = None,
     residual: Tensor | None = None,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
     """Fill ``out`` with activation(convolution of ``input`` + bias + residual).
 
@@ -362,7 +362,7 @@ def _correlate(
     column_axis: _Axis,
     scratch: _Scratch,
     residual: Tensor | None = None,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
     """Fill ``target``'s channels with what taps read of ``source``, times ``weights``.
 

@@ -19,7 +19,7 @@ from fastconv.jit import launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.problem import Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 _SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -37,7 +37,7 @@ def forward(
     out: Tensor,
     precision: str | None = None,
     residual: Tensor | None = None,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
     """Fill ``out`` with activation(convolution of ``input`` + bias + residual).
 
@@ -47,7 +47,7 @@ def forward(
         out.zero_()
         if bias is not None:
             out.add_(bias[:, None, None])
-        if epilogue != Epilogue():
+        if epilogue != NO_EPILOGUE:
             out.copy_(applied(out, residual, epilogue))
     elif out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
@@ -138,7 +138,7 @@ def need(
     bias_grad: bool = False,
     switch: Switch | None = None,
     residual: Tensor | None = None,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Need | None:
     """What one of these passes needs, for tensors that lie in memory as these do; fake ones, too.
 
@@ -202,7 +202,7 @@ def _need(
     bias_grad: bool = False,
     switch: Switch | None = None,
     residual: Tensor | None = None,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Need:
     """The same; the arguments are Operands' roles."""
     dtype = input.dtype

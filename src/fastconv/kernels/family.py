@@ -8,7 +8,7 @@ from math import gcd, prod
 from pathlib import Path
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.problem import Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 FOLDER = Path(__file__).parent
 """Where the families' device code lies; ``#include`` paths start here."""
@@ -292,7 +292,7 @@ class Operands:
     aligned: bool
     precision: str = "ieee"
     bias_grad: bool = False
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = NO_EPILOGUE
 
     @property
     def sum_bytes(self) -> int:

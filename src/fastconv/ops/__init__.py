@@ -7,8 +7,8 @@ with these same three. So double backward, and any higher one, needs no further 
 The three are bilinear, not sesquilinear: for complex tensors none of them conjugates; the autograd
 formulas do.
 
-``torch.ops.fastconv.fused`` is ``forward`` with an epilogue in the same kernel, for whoever wants no
-gradients. Where they are recorded, it is made of ``forward`` and PyTorch's elementwise operators.
+``torch.ops.fastconv.fused`` is ``forward`` with an epilogue in the same kernel. Where gradients are
+recorded, it is made of ``forward`` and PyTorch's elementwise operators, which have derivatives.
 """
 
 from fastconv.ops import autocast, autograd, batching, decomposition, devices, flops, sharding

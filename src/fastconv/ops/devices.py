@@ -83,7 +83,8 @@ def need(
     return cuda.need(
         operator.plan,
         result.problem,
-        *args[:2],
+        args[0],
+        args[1],
         result.new(),
         args[FUSED_PRECISION if is_fused else PRECISION],
         bias_grad=operator.plan is planner.weight_grad and args[BIAS],

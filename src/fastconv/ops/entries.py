@@ -41,7 +41,8 @@ def prepare(name: str, *args: Any) -> Entry:
     result = operator.describe(operator.known, *args)
     if operator.plan is not planner.forward or any(_wants_gradient(tensor) for tensor in args[:3]):
         autograd.wait_at_exit(result.device.index)
-    if 0 in result.shape and operator.plan is not planner.weight_grad:  # of which a bias may be left
+    # Beside a weight's gradient that has no elements there may be a bias's.
+    if 0 in result.shape and operator.plan is not planner.weight_grad:
         return _nothing(result)
     return _entry(operator, result, args)
 

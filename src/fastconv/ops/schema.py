@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass
-from fastconv.problem import ACTIVATIONS, Epilogue, Problem, is_channels_last
+from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue, Problem, is_channels_last
 
 _DTYPES = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -98,7 +98,7 @@ class Result(NamedTuple):
     memory_format: torch.memory_format
     dtype: torch.dtype
     device: torch.device
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = NO_EPILOGUE
 
     def new(self) -> Tensor:
         return torch.empty(
