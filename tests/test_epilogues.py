@@ -334,7 +334,7 @@ def test_what_is_more_than_launches(launched: list[Any]) -> None:
         (F.relu, "but got <function relu"),
         (("leaky_relu",), r"but got \('leaky_relu',\)"),
         (("leaky_relu", "steep"), r"but got \('leaky_relu', 'steep'\)"),
-        ((3, 0.5), "but got 3"),
+        ((3, 0.5), r"but got \(3, 0.5\)"),
         (["relu"], r"but got \['relu'\]"),
         (("relu", 0.5), "leaky_relu's, and finite, but got 0.5 for relu"),
         (("leaky_relu", float("inf")), "but got inf for leaky_relu"),

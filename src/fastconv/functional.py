@@ -148,8 +148,10 @@ def _activation(value: Activation | None) -> tuple[str, float]:
         return "identity", 0.0
     if isinstance(value, str):
         return value, _LEAKY_SLOPE if value == "leaky_relu" else 0.0
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float)):
-        return value[0], float(value[1])
+    if isinstance(value, tuple) and len(value) == 2:
+        name, slope = value
+        if isinstance(name, str) and isinstance(slope, (int, float)):
+            return name, float(slope)
     raise unknown_activation(value)
 
 

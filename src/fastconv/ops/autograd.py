@@ -27,9 +27,12 @@ from fastconv.backends.epilogue import applied
 from fastconv.ops import devices
 from fastconv.ops.schema import (
     OPERATORS,
+    Check,
     check_dense,
+    describe_fused,
     forward,
     fused,
+    fused_result,
     gradient_format,
     input_grad,
     library,
@@ -317,7 +320,9 @@ def fused_here(
     if not _watched() and devices.is_plain(residual):
         kernel = devices.direct(devices.fused_kernels, input, weight, bias)
         if kernel is not None and not torch.is_autocast_enabled(input.device.type):
-            return _composed(convolve, *args) if _recorded(*args[:4]) else kernel(*args)
+            if _recorded(*args[:4]):
+                return _composed(convolve, OPERATORS["fused"].known, *args)
+            return kernel(*args)
     for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
         if tensor is not None:
             check_dense(name, tensor)
@@ -325,27 +330,19 @@ def fused_here(
     return fused(*args)
 
 
-def _composed(
-    convolve: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *rest: Any,
-) -> Tensor:
+def _composed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tensor:
     """``fused`` of operators that can be differentiated."""
-    result = OPERATORS["fused"].result(input, weight, bias, residual, *rest)
-    return applied(convolve(input, weight, bias, *rest[:5]), residual, result.epilogue)
+    input, weight, bias, residual, *rest = args
+    epilogue = describe_fused(check, *args).epilogue
+    return applied(convolve(input, weight, bias, *rest[:5]), residual, epilogue)
 
 
 def _fused(*args: Any) -> Tensor:
     """The operator's autograd kernel."""
     if torch._C._are_functorch_transforms_active() or _recorded(*args[:4]):
-        return _composed(forward, *args)
-    if not devices.is_plain(args[3]):
-        with torch._C._AutoDispatchBelowAutograd():
-            return fused(*args)
-    return _below_autograd(fused, devices.fused_kernels, args, args[2])
+        return _composed(forward, fused_result, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return fused(*args)
 
 
 def _input_grad_here(*args: Any) -> Tensor:

@@ -124,8 +124,8 @@ def _vmap_fused(
         sums, _ = _vmap_forward(info, dims, input, weight, bias, *geometry)
     else:
         sums = forward(input, weight, bias, *geometry)
-    if in_dims[3] is not None:
-        residual = residual.movedim(in_dims[3], 0)
+    if residual is not None:
+        residual = _expand(residual, in_dims[3], info.batch_size).to(sums.dtype)  # as autocast does
     return applied(sums, residual, Epilogue(activation, slope)), 0
 
 
