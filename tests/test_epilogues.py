@@ -415,6 +415,7 @@ def test_promised_layouts_are_returned() -> None:
 SMOOTH = ("identity", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", ("leaky_relu", 0.9))
 
 
+@by_python
 @pytest.mark.parametrize("activation", SMOOTH, ids=str)
 def test_gradcheck(activation: Any) -> None:
     tensors = [tensor.requires_grad_() for tensor in _tensors(*ALL)]
