@@ -418,10 +418,11 @@ class Operator(NamedTuple):
     new: Callable[..., Any]  # of a Result and the arguments: what the operator returns, unfilled
 
     def result(self, *args: Any) -> Result:
-        """For the meta functions, which do not remember: symbolic sizes cannot be looked up."""
+        """What is computed, checked anew: symbolic sizes cannot be looked up."""
         return self.describe(self.check, *args)
 
     def fake(self, *args: Any) -> Any:
+        """The meta function."""
         return self.new(self.result(*args), *args)
 
 
