@@ -120,12 +120,50 @@ def _distributed(mesh: DeviceMesh, name: str) -> list[list[DTensor]]:
     return results
 
 
+FUSED: dict[str, tuple[dict[str, Any], list[Placement], Placement]] = {
+    # How input, weight, bias and residual are distributed; how the output is.
+    "nothing": ({}, [ALL, ALL, ALL, ALL], ALL),
+    "images": ({}, [FIRST, ALL, ALL, FIRST], FIRST),
+    "images, in groups": ({"groups": 2}, [FIRST, ALL, ALL, FIRST], FIRST),
+    "images, no residual": ({}, [FIRST, ALL, ALL], FIRST),
+    "output channels": ({}, [ALL, FIRST, FIRST, SECOND], SECOND),
+    "output channels, no residual": ({}, [ALL, FIRST, FIRST], SECOND),
+    # A part of a sum has no activation: what there is of it is gathered first.
+    "input channels": ({}, [SECOND, SECOND, ALL, ALL], ALL),
+    "channels, in groups": ({"groups": 2}, [ALL, FIRST, FIRST, SECOND], ALL),
+}
+
+
+def _fused(tensors: Sequence[Tensor], **options: Any) -> Tensor:
+    input, weight, bias, *residual = tensors
+    with torch.no_grad():
+        return fastconv.conv2d(
+            input, weight, bias, **GEOMETRIES[1], **options,
+            activation="silu", residual=residual[0] if residual else None,
+        )  # fmt: skip
+
+
+def _fused_leaves(options: dict[str, Any], count: int) -> list[Tensor]:
+    residual = torch.randn((4, 6, 4, 9), generator=torch.Generator().manual_seed(2))
+    return [*_leaves(**options), residual][:count]
+
+
+def _all_fused(mesh: DeviceMesh) -> dict[str, tuple[Any, Tensor]]:
+    """Placements and values of the outputs."""
+    found = {}
+    for name, (options, placements, _) in FUSED.items():
+        leaves = _fused_leaves(options, len(placements))
+        pairs = zip(leaves, placements, strict=True)
+        output = _fused([distribute_tensor(leaf, mesh, [p]) for leaf, p in pairs], **options)
+        found[name] = output.placements, output.full_tensor()
+    return found
+
+
 Distributed = dict[str, list[list[tuple[Any, Tensor]]]]
 """Placements and values of all results, by the name of the distribution."""
 
 
-def _all_distributed() -> Distributed:
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+def _all_distributed(mesh: DeviceMesh) -> Distributed:
     return {
         name: [
             [(result.placements, result.full_tensor()) for result in results]
@@ -140,6 +178,7 @@ def _all_distributed() -> Distributed:
 WRAPS = {"replicated": _replicated, "sharded": _sharded}
 Results = dict[str, dict[str, list[Tensor]]]
 """What training gives: by the name of the wrap, by whose convolutions they are."""
+Computed = tuple[Results, Distributed, dict[str, tuple[Any, Tensor]]]
 
 
 def _process(rank: int, folder: Path) -> None:
@@ -155,19 +194,18 @@ def _process(rank: int, folder: Path) -> None:
             }
             for name, wrap in WRAPS.items()
         }
-        distributed = _all_distributed()
+        mesh = init_device_mesh("cpu", (PROCESSES,))
+        computed: Computed = results, _all_distributed(mesh), _all_fused(mesh)
     finally:
         dist.destroy_process_group()
-    torch.save((results, distributed), folder / f"{rank}.pt")
+    torch.save(computed, folder / f"{rank}.pt")
     # Without the interpreter's end, in which a thread of PyTorch's that still wants the interpreter
     # aborts the process: see ops/autograd.py: wait_at_exit.
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def computed(
-    host_path: str, tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[Results, Distributed]]:
+def computed(host_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Computed]:
     """Of each process. Importing PyTorch takes most of the time: once for all."""
     folder = tmp_path_factory.mktemp(host_path)
     torch.multiprocessing.spawn(_process, (folder,), nprocs=PROCESSES)
@@ -175,8 +213,8 @@ def computed(
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_trains_as_pytorch(wrap: str, computed: list[tuple[Results, Distributed]]) -> None:
-    by_rank = [results[wrap] for results, _ in computed]
+def test_trains_as_pytorch(wrap: str, computed: list[Computed]) -> None:
+    by_rank = [results[wrap] for results, _, _ in computed]
     for results in by_rank:
         torch.testing.assert_close(results["ours"], results["theirs"], rtol=1e-6, atol=1e-6)
     losses = [results["ours"][:3] for results in by_rank]
@@ -188,12 +226,22 @@ def test_trains_as_pytorch(wrap: str, computed: list[tuple[Results, Distributed]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_distributed_tensors(name: str, computed: list[tuple[Results, Distributed]]) -> None:
+def test_distributed_tensors(name: str, computed: list[Computed]) -> None:
     options, placements, expected_placements = DISTRIBUTIONS[name]
     leaves = _leaves(**options)[: len(placements)]
-    for _, distributed in computed:
+    for _, distributed, _ in computed:
         for geometry, results in zip(GEOMETRIES, distributed[name], strict=True):
             expected = _convolved(leaves, {**options, **geometry})
             found, values = zip(*results, strict=True)
             assert list(found) == [(placement,) for placement in expected_placements]
             torch.testing.assert_close(list(values), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_distributed_epilogues(name: str, computed: list[Computed]) -> None:
+    options, placements, expected_placement = FUSED[name]
+    expected = _fused(_fused_leaves(options, len(placements)), **options)
+    for _, _, fused in computed:
+        found, value = fused[name]
+        assert found == (expected_placement,)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-4)

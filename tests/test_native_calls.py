@@ -35,6 +35,7 @@ from fastconv.kernels import planner
 from fastconv.native import build
 from fastconv.ops import entries
 from fastconv.ops.entries import Entry
+from fastconv.problem import ACTIVATIONS
 from test_native import (
     BIAS,
     INPUT,
@@ -287,6 +288,111 @@ class TestTable:
         assert str(ours.value) == str(pythons.value)
 
 
+def fused(host: Host, *some: Any, **options: Any) -> Tensor:
+    """A call with an epilogue, which has to go by the library."""
+    before = len(host.filled)
+    output = fastconv.conv2d(*some, **options)
+    assert host.filled[before:] == ["fused"]
+    return output
+
+
+class TestEpilogues:
+    def test_every_activation_is_known(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, BIAS)
+        for name in ACTIVATIONS:
+            fused(host, *some, activation=name)
+        slopes = dict.fromkeys(ACTIVATIONS, 0.0) | {"leaky_relu": 0.01}
+        assert {activation: slope for *_, activation, slope in host.asked} == slopes
+        assert host.operators == ["fused"] * len(ACTIVATIONS)
+
+    def test_the_same_form_is_prepared_once(self, host: Host) -> None:
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        for _ in range(3):
+            output = fused(host, *some, activation="relu", residual=residual)
+            close(output, F.relu(F.conv2d(*some) + residual))
+        ((_, *arguments),) = host.asked
+        assert [t.data_ptr() for t in arguments[:4]] == [t.data_ptr() for t in (*some, residual)]
+        assert arguments[4:] == [[1, 1], [0, 0, 0, 0], [1, 1], 1, arguments[8], "relu", 0.0]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"activation": "silu"},
+            {"activation": None},
+            {"activation": ("leaky_relu", 0.2)},
+            {"residual": None},
+            {"residual": lambda r: r.to(memory_format=torch.channels_last)},
+            {"residual": lambda r: r.repeat_interleave(2, 3)[..., ::2]},
+            {"residual": misaligned},
+        ],
+        ids=str,
+    )
+    def test_another_epilogue_is_another_entry(self, host: Host, change: dict[str, Any]) -> None:
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        first = {"activation": ("leaky_relu", 0.1), "residual": residual}
+        second = first | change
+        if callable(second["residual"]):
+            second["residual"] = second["residual"](residual)
+        for options in (first, second, first, second):
+            fused(host, *some, **options)
+        assert len(host.asked) == 2
+
+    def test_calls_without_one_are_as_ever(self, host: Host) -> None:
+        some = tensors(INPUT, WEIGHT, BIAS)
+        fused(host, *some, activation="identity")
+        fastconv.conv2d(*some, activation=None, residual=None)
+        assert host.operators == ["fused", "forward"]
+
+    @pytest.mark.parametrize("which", range(4))
+    def test_recorded(self, host: Host, which: int) -> None:
+        """Made of a convolution that is recorded here, and PyTorch's functions."""
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        (*some, residual)[which].requires_grad_()
+        output = fastconv.conv2d(*some, activation="silu", residual=residual)
+        close(output, F.silu(F.conv2d(*some) + residual))
+        assert output.requires_grad
+        assert host.filled == ["forward"]
+        with torch.no_grad():
+            close(fused(host, *some, activation="silu", residual=residual), output)
+
+    def test_a_tangent(self, host: Host) -> None:
+        input, weight, residual = tensors(INPUT, WEIGHT, (2, 6, 4, 3))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(residual, torch.ones_like(residual))
+            output = fastconv.conv2d(input, weight, activation="relu", residual=dual)
+            tangent = torch.autograd.forward_ad.unpack_dual(output).tangent
+        assert tangent.equal((F.conv2d(input, weight) + residual > 0).float())
+        assert "fused" not in host.filled
+
+    def test_autocast(self, host: Host) -> None:
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = fused(host, *some, activation="relu", residual=residual)
+        assert output.dtype == torch.bfloat16
+        assert {t.dtype for t in host.asked[0][1:5]} == {torch.bfloat16}
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"activation": "swish"},
+            {"activation": ("relu", 0.5)},
+            {"activation": ("leaky_relu", float("nan"))},
+            {"residual": torch.zeros(2, 6, 4, 4)},
+            {"residual": torch.zeros(6, 4, 3)},
+            {"residual": torch.zeros(2, 6, 4, 3).double()},
+        ],
+        ids=str,
+    )
+    def test_errors_are_pythons(self, host: Host, options: dict[str, Any]) -> None:
+        some = tensors(INPUT, WEIGHT)
+        with pytest.raises((RuntimeError, ValueError)) as ours:
+            fastconv.conv2d(*some, **options)
+        native.conv2d = None  # the fixture's patch is undone all the same
+        with pytest.raises(type(ours.value)) as pythons:
+            fastconv.conv2d(*some, **options)
+        assert str(ours.value) == str(pythons.value)
+
+
 SUBSETS = [which for n in (1, 2, 3) for which in itertools.combinations(range(3), n)]
 
 
@@ -461,7 +567,7 @@ class Trouble(Exception):
 class Launching:
     """By Entries of the tests' own; tensors of a CPU have the null stream."""
 
-    TENSORS = tuple(("tensor", i) for i in range(5))
+    TENSORS = tuple(("tensor", i) for i in range(6))
 
     def _answer(
         self, host: Host, driver: Driver, *arguments: Any, early: Sequence[int] = (), **fields: Any
@@ -487,7 +593,8 @@ class Launching:
         def answer(operator: str, first: Tensor, second: Tensor, *rest: Any) -> Entry:
             shape = entries.prepare(operator, first, second, *rest).shape
             elements = first.shape[1] if operator == "weight_grad" and rest[-2] else 0
-            return Entry(shape, False, elements, launches=launches, trouble=trouble, **fields)
+            form = {"channels_last": False, **fields}
+            return Entry(shape, bias_elements=elements, launches=launches, trouble=trouble, **form)
 
         host.answer = answer
         return troubles
@@ -504,13 +611,13 @@ class TestLaunching(Launching):
         some = tensors(INPUT, WEIGHT, BIAS)
         output = fastconv.conv2d(*some)
         first, second = driver.launched
-        *addresses, scratch = first[-1][:5]
+        *addresses, scratch = first[-1][:6]
         assert first[:-1] == (0xF0, 5, 6, 7, 128, 1, 1, 0, None)
         assert second[:-1] == (0xF1, 5, 6, 8, 128, 1, 1, 1024, None)
-        assert addresses == [t.data_ptr() for t in (*some, output)]
-        assert scratch not in (0, *addresses)
+        assert addresses == [*(t.data_ptr() for t in some), 0, output.data_ptr()]
+        assert scratch not in addresses
         values = [-1, 0, 2**31 - 1, -(2**31)]
-        assert first[-1][5:] == values
+        assert first[-1][6:] == values
         assert second[-1] == [*values, scratch, *addresses[::-1]]
         assert driver.early == [number in early for number in range(2)]
 
@@ -519,7 +626,7 @@ class TestLaunching(Launching):
         input, weight = tensors(INPUT, WEIGHT)
         output = fastconv.conv2d(input, weight)
         addresses = [t.data_ptr() for t in (input, weight, output)]
-        assert driver.launched[0][-1] == [*addresses[:2], 0, addresses[2], 0]
+        assert driver.launched[0][-1] == [*addresses[:2], 0, 0, addresses[2], 0]
 
     @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
     def test_backward(self, host: Host, driver: Driver, bias: bool) -> None:
@@ -532,10 +639,10 @@ class TestLaunching(Launching):
         found = [gradient.data_ptr() for gradient in gradients] + [0] * (not bias)
         above = grad_output.data_ptr()
         of_input, of_weight = (values for *_, values in driver.launched[1:])
-        assert of_input[:4] == [above, weight, 0, found[0]]
+        assert of_input[:5] == [above, weight, 0, 0, found[0]]
         assert of_weight[:4] == [above, input, found[1], found[2]]
         assert [gradient.shape for gradient in gradients] == [t.shape for t in some]
-        assert 0 not in (of_input[4], of_weight[4])
+        assert 0 not in (of_input[5], of_weight[4])
 
     @pytest.mark.parametrize(
         "copied", [(False, False), (False, True), (True, False), (True, True)], ids=str
@@ -557,10 +664,31 @@ class TestLaunching(Launching):
         (*_, values) = driver.launched[0]
         assert [a == b for a, b in zip(values, contiguous, strict=True)] == [*copied, True]
 
+    @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels last"])
+    def test_residual(self, host: Host, driver: Driver, channels_last: bool) -> None:
+        """It lies in memory as the output does, or is copied."""
+        self._answer(host, driver, self.TENSORS[3:5], channels_last=channels_last)
+        *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
+        stored = residual.permute(0, 2, 3, 1) if channels_last else residual
+
+        def read(kind: str, address: int) -> Any:
+            values = ctypes.POINTER(ctypes.c_float).from_address(address)
+            return ctypes.c_uint64.from_address(address).value, values[: residual.numel()]
+
+        driver._read = read  # type: ignore[method-assign]
+        last = residual.to(memory_format=torch.channels_last)
+        apart = residual.repeat_interleave(2, 2)[:, :, ::2]
+        for given, as_it_is in ((residual, not channels_last), (last, channels_last), (apart, 0)):
+            output = fastconv.conv2d(*some, activation="relu", residual=given)
+            *_, ((address, values), (to, _)) = driver.launched[-1]
+            assert to == output.data_ptr() != address
+            assert values == stored.flatten().tolist()
+            assert (address == given.data_ptr()) == as_it_is
+
     def test_maps(self, host: Host, driver: Driver) -> None:
         """Several among other arguments, in several launches."""
         one, two = bytes(range(128)), bytes(reversed(range(128)))
-        arguments = (("map", one, 0), ("int", 7), ("map", two, 1), ("tensor", 2), ("map", one, 3))
+        arguments = (("map", one, 0), ("int", 7), ("map", two, 1), ("tensor", 2), ("map", one, 4))
         self._answer(host, driver, arguments, (("map", two, 0),))
         for _ in range(2):
             driver.launched.clear()
@@ -628,7 +756,7 @@ class TestFrozenWeights(Launching):
 
     @pytest.fixture(autouse=True)
     def _packing(self, host: Host, driver: Driver) -> Iterator[None]:
-        weight, scratch = self.TENSORS[1], self.TENSORS[4]
+        weight, scratch = self.TENSORS[1], self.TENSORS[5]
         self._answer(host, driver, (weight, scratch), (scratch,), packs=1, scratch_bytes=256)
         self.driver = driver
         self.where: dict[int, int] = {}

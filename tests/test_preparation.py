@@ -15,10 +15,10 @@ from fastconv import native, preparation
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
-from fastconv.kernels.family import Kernel, Launch
+from fastconv.kernels.family import Kernel, Launch, Operands
 from fastconv.kernels.gpus import H200
 from fastconv.preparation import Preparation
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 pytestmark = pytest.mark.usefixtures("host_path")
 
@@ -136,6 +136,35 @@ def test_autocast_and_memory_format(loads: Loads) -> None:
     assert {one.dtype for one in found.passes} == {torch.bfloat16}
     kernels = [dict(kernel.constants) for kernel in loads if kernel.entry != "pack"]
     assert {constants["Scalar"] for constants in kernels} == {"fastconv::bfloat16"}
+
+
+def test_epilogues(loads: Loads) -> None:
+    """Without gradients, an epilogue is part of a kernel; with them, it is PyTorch's."""
+    input, weight = torch.empty(8, 64, 40, 40), torch.empty(BODY)
+
+    def block(x: Tensor) -> Tensor:
+        x = fastconv.conv2d(x, weight, padding=1, activation="relu")
+        return fastconv.conv2d(x, weight, padding=1, activation="relu", residual=x)
+
+    asked = preparation._needs(block, (input,), {})
+    assert [need.epilogue for need in asked] == [Epilogue("relu"), Epilogue("relu", 0.0, True)]
+    assert [operands.epilogue for operands in map(_operands, asked)] == [
+        need.epilogue for need in asked
+    ]
+    labels = [one.label for one in fastconv.prepare(block, input).passes]
+    assert labels == ["forward+relu", "forward+residual+relu"]
+    recorded = preparation._needs(block, (input.requires_grad_(),), {})
+    assert {(need.plan.__name__, need.epilogue, calls) for need, calls in recorded.items()} == {
+        ("forward", NO_EPILOGUE, 2),
+        ("input_grad", NO_EPILOGUE, 2),
+    }
+
+
+def _operands(need: cuda.Need) -> Operands:
+    """What its planner is given."""
+    given: list[Operands] = []
+    cuda.planned(need._replace(plan=lambda _, operands, *__: given.append(operands)))
+    return given[0]
 
 
 def test_what_it_asks_for_is_what_calls_ask_for(loads: Loads) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from fastconv.kernels.family import Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.kernels.planner import EVERY, Switch, SwitchError
 from fastconv.ops import entries
-from fastconv.problem import Problem
+from fastconv.ops.schema import OPERATORS
+from fastconv.problem import NO_EPILOGUE, Problem
 
 PASSES = (planner.forward, planner.input_grad, planner.weight_grad)
 PROBLEM = Problem.of((8, 64, 56, 56), (64, 64, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1)
@@ -185,13 +185,13 @@ def test_entries_are_the_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     result = SimpleNamespace(
         problem=PROBLEM, shape=PROBLEM.output_shape, memory_format=None,
-        device=SimpleNamespace(type="cuda"),
+        device=SimpleNamespace(type="cuda"), epilogue=NO_EPILOGUE,
         new=lambda: torch.empty(PROBLEM.output_shape, dtype=torch.float16),
     )  # fmt: skip
 
     def sources() -> set[str]:
         arguments = (input, weight, None, (1, 1), (1, 1, 1, 1), (1, 1), 1, "ieee")
-        entry = entries._entry(planner.forward, result, arguments, mock.Mock())  # type: ignore[arg-type]
+        entry = entries._entry(OPERATORS["forward"], result, arguments)  # type: ignore[arg-type]
         return {launch.kernel.source.split("/")[0] for launch in entry.launches}
 
     with planner.only("direct"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fastconv import _precision, native
 from fastconv._precision import Precision
 from fastconv.ops import autograd
-from fastconv.ops.schema import check_dense
+from fastconv.ops.schema import check_dense, unknown_activation
 from fastconv.problem import Padding
 
 IntOrPair = int | Sequence[int]
 PaddingLike = int | str | Sequence[int] | Sequence[Sequence[int]]
+Activation = str | tuple[str, float]
+
+_LEAKY_SLOPE = 0.01  # PyTorch's, where none is given
 
 
 def conv2d(
@@ -31,8 +34,14 @@ def conv2d(
     groups: int = 1,
     *,
     precision: Precision | None = None,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     r"""Applies a 2-D convolution, as :func:`torch.nn.functional.conv2d` does.
+
+    Beyond it, with ``activation`` or ``residual``: activation(convolution + bias + residual), in
+    one kernel, which rounds to the tensors' type once. Where gradients are recorded, convolution,
+    sum and activation are three steps, and each of them rounds.
 
     Args:
         input: ``(batch, in_channels, height, width)``, or without ``batch``.
@@ -46,6 +55,12 @@ def conv2d(
         groups: number of groups the channels are split into.
         precision: ``"ieee"`` or ``"tf32"`` for float32 on a GPU; None takes
             :class:`fastconv.precision`'s choice and, outside of it, PyTorch's setting.
+        activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"`` (of slope 0.01; another one by
+            ``("leaky_relu", slope)``), ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` (gelu's
+            approximation by tanh), ``"hardswish"``, ``"sigmoid"``, ``"tanh"``; ``"identity"`` or
+            None for none. Integers have relu and relu6 alone, complex numbers none.
+        residual: is added before the activation: of the result's size, and the input's type and
+            device.
 
     Returns:
         ``(batch, out_channels, out_height, out_width)``, or without ``batch``, in the memory format
@@ -57,19 +72,25 @@ def conv2d(
     """
     if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
         mode = _precision.override() if precision is None else precision
-        output = host(input, weight, bias, stride, padding, dilation, groups, mode)
+        output = host(
+            input, weight, bias, stride, padding, dilation, groups, mode, activation, residual
+        )
         if output is not NotImplemented:
             return output
     tensors = (input, weight) if bias is None else (input, weight, bias)
+    epilogue: dict[str, Any] = {}
+    if activation is not None or residual is not None:
+        epilogue = {"activation": activation, "residual": residual}
+        tensors = tensors if residual is None else (*tensors, residual)
     if has_torch_function(tensors):
         return handle_torch_function(
             conv2d, tensors, input, weight, bias, stride, padding, dilation, groups,
-            precision=precision,
+            precision=precision, **epilogue,
         )  # fmt: skip
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            name = ("input", "weight", "bias")[i]
-            raise TypeError(f"conv2d(): {name} must be a Tensor, not {type(tensor).__name__}")
+            names = ("input", "weight", *(["bias"] if bias is not None else []), "residual")
+            raise TypeError(f"conv2d(): {names[i]} must be a Tensor, not {type(tensor).__name__}")
     if input.dim() not in (3, 4):
         raise RuntimeError(
             "Expected 3D (unbatched) or 4D (batched) input to conv2d, "
@@ -81,12 +102,57 @@ def conv2d(
     mode = _precision.override() if precision is None else _precision.checked(precision)
     if input.dim() == 3:
         check_dense("input", input)
+        if residual is not None:
+            epilogue["residual"] = _batch_of_one(residual)
         output = conv2d(
             input.unsqueeze(0), weight, bias, stride, (sides[:2], sides[2:]), dilation, groups,
-            precision=mode,
+            precision=mode, **epilogue,
         )  # fmt: skip
         return output.squeeze(0)
-    return autograd.forward_here(input, weight, bias, stride, sides, dilation, groups, mode)
+    if not epilogue:
+        return autograd.forward_here(input, weight, bias, stride, sides, dilation, groups, mode)
+    return autograd.fused_here(
+        _convolution, input, weight, bias, residual, stride, sides, dilation, groups, mode,
+        *_activation(activation),
+    )  # fmt: skip
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, int],
+    sides: Padding,
+    dilation: tuple[int, int],
+    groups: int,
+    mode: Precision | None,
+) -> Tensor:
+    """The operator ``forward`` by way of the native host path, where there is one."""
+    padding = (sides[:2], sides[2:])
+    return conv2d(input, weight, bias, stride, padding, dilation, groups, precision=mode)
+
+
+def _batch_of_one(residual: Tensor) -> Tensor:
+    check_dense("residual", residual)
+    if residual.dim() != 3:
+        raise RuntimeError(
+            "Expected 3D (unbatched) residual for an unbatched input, "
+            f"but got residual of size: {list(residual.shape)}"
+        )
+    return residual.unsqueeze(0)
+
+
+def _activation(value: Activation | None) -> tuple[str, float]:
+    """The activation's name and slope; names are checked where all arguments are."""
+    if value is None:
+        return "identity", 0.0
+    if isinstance(value, str):
+        return value, _LEAKY_SLOPE if value == "leaky_relu" else 0.0
+    if isinstance(value, tuple) and len(value) == 2:
+        name, slope = value
+        if isinstance(name, str) and isinstance(slope, (int, float)):
+            return name, float(slope)
+    raise unknown_activation(value)
 
 
 def _int(name: str, value: int) -> int:

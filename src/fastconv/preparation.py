@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv.backends import cuda
 from fastconv.jit import launch
-from fastconv.kernels import planner
 from fastconv.kernels.family import Kernel, Plan
-from fastconv.ops import schema
-from fastconv.problem import Problem
+from fastconv.ops import devices
+from fastconv.ops.schema import OPERATORS
+from fastconv.problem import Epilogue, Problem
 
 _GPU = "cuda"
 
@@ -30,11 +30,19 @@ _GPU = "cuda"
 class PreparedPass(NamedTuple):
     """A pass that some of the network's layers have in common."""
 
-    name: str  # of the operator: "forward", "input_grad" or "weight_grad"
+    name: str  # "forward", "input_grad" or "weight_grad"
     problem: Problem
     dtype: torch.dtype
     family: str  # whose kernels compute it
     calls: int  # in one step of the network
+    epilogue: Epilogue  # of a forward pass
+
+    @property
+    def label(self) -> str:
+        """The operator's name, and what is done to its sums: "forward+residual+relu"."""
+        residual = ["residual"] if self.epilogue.residual else []
+        activation = self.epilogue.activation
+        return "+".join((self.name, *residual, *([activation] if activation != "identity" else [])))
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Preparation:
             sizes = ("x".join(map(str, s)) for s in (one.problem.input_shape,
                                                      one.problem.weight_shape))  # fmt: skip
             dtype = str(one.dtype).removeprefix("torch.")
-            rows.append((one.name, *sizes, dtype, one.family, str(one.calls)))
+            rows.append((one.label, *sizes, dtype, one.family, str(one.calls)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = (
@@ -107,7 +115,9 @@ def prepare(
     for need, plan in plans.items():
         cuda.ready(need, plan)
     passes = (
-        PreparedPass(need.plan.__name__, need.problem, need.dtype, plan.family, needs[need])
+        PreparedPass(
+            need.plan.__name__, need.problem, need.dtype, plan.family, needs[need], need.epilogue
+        )
         for need, plan in plans.items()
     )
     return Preparation(
@@ -187,25 +197,13 @@ class _Recorder(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _note(self, function: Any, *args: Any, **kwargs: Any) -> None:
-        plan, describe, check = _OPERATORS[function]
-        result = describe(check, *args, **kwargs)
+        operator = _OPERATORS[function]
+        result = operator.describe(operator.check, *args, **kwargs)
         if result.device.type != _GPU:
             return
-        first, second, *_ = args
-        bias_grad = plan is planner.weight_grad and args[schema.BIAS]
-        need = cuda.need(
-            plan, result.problem, first, second, result.new(), args[schema.PRECISION], bias_grad
-        )
+        need = devices.need(operator, result, args)
         if need is not None:
             self.needs[need] += 1
 
 
-_OPERATORS: dict[Any, tuple[Any, Any, Any]] = {
-    schema.forward: (planner.forward, schema.describe_forward, schema.forward_result),
-    schema.input_grad: (planner.input_grad, schema.describe_input_grad, schema.input_grad_result),
-    schema.weight_grad: (
-        planner.weight_grad,
-        schema.describe_weight_grad,
-        schema.weight_grad_result,
-    ),
-}
+_OPERATORS = {operator.call: operator for operator in OPERATORS.values()}

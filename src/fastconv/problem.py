@@ -21,6 +21,26 @@ class Padding(NamedTuple):
     right: int
 
 
+class Epilogue(NamedTuple):
+    """What a forward pass does to its sums before it stores them.
+
+    That is activation(sums + bias + residual).
+    """
+
+    activation: str = "identity"
+    slope: float = 0.0  # of leaky_relu, for negative numbers
+    residual: bool = False
+
+
+NO_EPILOGUE = Epilogue()
+
+ACTIVATIONS = (
+    "identity", "relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid",
+    "tanh",
+)  # fmt: skip
+"""Names of ``torch.nn.functional``; ``gelu`` is by erf, ``gelu_tanh`` its approximation by tanh."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The geometry of one 2-D convolution, common to its forward pass and its two gradients.

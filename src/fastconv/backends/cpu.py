@@ -35,7 +35,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastconv.problem import Problem
+from fastconv.backends.epilogue import applied
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 SCRATCH_BYTES = 48 << 20
 """Bound on the extra memory of a pass: one half for a block, one half for a rearranged weight."""
@@ -64,14 +65,20 @@ def forward(
     bias: Tensor | None,
     out: Tensor,
     precision: str | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
-    """Fill ``out`` with the convolution of ``input``; in full precision, whatever ``precision``."""
+    """Fill ``out`` with activation(convolution of ``input`` + bias + residual).
+
+    It is computed in full precision, whatever ``precision``.
+    """
     scratch = _Scratch(out.dtype, channels_last=input.stride(1) == 1)
     if _is_thin(problem):
-        _forward_by_tap(problem, input, weight, bias, out, scratch)
+        _forward_by_tap(problem, input, weight, bias, out, scratch, residual, epilogue)
         return
     groups, (row_axis, column_axis) = problem.groups, _axes(problem)
     source, target = _by_position(input, groups), _by_position(out, groups)
+    added = None if residual is None else _by_position(residual, groups)
     kernel, copies = scratch.packed(_by_group(weight, 0, groups).permute(0, 3, 4, 2, 1), last=3)
     tiling = _lowered_tiling(problem, scratch, copies)
     for g, o, n, r, c in tiling.spans("groups", "channels", "images", "rows", "columns"):
@@ -86,7 +93,7 @@ def forward(
             stage = _staged(source[:, n, :, g, i], rows, columns, scratch)
             taps = scratch.plain(kernel[g, p, q, i, o])
             _add_outputs(total, stage, taps, rows, columns, scratch)
-        piece.copy_(total)
+        piece.copy_(_finished(total, None if added is None else added[r, n, c, g, o], epilogue))
 
 
 def weight_grad(
@@ -152,6 +159,13 @@ def input_grad(
                 parts = phase.axis.part(r, p), columns.part(readers, q).window(c)
                 _add_inputs(total, grad[:, n, readers, g, o], taps, *parts, scratch)
             piece.copy_(total)
+
+
+def _finished(total: Tensor, residual: Tensor | None, epilogue: Epilogue) -> Tensor:
+    """The sums of a block as they are to be stored, but for their type."""
+    if residual is not None:
+        total += residual
+    return applied(total, None, epilogue)
 
 
 def _add_outputs(
@@ -280,12 +294,16 @@ def _forward_by_tap(
     bias: Tensor | None,
     out: Tensor,
     scratch: _Scratch,
+    residual: Tensor | None,
+    epilogue: Epilogue,
 ) -> None:
     """The forward pass of a thin layer."""
     groups = problem.groups
     (source,), target = _by_channel(input, groups), _by_channel(out, groups)
     first = None if bias is None else _by_group(bias, 0, groups).t()
-    _correlate(target, source, _by_tap(weight, groups), first, *_axes(problem), scratch)
+    added = None if residual is None else _by_channel(residual, groups)
+    axes = _axes(problem)
+    _correlate(target, source, _by_tap(weight, groups), first, *axes, scratch, added, epilogue)
 
 
 def _input_grad_by_tap(
@@ -343,10 +361,13 @@ def _correlate(
     row_axis: _Axis,
     column_axis: _Axis,
     scratch: _Scratch,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
     """Fill ``target``'s channels with what taps read of ``source``, times ``weights``.
 
     These are ``(channels, tap rows, tap columns, groups)``; ``first`` is added, by the outer two.
+    ``residual`` is in the order of ``target``.
     """
     tiling = _tap_tiling(target.shape, row_axis, column_axis, scratch)
     for g, n, r, c in tiling.spans("groups", "images", "rows", "columns"):
@@ -360,8 +381,10 @@ def _correlate(
             rows, columns = row_axis.part(r, p), column_axis.part(c, q)
             stage = _staged(source[:, n, :, g], rows, columns, scratch)
             _add_taps(total, stage, scratch.plain(weights[:, p, q, g]), rows, columns, scratch)
-        if total is not piece:
-            piece.copy_(total)
+        added = None if residual is None else residual[:, r, n, c, g]
+        finished = _finished(total, added, epilogue)
+        if finished is not piece:
+            piece.copy_(finished)
 
 
 def _add_taps(

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
+from fastconv.backends.epilogue import applied
 from fastconv.jit import launch
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 _SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -36,8 +37,10 @@ def forward(
     bias: Tensor | None,
     out: Tensor,
     precision: str | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> None:
-    """Fill ``out`` with the convolution of ``input``.
+    """Fill ``out`` with activation(convolution of ``input`` + bias + residual).
 
     ``precision`` is that of float32 products; None follows PyTorch's setting, in all three passes.
     """
@@ -45,15 +48,25 @@ def forward(
         out.zero_()
         if bias is not None:
             out.add_(bias[:, None, None])
+        if epilogue != NO_EPILOGUE:
+            out.copy_(applied(out, residual, epilogue))
     elif out.is_complex():
         real = torch.empty(_planes(out).shape, dtype=out.real.dtype, device=out.device)
         planes = None if bias is None else torch.view_as_real(bias).flatten()
-        forward(_real(problem), _planes(input), _real_weight(weight), planes, real, precision)
+        forward(
+            _real(problem), _planes(input), _real_weight(weight), planes, real, precision,
+            None if residual is None else _planes(residual), epilogue,
+        )  # fmt: skip
         _set_planes(out, real)
     else:
         input, weight = _dense(input), _dense(weight)
-        asked = _need(planner.forward, problem, input, out, weight, precision)
-        ready(asked).run(input, weight, None if bias is None else bias.contiguous(), out)
+        residual = None if residual is None else _laid_out_as(out, residual)
+        asked = _need(
+            planner.forward, problem, input, out, weight, precision,
+            residual=residual, epilogue=epilogue,
+        )  # fmt: skip
+        bias = None if bias is None else bias.contiguous()
+        ready(asked).run(input, weight, bias, residual, out)
 
 
 def input_grad(
@@ -73,7 +86,7 @@ def input_grad(
         return
     grad_output, weight = _dense(grad_output), _dense(weight)
     asked = _need(planner.input_grad, problem, grad_output, out, weight, precision)
-    ready(asked).run(grad_output, weight, None, out)
+    ready(asked).run(grad_output, weight, None, None, out)
 
 
 def weight_grad(
@@ -111,6 +124,7 @@ class Need(NamedTuple):
     aligned: bool
     precision: str
     bias_grad: bool
+    epilogue: Epilogue
     device: int
     switch: Switch
 
@@ -124,18 +138,21 @@ def need(
     precision: str | None,
     bias_grad: bool = False,
     switch: Switch | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Need | None:
     """What one of these passes needs, for tensors that lie in memory as these do; fake ones, too.
 
     It is planned by the switch, or by the one that is set. The tensors that are not dense
-    (:func:`is_dense`) have to be made contiguous first. None where there is more to it than
-    launches.
+    (:func:`is_dense`) have to be made contiguous first, and a residual has to lie in memory as the
+    result does. None where there is more to it than launches.
     """
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
-    return _need(plan, problem, *roles, precision, bias_grad, switch)
+    residual = None if residual is None else _laid_out_as(out, residual)
+    return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue)
 
 
 def ready(need: Need, plan: Plan | None = None) -> Ready:
@@ -150,7 +167,7 @@ def ready(need: Need, plan: Plan | None = None) -> Ready:
 
 
 # The names that launches know a pass's tensors by, in the order of Ready.run.
-CORRELATION_TENSORS = ("input", "weight", "bias", "output", "scratch")
+CORRELATION_TENSORS = ("input", "weight", "bias", "residual", "output", "scratch")
 _TENSORS: dict[Pass, tuple[str, ...]] = {
     planner.forward: CORRELATION_TENSORS,
     planner.input_grad: CORRELATION_TENSORS,
@@ -185,6 +202,8 @@ def _need(
     precision: str | None,
     bias_grad: bool = False,
     switch: Switch | None = None,
+    residual: Tensor | None = None,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Need:
     """The same; the arguments are Operands' roles."""
     dtype = input.dtype
@@ -201,9 +220,13 @@ def _need(
         weight.stride(),
         # Those without data stand for such as PyTorch allocates.
         isinstance(input, FakeTensor)
-        or (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0,
+        or (
+            (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0
+            and (residual is None or residual.data_ptr() % 16 == 0)
+        ),
         precision,
         bias_grad,
+        epilogue,
         output.device.index,
         planner.current() if switch is None else switch,
     )
@@ -263,6 +286,7 @@ def planned(need: Need) -> Plan:
         need.aligned,
         need.precision,
         need.bias_grad,
+        need.epilogue,
     )
     _check_sizes(need.problem)
     return plans.kept(need.plan, need.problem, operands, gpu(need.device), need.switch)
@@ -310,6 +334,14 @@ def gpu(index: int) -> Gpu:
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor itself where it is dense, or a copy."""
     return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def _laid_out_as(output: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor itself where it has the output's memory format, without gaps, or a copy."""
+    contiguous = output.is_contiguous()
+    return tensor.contiguous(
+        memory_format=torch.contiguous_format if contiguous else torch.channels_last
+    )
 
 
 def is_dense(tensor: Tensor) -> bool:

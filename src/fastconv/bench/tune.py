@@ -108,6 +108,6 @@ class _Run:
         self._prepared = launch.prepare(plan.launches, device, cuda.CORRELATION_TENSORS)
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        addresses = (self._read(tensors), tensors.weight, None, self._output, self._scratch)
+        addresses = (self._read(tensors), tensors.weight, None, None, self._output, self._scratch)
         self._prepared.run(*(0 if one is None else one.data_ptr() for one in addresses))
         return self._output

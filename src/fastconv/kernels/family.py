@@ -8,7 +8,7 @@ from math import gcd, prod
 from pathlib import Path
 
 from fastconv.kernels.arithmetic import ceil_div
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 FOLDER = Path(__file__).parent
 """Where the families' device code lies; ``#include`` paths start here."""
@@ -280,7 +280,8 @@ class Operands:
     The two activations (what the pass reads, or the input and the output's gradient; and what it
     writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
     of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
-    weight gradient to fill a tensor of that name too, with that of the bias.
+    weight gradient to fill a tensor of that name too, with that of the bias. ``epilogue`` is a
+    forward pass's; the residual lies in memory as the output does.
     """
 
     scalar: str  # name of the element type in device code
@@ -291,6 +292,7 @@ class Operands:
     aligned: bool
     precision: str = "ieee"
     bias_grad: bool = False
+    epilogue: Epilogue = NO_EPILOGUE
 
     @property
     def sum_bytes(self) -> int:

@@ -38,8 +38,9 @@ __all__ = [
 conv2d: Callable[..., Any] | None = None
 """A call's way into the library, or None: then Python serves.
 
-``conv2d(input, weight, bias, stride, padding, dilation, groups, precision)``, all by position. It
-answers NotImplemented, with nothing done, to whatever PyTorch's dispatcher has to see.
+``conv2d(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual)``,
+all by position. It answers NotImplemented, with nothing done, to whatever PyTorch's dispatcher has
+to see.
 """
 
 _VARIABLE = "FASTCONV_NATIVE"

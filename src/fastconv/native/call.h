@@ -14,8 +14,14 @@ namespace fastconv::host {
 
 using at::Tensor;
 
-enum Pass : int64_t { kForward, kInputGrad, kWeightGrad };
-constexpr std::array kOperators = {"forward", "input_grad", "weight_grad"};
+enum Pass : int64_t { kForward, kInputGrad, kWeightGrad, kFused };
+constexpr std::array kOperators = {"forward", "input_grad", "weight_grad", "fused"};
+
+// problem.py's; any other is Python's to refuse.
+constexpr std::array kActivations = {"identity", "relu",      "relu6",     "leaky_relu", "silu",
+                                     "gelu",     "gelu_tanh", "hardswish", "sigmoid",    "tanh"};
+constexpr int64_t kIdentity = 0, kLeakyRelu = 3;
+constexpr double kLeakySlope = 0.01;  // PyTorch's, where none is given
 
 enum Precision : int64_t { kIeee, kTf32, kPyTorchs };  // the last: whatever PyTorch is set to
 constexpr std::array kPrecisions = {"ieee", "tf32"};
@@ -41,7 +47,8 @@ struct Geometry {
 };
 
 // One call of an operator. `third` is the forward pass's bias. `size` is the input's, or the
-// kernel's, where the operator is told; so are `format` (of a gradient) and `bias_grad`.
+// kernel's, where the operator is told; so are `format` (of a gradient) and `bias_grad`. A fused
+// forward pass alone has what comes last.
 struct Call {
   Pass pass;
   Tensor first{}, second{}, third{};
@@ -50,6 +57,9 @@ struct Call {
   std::optional<at::MemoryFormat> format{};
   bool bias_grad = false;
   int64_t frozen = 0;  // the store's period, in which the packed weight may be kept
+  Tensor residual{};
+  int64_t activation = kIdentity;
+  double slope = 0;
 };
 
 // How PyTorch declares what its own convolution asks has changed twice.

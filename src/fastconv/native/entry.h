@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <bit>
 #include <memory>
 #include <shared_mutex>
 #include <unordered_map>
@@ -76,7 +77,7 @@ inline bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0;
 inline Key key_of(const Call& call, Precision precision) {
   const Geometry& g = call.geometry;
   Key key;
-  key.reserve(48);
+  key.reserve(64);
   // Each tensor's alignment, not that of all: it does not matter of one that will be copied.
   key.insert(key.end(),
              {call.pass, precision, aligned(call.first), aligned(call.second), call.bias_grad,
@@ -87,6 +88,11 @@ inline Key key_of(const Call& call, Precision precision) {
   append(key, call.first);
   append(key, call.second);
   append(key, call.third);
+  if (call.pass == kFused) {
+    key.insert(key.end(),
+               {call.activation, std::bit_cast<int64_t>(call.slope), aligned(call.residual)});
+    append(key, call.residual);
+  }
   return key;
 }
 
@@ -164,6 +170,10 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
   const auto both = py::make_tuple(wrapped(call.first), wrapped(call.second));
   const auto format = call.format ? py::cast(*call.format) : py::none();
   if (call.pass == kForward) return both + py::make_tuple(wrapped(call.third)) + geometry;
+  if (call.pass == kFused) {
+    return both + py::make_tuple(wrapped(call.third), wrapped(call.residual)) + geometry +
+           py::make_tuple(kActivations[call.activation], call.slope);
+  }
   const auto told = both + py::make_tuple(call.size) + geometry;
   if (call.pass == kInputGrad) return told + py::make_tuple(format);
   return told + py::make_tuple(call.bias_grad, format);

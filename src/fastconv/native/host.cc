@@ -18,6 +18,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "call.h"
@@ -54,21 +55,22 @@ Results run(const Call& call) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const Precision precision = precision_of(call);
   const auto entry = find(call, precision);
-  Tensor first = call.first, second = call.second, third = call.third;
+  Tensor first = call.first, second = call.second, third = call.third, residual = call.residual;
   const c10::OptionalDeviceGuard on(first.is_cuda() ? std::optional(first.device()) : std::nullopt);
   Results results{empty(entry->shape, first, entry->format), {}};
   if (call.bias_grad) results.bias_grad = empty(entry->bias_elements, first);
   if (!entry->fill.is_none()) {
     const Tensor& last = call.bias_grad ? results.bias_grad : third;
     in_python([&] {
-      entry->fill(wrapped(first), wrapped(second), wrapped(last), wrapped(results.first),
-                  kPrecisions[precision]);
+      entry->fill(wrapped(first), wrapped(second), wrapped(last), wrapped(residual),
+                  wrapped(results.first), kPrecisions[precision]);
     });
   }
   if (entry->launches.empty()) return results;
   if (entry->copied[0]) first = first.contiguous();
   if (entry->copied[1]) second = second.contiguous();
   if (third.defined()) third = third.contiguous();
+  if (residual.defined()) residual = residual.contiguous(entry->format);
   void* stream = stream_of(first.device());
   const Place place{entry.get(), address_of(second), stream};
   const bool keeps = call.frozen && entry->packs && !entry->copied[1] && !is_captured(stream);
@@ -77,9 +79,10 @@ Results run(const Call& call) {
   at::DataPtr scratch = kept ? at::DataPtr() : workspace(entry->scratch_bytes, results.first);
   const uintptr_t from = address_of(first), by = address_of(second), to = address_of(results.first),
                   working = uintptr_t(kept ? kept->memory.get() : scratch.get());
-  const Addresses addresses = call.pass == kWeightGrad
-                                  ? Addresses{from, by, to, address_of(results.bias_grad), working}
-                                  : Addresses{from, by, address_of(third), to, working};
+  const Addresses addresses =
+      call.pass == kWeightGrad
+          ? Addresses{from, by, to, address_of(results.bias_grad), working}
+          : Addresses{from, by, address_of(third), address_of(residual), to, working};
   start_all(*entry, kept ? entry->packs : 0, addresses, stream);
   if (keeps && !kept) {
     Packed packed{entry, second.storage().getWeakStorageImpl(), version, std::move(scratch)};
@@ -90,9 +93,10 @@ Results run(const Call& call) {
 
 // --- What stands between the caller and the device -----------------------------------------------
 
-c10::DispatchKeySet keys_of(const Tensor& first, const Tensor& second, const Tensor& third = {}) {
-  auto keys = first.key_set() | second.key_set();
-  if (third.defined()) keys = keys | third.key_set();
+template <class... Tensors>
+c10::DispatchKeySet keys_of(const Tensor& first, const Tensors&... others) {
+  auto keys = first.key_set();
+  ((keys = others.defined() ? keys | others.key_set() : keys), ...);
   const auto local = c10::impl::tls_local_dispatch_key_set();
   return (keys | local.included_) - local.excluded_;
 }
@@ -238,19 +242,23 @@ Tensor record(const Call& call) {
 
 // The convolution, or nothing where the dispatcher has to see it.
 std::optional<Tensor> conv2d(Call call) {
-  auto keys = keys_of(call.first, call.second, call.third);
+  auto keys = keys_of(call.first, call.second, call.third, call.residual);
   const auto casts = keys & c10::autocast_dispatch_keyset;
-  if (!is_plain(keys - casts) || has_tangent(call.first, call.second, call.third)) return {};
+  if (!is_plain(keys - casts) || has_tangent(call.first, call.second, call.third, call.residual)) {
+    return {};
+  }
+  const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // not so in inference mode
+  const bool recorded = seen && is_recorded(call.first, call.second, call.third, call.residual);
+  if (recorded && call.pass == kFused) return {};  // it is made of operators that are recorded
   const c10::impl::ExcludeDispatchKeyGuard cast_already(casts);
   if (!casts.empty()) {
     const auto device = call.first.device().type();
     const auto type = at::autocast::get_autocast_dtype(device);
-    for (Tensor* tensor : {&call.first, &call.second, &call.third}) {
+    for (Tensor* tensor : {&call.first, &call.second, &call.third, &call.residual}) {
       if (at::autocast::is_eligible(*tensor, device)) *tensor = tensor->to(type);
     }
   }
-  const bool seen = keys.has_any(c10::autograd_dispatch_keyset);  // not so in inference mode
-  if (seen && is_recorded(call.first, call.second, call.third)) return record(call);
+  if (recorded) return record(call);
   call.frozen = store.period;
   return run(call).first;
 }
@@ -317,6 +325,36 @@ bool parse_precision(PyObject* object, int64_t& precision) {
   return precision != kPyTorchs;
 }
 
+bool parse_activation(PyObject* object, Call& call) {
+  if (object == Py_None) return true;
+  const bool has_slope = PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 2;
+  PyObject* name = has_slope ? PyTuple_GET_ITEM(object, 0) : object;
+  if (!PyUnicode_CheckExact(name)) return false;
+  const auto is_name = [&](const char* known) {
+    return PyUnicode_CompareWithASCIIString(name, known) == 0;
+  };
+  const auto found = std::find_if(kActivations.begin(), kActivations.end(), is_name);
+  call.activation = found - kActivations.begin();
+  if (has_slope) {
+    PyObject* slope = PyTuple_GET_ITEM(object, 1);
+    if (!PyFloat_CheckExact(slope)) return false;
+    call.slope = PyFloat_AS_DOUBLE(slope);
+  } else if (call.activation == kLeakyRelu) {
+    call.slope = kLeakySlope;
+  }
+  return found != kActivations.end();
+}
+
+bool parse_epilogue(PyObject* activation, PyObject* residual, Call& call) {
+  if (activation == Py_None && residual == Py_None) return true;
+  call.pass = kFused;
+  if (residual != Py_None) {
+    if (!THPVariable_CheckExact(residual)) return false;
+    call.residual = THPVariable_Unpack(residual);
+  }
+  return parse_activation(activation, call);
+}
+
 bool parse_call(PyObject* const* arguments, Call& call) {
   if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) return false;
   call.first = THPVariable_Unpack(arguments[0]);
@@ -331,14 +369,15 @@ bool parse_call(PyObject* const* arguments, Call& call) {
   }
   return parse(arguments[3], g.stride) && parse(arguments[5], g.dilation) &&
          parse_padding(arguments[4], call.second, g) && parse(arguments[6], g.groups) &&
-         parse_precision(arguments[7], g.precision);
+         parse_precision(arguments[7], g.precision) &&
+         parse_epilogue(arguments[8], arguments[9], call);
 }
 
-// call(input, weight, bias, stride, padding, dilation, groups, precision), all by position; or
-// NotImplemented, with nothing done.
+// call(input, weight, bias, stride, padding, dilation, groups, precision, activation, residual),
+// all by position; or NotImplemented, with nothing done.
 PyObject* conv2d_in_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 8, "call takes 8 arguments, not ", count);
+  TORCH_CHECK_TYPE(count == 10, "call takes 10 arguments, not ", count);
   Call call{kForward};
   std::optional<Tensor> output;
   if (!at::impl::torch_function_mode_enabled() && parse_call(arguments, call)) {

@@ -31,7 +31,7 @@ inline void* stream_of(const at::Device& device) {
   return handle(&stream);
 }
 
-constexpr size_t kTensors = 5;
+constexpr size_t kTensors = 6;
 using Addresses = std::array<uintptr_t, kTensors>;
 
 // As aligned as the driver demands of a CUtensorMap, and more.

@@ -1,4 +1,4 @@
-"""The three operators, and everything PyTorch needs to know about them.
+"""The operators, and everything PyTorch needs to know about them.
 
 ``torch.ops.fastconv.forward``, ``.input_grad`` and ``.weight_grad`` are each linear in both of
 their tensors, and closed under differentiation: the gradients and the tangents of each are written
@@ -6,12 +6,15 @@ with these same three. So double backward, and any higher one, needs no further 
 
 The three are bilinear, not sesquilinear: for complex tensors none of them conjugates; the autograd
 formulas do.
+
+``torch.ops.fastconv.fused`` is ``forward`` with an epilogue in the same kernel. Where gradients are
+recorded, it is made of ``forward`` and PyTorch's elementwise operators, which have derivatives.
 """
 
 from fastconv.ops import autocast, autograd, batching, decomposition, devices, flops, sharding
-from fastconv.ops.schema import forward, input_grad, weight_grad
+from fastconv.ops.schema import forward, fused, input_grad, weight_grad
 
-__all__ = ["forward", "input_grad", "weight_grad"]
+__all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
 autograd.register()

@@ -19,8 +19,7 @@ from fastconv import native
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.ops import devices
-from fastconv.ops.schema import PRECISION, Result, describe_forward, gradient_format
+from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
 
 
 def begin_if_new(args: Sequence[Any], wanted: Sequence[bool]) -> None:
@@ -31,7 +30,8 @@ def begin_if_new(args: Sequence[Any], wanted: Sequence[bool]) -> None:
     need = cuda.take_latest()
     if need is None or torch._C._are_functorch_transforms_active():
         return
-    result = describe_forward(devices.forward_check, *args)
+    operator = OPERATORS["forward"]
+    result = operator.describe(operator.known, *args)
     if need.problem == result.problem:
         begin(args, result, wanted, need.switch)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastconv.ops.schema import forward, library
+from fastconv.ops.schema import forward, fused, library
 
 _here = threading.local()
 
@@ -41,12 +42,13 @@ def register(device_type: str, dispatch_key: str) -> None:
         )
         return tensor.to(dtype) if eligible and tensor is not None else tensor
 
-    def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        tensors: tuple[Tensor | None, ...] = (input, weight, bias)
+    def kernel(operator: Callable[..., Tensor], tensors: int, *args: Any) -> Tensor:
+        cast_args = args[:tensors]
         if not (device_type == "cpu" and getattr(_here, "mapped", False)):
             dtype = torch.get_autocast_dtype(device_type)
-            tensors = tuple(cast(tensor, dtype) for tensor in tensors)
+            cast_args = tuple(cast(tensor, dtype) for tensor in cast_args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return forward(*tensors, *geometry)
+            return operator(*cast_args, *args[tensors:])
 
-    library.impl("forward", kernel, dispatch_key)
+    library.impl("forward", partial(kernel, forward, 3), dispatch_key)
+    library.impl("fused", partial(kernel, fused, 4), dispatch_key)

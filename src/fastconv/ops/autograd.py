@@ -1,4 +1,8 @@
-"""Derivatives of the three operators, backward and forward mode, in terms of themselves."""
+"""Derivatives of the operators, backward and forward mode, in terms of three of them.
+
+The fourth, ``fused``, has none of its own: where it is recorded, it is ``forward``, an addition and
+an activation, each of which PyTorch knows how to differentiate.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,16 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 # PyTorch's own operators do; torch.autograd.Function would start over with all the levels.
 from torch.autograd.function import _SingleLevelFunction
 
+from fastconv.backends.epilogue import applied
 from fastconv.ops import ahead, devices
 from fastconv.ops.schema import (
+    OPERATORS,
+    Check,
     check_dense,
+    describe_fused,
     forward,
+    fused,
+    fused_result,
     gradient_format,
     input_grad,
     library,
@@ -276,6 +286,7 @@ def register() -> None:
         (weight_grad, FastconvWeightGrad),
     ):
         library.impl(op, _kernel(function), "Autograd")
+    library.impl(fused, _fused, "Autograd")
 
 
 def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -295,6 +306,44 @@ def forward_here(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: 
         check_dense("bias", bias)
     check_words(*geometry[:4])
     return forward(input, weight, bias, *geometry)
+
+
+def fused_here(
+    convolve: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    """The operator ``fused``, likewise; ``convolve`` is how to get at ``forward`` here."""
+    args = (input, weight, bias, residual, *rest)
+    if not _watched() and devices.is_plain(residual):
+        kernel = devices.direct(devices.fused_kernels, input, weight, bias)
+        if kernel is not None and not torch.is_autocast_enabled(input.device.type):
+            if _recorded(*args[:4]):
+                return _composed(convolve, OPERATORS["fused"].known, *args)
+            return kernel(*args)
+    for name, tensor in zip(("input", "weight", "bias", "residual"), args[:4], strict=True):
+        if tensor is not None:
+            check_dense(name, tensor)
+    check_words(*rest[:4])
+    return fused(*args)
+
+
+def _composed(convolve: Callable[..., Tensor], check: Check, *args: Any) -> Tensor:
+    """``fused`` of operators that can be differentiated."""
+    input, weight, bias, residual, *rest = args
+    epilogue = describe_fused(check, *args).epilogue
+    return applied(convolve(input, weight, bias, *rest[:5]), residual, epilogue)
+
+
+def _fused(*args: Any) -> Tensor:
+    """The operator's autograd kernel."""
+    if torch._C._are_functorch_transforms_active() or _recorded(*args[:4]):
+        return _composed(forward, fused_result, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return fused(*args)
 
 
 def _input_grad_here(*args: Any) -> Tensor:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastconv.backends.epilogue import applied
 from fastconv.ops import autocast
-from fastconv.ops.schema import (
-    describe_forward,
-    describe_input_grad,
-    describe_weight_grad,
-    forward,
-    forward_result,
-    input_grad,
-    input_grad_result,
-    library,
-    weight_grad,
-    weight_grad_result,
-)
+from fastconv.ops.schema import OPERATORS, Operator, forward, input_grad, library, weight_grad
+from fastconv.problem import Epilogue
 
 
 def _fold(tensor: Tensor, mapped: int, dim: int, groups: int = 1) -> Tensor:
@@ -125,26 +115,38 @@ def _vmap_weight_grad(
     return (_unfold(grad, 0, size, inner), _unfold(bias_grad, 0, size, inner)), (0, 0)
 
 
+def _vmap_fused(
+    info: Any, in_dims: Any, input: Any, weight: Any, bias: Any, residual: Any, *rest: Any
+) -> Any:
+    *geometry, activation, slope = rest
+    if any(dim is not None for dim in in_dims[:3]):
+        dims = (*in_dims[:3], *in_dims[4:-2])
+        sums, _ = _vmap_forward(info, dims, input, weight, bias, *geometry)
+    else:
+        sums = forward(input, weight, bias, *geometry)
+    if residual is not None:
+        residual = _expand(residual, in_dims[3], info.batch_size).to(sums.dtype)  # as autocast does
+    return applied(sums, residual, Epilogue(activation, slope)), 0
+
+
 def register() -> None:
-    for name, op, rule, check in (
-        ("forward", forward, _vmap_forward, partial(describe_forward, forward_result)),
-        ("input_grad", input_grad, _vmap_input_grad,
-         partial(describe_input_grad, input_grad_result)),
-        ("weight_grad", weight_grad, _vmap_weight_grad,
-         partial(describe_weight_grad, weight_grad_result)),
-    ):  # fmt: skip
-        torch.library.register_vmap(f"fastconv::{name}", _batched(op, rule, check), lib=library)
+    for name, rule in (
+        ("forward", _vmap_forward),
+        ("input_grad", _vmap_input_grad),
+        ("weight_grad", _vmap_weight_grad),
+        ("fused", _vmap_fused),
+    ):
+        batched = _batched(OPERATORS[name], rule)
+        torch.library.register_vmap(f"fastconv::{name}", batched, lib=library)
 
 
-def _batched(
-    op: Callable[..., Any], rule: Callable[..., Any], check: Callable[..., Any]
-) -> Callable[..., Any]:
+def _batched(operator: Operator, rule: Callable[..., Any]) -> Callable[..., Any]:
     def batched(info: Any, in_dims: Any, *args: Any) -> Any:
         with autocast.of_mapped():
             if info.batch_size == 0:
-                return _over_nothing(op, in_dims, *args)
+                return _over_nothing(operator.call, in_dims, *args)
             # Folded sizes would be wrong in other words than those the user has.
-            check(*_each(lambda tensor, mapped: tensor.select(mapped, 0), in_dims, args))
+            operator.result(*_each(lambda tensor, mapped: tensor.select(mapped, 0), in_dims, args))
             return rule(info, in_dims, *args)
 
     return batched

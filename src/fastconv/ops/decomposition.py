@@ -8,27 +8,14 @@ neither eager calls nor ``torch.compile``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
 
-from fastconv.ops.schema import (
-    Result,
-    describe_forward,
-    describe_input_grad,
-    describe_weight_grad,
-    fake_forward,
-    fake_input_grad,
-    fake_weight_grad,
-    forward,
-    forward_result,
-    input_grad,
-    input_grad_result,
-    new_bias_grad,
-    weight_grad,
-    weight_grad_result,
-)
+from fastconv.backends.epilogue import applied
+from fastconv.ops.schema import OPERATORS, Result, new_bias_grad
 
 Ints = Sequence[int]
 
@@ -36,14 +23,16 @@ _aten = torch.ops.aten
 
 
 def register() -> None:
-    for operator, decomposition, meta in (
-        (forward, _forward, fake_forward),
-        (input_grad, _input_grad, fake_input_grad),
-        (weight_grad, _weight_grad, fake_weight_grad),
+    for name, decomposition in (
+        ("forward", _forward),
+        ("input_grad", _input_grad),
+        ("weight_grad", _weight_grad),
+        ("fused", _fused),
     ):
-        register_decomposition(operator)(decomposition)
+        operator = OPERATORS[name]
+        register_decomposition(operator.call)(decomposition)
         # Of symbolic sizes, fake tensors would else be what the decomposition makes of them.
-        register_decomposition(operator, type="meta")(meta)
+        register_decomposition(operator.call, type="meta")(operator.fake)
 
 
 def _forward(
@@ -56,9 +45,7 @@ def _forward(
     groups: int,
     precision: str | None,
 ) -> Tensor:
-    _check(describe_forward(
-        forward_result, input, weight, bias, stride, padding, dilation, groups, precision
-    ))  # fmt: skip
+    _check("forward", input, weight, bias, stride, padding, dilation, groups, precision)
     before, within = _split(padding)
     return _aten.convolution(
         _padded(input, before), weight, bias, stride, within, dilation, False, (0, 0), groups
@@ -76,10 +63,10 @@ def _input_grad(
     precision: str | None,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    result = _check(describe_input_grad(
-        input_grad_result, grad_output, weight, input_size,
+    result = _check(
+        "input_grad", grad_output, weight, input_size,
         stride, padding, dilation, groups, precision, memory_format,
-    ))  # fmt: skip
+    )  # fmt: skip
     (top, bottom, left, right), within = _split(padding)
     batch, channels, height, width = result.shape
     padded = (batch, channels, height + top + bottom, width + left + right)
@@ -103,10 +90,10 @@ def _weight_grad(
     bias: bool,
     memory_format: torch.memory_format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    result = _check(describe_weight_grad(
-        weight_grad_result, grad_output, input, kernel_size,
+    result = _check(
+        "weight_grad", grad_output, input, kernel_size,
         stride, padding, dilation, groups, precision, bias, memory_format,
-    ))  # fmt: skip
+    )  # fmt: skip
     before, within = _split(padding)
     _, gradient, bias_gradient = _aten.convolution_backward(
         grad_output, _padded(input, before), grad_output.new_empty(result.shape),
@@ -117,7 +104,16 @@ def _weight_grad(
     return gradient, bias_gradient if bias else new_bias_grad(result, bias)
 
 
-def _check(result: Result) -> Result:
+def _fused(
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any
+) -> Tensor:
+    result = _check("fused", input, weight, bias, residual, *rest)
+    *geometry, _, _ = rest
+    return applied(_forward(input, weight, bias, *geometry), residual, result.epilogue)
+
+
+def _check(name: str, *args: Any) -> Result:
+    result = OPERATORS[name].result(*args)
     if result.dtype.is_complex:
         raise NotImplementedError(
             f"aten.convolution takes real numbers, but a convolution of {result.dtype} is to be "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -10,26 +11,20 @@ import torch
 from torch import Tensor
 
 from fastconv.backends import cpu, cuda
+from fastconv.kernels import planner
+from fastconv.kernels.planner import Switch
 from fastconv.ops.schema import (
     BIAS,
+    FUSED_PRECISION,
+    OPERATORS,
     PRECISION,
-    describe_forward,
-    describe_input_grad,
-    describe_weight_grad,
-    forward,
-    forward_result,
-    input_grad,
-    input_grad_result,
+    RESIDUAL,
+    Operator,
+    Result,
+    fused,
     library,
     new_bias_grad,
-    remembered,
-    weight_grad,
-    weight_grad_result,
 )
-
-forward_check = remembered(forward_result)
-input_grad_check = remembered(input_grad_result)
-weight_grad_check = remembered(weight_grad_result)
 
 BACKENDS = {"cpu": cpu, "cuda": cuda}
 
@@ -39,22 +34,22 @@ Kernels = dict[str, Callable[..., Any]]
 forward_kernels: Kernels = {}
 input_grad_kernels: Kernels = {}
 weight_grad_kernels: Kernels = {}
+fused_kernels: Kernels = {}
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def register() -> None:
-    for device_type, backend in BACKENDS.items():
-        forward_kernels[device_type] = _forward_on(backend)
-        input_grad_kernels[device_type] = _input_grad_on(backend)
-        weight_grad_kernels[device_type] = _weight_grad_on(backend)
-    for op, kernels in (
-        (forward, forward_kernels),
-        (input_grad, input_grad_kernels),
-        (weight_grad, weight_grad_kernels),
+    for name, kernels, on in (
+        ("forward", forward_kernels, _forward_on),
+        ("input_grad", input_grad_kernels, _input_grad_on),
+        ("weight_grad", weight_grad_kernels, _weight_grad_on),
+        ("fused", fused_kernels, _fused_on),
     ):
-        for device_type, kernel in kernels.items():
-            library.impl(op, kernel, device_type.upper())
+        operator = OPERATORS[name]
+        for device_type, backend in BACKENDS.items():
+            kernels[device_type] = on(backend, partial(operator.describe, operator.known))
+            library.impl(operator.call, kernels[device_type], device_type.upper())
 
 
 def direct(
@@ -75,9 +70,36 @@ def direct(
     return None
 
 
-def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
+def is_plain(tensor: Tensor | None) -> bool:
+    """Whether :func:`direct` would have nothing against one more tensor."""
+    return tensor is None or (type(tensor) in PLAIN and not (tensor.is_conj() or tensor.is_neg()))
+
+
+def need(
+    operator: Operator, result: Result, args: tuple[Any, ...], switch: Switch | None = None
+) -> cuda.Need | None:
+    """What a call of the operator needs of a GPU: see :func:`fastconv.backends.cuda.need`."""
+    is_fused = operator.call is fused
+    return cuda.need(
+        operator.plan,
+        result.problem,
+        args[0],
+        args[1],
+        result.new(),
+        args[FUSED_PRECISION if is_fused else PRECISION],
+        bias_grad=operator.plan is planner.weight_grad and args[BIAS],
+        switch=switch,
+        residual=args[RESIDUAL] if is_fused else None,
+        epilogue=result.epilogue,
+    )
+
+
+Describe = Callable[..., Result]
+
+
+def _forward_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        result = describe_forward(forward_check, *args)
+        result = describe(*args)
         output = result.new()
         if output.numel():
             backend.forward(result.problem, *args[:3], output, args[PRECISION])
@@ -86,9 +108,9 @@ def _forward_on(backend: ModuleType) -> Callable[..., Tensor]:
     return run
 
 
-def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
+def _input_grad_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        result = describe_input_grad(input_grad_check, *args)
+        result = describe(*args)
         grad = result.new()
         if grad.numel():
             backend.input_grad(result.problem, *args[:2], grad, args[PRECISION])
@@ -97,12 +119,26 @@ def _input_grad_on(backend: ModuleType) -> Callable[..., Tensor]:
     return run
 
 
-def _weight_grad_on(backend: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
+def _weight_grad_on(backend: ModuleType, describe: Describe) -> Callable[..., Any]:
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        result = describe_weight_grad(weight_grad_check, *args)
+        result = describe(*args)
         grad, bias_grad = result.new(), new_bias_grad(result, args[BIAS])
         wanted = bias_grad if args[BIAS] else None
         backend.weight_grad(result.problem, *args[:2], grad, wanted, args[PRECISION])
         return grad, bias_grad
+
+    return run
+
+
+def _fused_on(backend: ModuleType, describe: Describe) -> Callable[..., Tensor]:
+    def run(*args: Any) -> Tensor:
+        result = describe(*args)
+        output = result.new()
+        if output.numel():
+            backend.forward(
+                result.problem, *args[:3], output, args[FUSED_PRECISION], args[RESIDUAL],
+                result.epilogue,
+            )  # fmt: skip
+        return output
 
     return run

@@ -25,7 +25,7 @@ def _register() -> None:
     # Bias, stride, padding, dilation: what counts of them is in the shapes. And no transposed one.
     geometry = (None, None, None, None, False)
 
-    @flop_counter.register_flop_formula(torch.ops.fastconv.forward)
+    @flop_counter.register_flop_formula([torch.ops.fastconv.forward, torch.ops.fastconv.fused])
     def forward(input: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
         return of_forward(input, weight, *geometry, out_val=out_shape)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastconv.problem import Problem, is_channels_last
+from fastconv.kernels import planner
+from fastconv.kernels.planner import Pass
+from fastconv.problem import ACTIVATIONS, NO_EPILOGUE, Epilogue, Problem, is_channels_last
 
 _DTYPES = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -33,6 +36,10 @@ library.define(
     "weight_grad(Tensor grad_output, Tensor input, SymInt[2] kernel_size, "
     f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)"
 )
+library.define(
+    "fused(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+    f"{_GEOMETRY}, str activation, float slope) -> Tensor"
+)
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
 #   padding is (top, bottom, left, right); precision None follows PyTorch's setting when it runs.
@@ -44,9 +51,14 @@ input_grad = torch.ops.fastconv.input_grad.default
 # weight_grad(grad_output, input, kernel_size, <the same five>, bias, memory_format)
 #   -> (weight, bias) gradients; with bias=False the second is an empty tensor.
 weight_grad = torch.ops.fastconv.weight_grad.default
+# fused(input, weight, bias, residual, <the same five>, activation, slope) -> output
+#   activation(forward's output + residual), rounded once; slope is leaky_relu's, 0 for all others.
+fused = torch.ops.fastconv.fused.default
 
-# Where these stand among the arguments of every operator that has them.
+# Where these stand among the arguments of the first three operators that have them.
 GROUPS, PRECISION, BIAS = 6, 7, 8
+# And among those of fused, which has one more tensor.
+RESIDUAL, FUSED_GROUPS, FUSED_PRECISION = 3, 7, 8
 
 
 class Form(NamedTuple):
@@ -86,6 +98,7 @@ class Result(NamedTuple):
     memory_format: torch.memory_format
     dtype: torch.dtype
     device: torch.device
+    epilogue: Epilogue = NO_EPILOGUE
 
     def new(self) -> Tensor:
         return torch.empty(
@@ -110,6 +123,55 @@ def forward_result(
             f"{problem.out_channels} elements, but got bias of size {list(bias.shape)} instead"
         )
     return _result(problem, problem.output_shape, input, joint_format(input, weight))
+
+
+def fused_result(
+    input: Form,
+    weight: Form,
+    bias: Form | None,
+    residual: Form | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    activation: str,
+    slope: float,
+) -> Result:
+    result = forward_result(input, weight, bias, stride, padding, dilation, groups)
+    _check_activation(activation, slope, input.dtype)
+    _check_alike(Input=input, residual=residual)
+    if residual is not None and tuple(residual.shape) != result.shape:
+        raise RuntimeError(
+            f"Expected residual of the output's size {list(result.shape)}, "
+            f"but got residual of size {list(residual.shape)}"
+        )
+    return result._replace(epilogue=Epilogue(activation, slope, residual is not None))
+
+
+def _check_activation(activation: str, slope: float, dtype: torch.dtype) -> None:
+    if activation not in ACTIVATIONS:
+        raise unknown_activation(activation)
+    if not isfinite(slope) or (slope != 0 and activation != "leaky_relu"):
+        raise ValueError(
+            f"a slope should be leaky_relu's, and finite, but got {slope} for {activation}"
+        )
+    taken = ACTIVATIONS if dtype.is_floating_point else _OTHERS_ACTIVATIONS[dtype.is_complex]
+    if activation not in taken:
+        raise NotImplementedError(
+            f"the activation {activation} is not implemented for {dtype}, which has "
+            f"{', '.join(taken)}"
+        )
+
+
+def unknown_activation(value: Any) -> ValueError:
+    return ValueError(
+        f"activation should be None, one of {', '.join(ACTIVATIONS)}, or ('leaky_relu', slope), "
+        f"but got {value!r}"
+    )
+
+
+# Of integers, which have no fractions; of complex numbers, which have no order.
+_OTHERS_ACTIVATIONS = (("identity", "relu", "relu6"), ("identity",))
 
 
 def input_grad_result(
@@ -260,6 +322,34 @@ def describe_forward(
     )
 
 
+def describe_fused(
+    check: Check,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    precision: str | None,
+    activation: str,
+    slope: float,
+) -> Result:
+    return check(
+        Form.of("input", input),
+        Form.of("weight", weight),
+        None if bias is None else Form.of("bias", bias),
+        None if residual is None else Form.of("residual", residual),
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+        activation,
+        slope,
+    )
+
+
 def describe_input_grad(
     check: Check,
     grad_output: Tensor,
@@ -314,22 +404,48 @@ def new_bias_grad(result: Result, bias: bool) -> Tensor:
     return torch.empty(size, dtype=result.dtype, device=result.device)
 
 
-# The meta functions do not remember: symbolic sizes cannot be looked up.
+# --- The operators in one table -------------------------------------------------------------------
 
 
-def fake_forward(*args: Any) -> Tensor:
-    return describe_forward(forward_result, *args).new()
+class Operator(NamedTuple):
+    """One of ours: which pass it is, and how its arguments are checked and described."""
+
+    call: Any  # the operator itself
+    plan: Pass
+    describe: Callable[..., Result]
+    check: Check
+    known: Check  # the same, remembered
+    new: Callable[..., Any]  # of a Result and the arguments: what the operator returns, unfilled
+
+    def result(self, *args: Any) -> Result:
+        """What is computed, checked anew: symbolic sizes cannot be looked up."""
+        return self.describe(self.check, *args)
+
+    def fake(self, *args: Any) -> Any:
+        """The meta function."""
+        return self.new(self.result(*args), *args)
 
 
-def fake_input_grad(*args: Any) -> Tensor:
-    return describe_input_grad(input_grad_result, *args).new()
+def _new(result: Result, *_: Any) -> Tensor:
+    return result.new()
 
 
-def fake_weight_grad(*args: Any) -> tuple[Tensor, Tensor]:
-    result = describe_weight_grad(weight_grad_result, *args)
+def _new_gradients(result: Result, *args: Any) -> tuple[Tensor, Tensor]:
     return result.new(), new_bias_grad(result, args[BIAS])
 
 
-torch.library.register_fake("fastconv::forward", fake_forward, lib=library)
-torch.library.register_fake("fastconv::input_grad", fake_input_grad, lib=library)
-torch.library.register_fake("fastconv::weight_grad", fake_weight_grad, lib=library)
+OPERATORS = {
+    name: Operator(call, plan, describe, check, remembered(check), new)
+    for name, call, plan, describe, check, new in (
+        ("forward", forward, planner.forward, describe_forward, forward_result, _new),
+        ("input_grad", input_grad, planner.input_grad,
+         describe_input_grad, input_grad_result, _new),
+        ("weight_grad", weight_grad, planner.weight_grad,
+         describe_weight_grad, weight_grad_result, _new_gradients),
+        ("fused", fused, planner.forward, describe_fused, fused_result, _new),
+    )
+}  # fmt: skip
+"""By their names in ``torch.ops.fastconv``."""
+
+for _name, _operator in OPERATORS.items():
+    torch.library.register_fake(f"fastconv::{_name}", _operator.fake, lib=library)

@@ -10,7 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from fastconv.ops.late import when_imported
-from fastconv.ops.schema import BIAS, GROUPS, forward, input_grad, weight_grad
+from fastconv.ops.schema import (
+    BIAS,
+    FUSED_GROUPS,
+    GROUPS,
+    OPERATORS,
+    RESIDUAL,
+    forward,
+    fused,
+    input_grad,
+    weight_grad,
+)
 
 Rule = tuple[list[Any], list[Any]]
 """Placements of the results, and of the arguments: None for those that are no tensors."""
@@ -40,6 +50,19 @@ def _register() -> None:
             rules.append(_rule(args, [part], second, second))
         return rules
 
+    def of_fused(*args: Any) -> list[Rule]:
+        # No parts of sums: an activation of a part is no part of the activation.
+        biased, added = args[2] is not None, args[RESIDUAL] is not None
+
+        def rule(result: Any, input: Any, weight: Any, bias: Any) -> Rule:
+            bias, residual = bias if biased else None, result if added else None
+            return _rule(args, [result], input, weight, bias, residual)
+
+        rules = [rule(all_of, all_of, all_of, all_of), rule(first, first, all_of, all_of)]
+        if args[FUSED_GROUPS] == 1:
+            rules.append(rule(second, all_of, first, first))
+        return rules
+
     def of_input_grad(*args: Any) -> list[Rule]:
         rules = [_rule(args, [all_of], all_of, all_of), _rule(args, [first], first, all_of)]
         if args[GROUPS] == 1:
@@ -61,11 +84,12 @@ def _register() -> None:
     register_sharding(forward)(of_forward)
     register_sharding(input_grad)(of_input_grad)
     register_sharding(weight_grad)(of_weight_grad)
+    register_sharding(fused)(of_fused)
     # DTensor remembers a result's form by the arguments. register_sharding has it compare those
     # from the first int on, but here lists of ints come before it: a stride changes the form, too.
     compared = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for operator in (forward, input_grad, weight_grad):
-        compared[operator] = RuntimeSchemaInfo(static_argnum=2, needs_pytree=True)
+    for operator in OPERATORS.values():
+        compared[operator.call] = RuntimeSchemaInfo(static_argnum=2, needs_pytree=True)
 
 
 def _rule(args: Any, results: list[Any], *tensors: Any) -> Rule:
