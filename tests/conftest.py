@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fastconv import native
-from fastconv.bench import limits, timing
+from fastconv import native, timing
+from fastconv.bench import limits
+from fastconv.bench import timing as bench_timing
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -56,7 +57,7 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(bench_timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
 

@@ -12,7 +12,7 @@ import fastconv
 
 PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
-    {"problem", "_precision"},
+    {"problem", "_precision", "tables", "timing"},
     {"kernels", "jit", "native", "files"},
     {"backends", "ops", "functional", "modules", "preparation", "_frozen", "__init__"},
     {"workloads"},

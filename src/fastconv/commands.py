@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import fastconv
-from fastconv import files, native
+from fastconv import files, native, tables
 from fastconv.bench import (
     campaign,
     configurations,
@@ -50,7 +50,6 @@ from fastconv.bench.console import extra, follow, show, work_through
 from fastconv.bench.host import HostCase
 from fastconv.bench.measure import Bench
 from fastconv.bench.results import AnyResults, HostResults, Results
-from fastconv.bench.timing import Effort
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.exporter import export
@@ -58,6 +57,7 @@ from fastconv.jit import archive, cache, compile, trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.correlate import tuned
+from fastconv.timing import Effort
 from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
@@ -282,11 +282,7 @@ def list_cache(arguments: Namespace) -> int:
     rows = [_cells(*one) for one in described]
     if rows:
         rows.insert(0, ("source", "architecture", "size", "last used"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        print()
-        for row in rows:
-            source, architecture, size, used = row
-            print(f"{source:{widths[0]}}  {architecture:{widths[1]}}  {size:>{widths[2]}}  {used}")
+        print("", *tables.lines(rows, right={2}), sep="\n")
     return 0
 
 

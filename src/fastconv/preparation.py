@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastconv import tables
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
@@ -55,13 +56,11 @@ class Preparation:
                                                      one.problem.weight_shape))  # fmt: skip
             dtype = str(one.dtype).removeprefix("torch.")
             rows.append((one.name, *sizes, dtype, one.family, str(one.calls)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = (
             f"{len(self.passes)} passes of {sum(one.calls for one in self.passes)} calls, "
             f"{self.kernels} kernels, {self.new_kernels} of them new, {self.seconds:.1f} s"
         )
-        return "\n".join((*lines, total))
+        return "\n".join((*tables.lines(rows), total))
 
 
 def prepare(
