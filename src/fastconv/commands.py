@@ -331,7 +331,7 @@ def import_cache(arguments: Namespace) -> int:
 
 
 def clear_cache(arguments: Namespace) -> int:
-    """``fastconv cache clear``: removes kernels, and nothing else that is in the folder."""
+    """``fastconv cache clear``: removes entries, and nothing else that is in the folder."""
     _check_cache_folder()
     architecture = arguments.architecture
     removed = cache.remove(
@@ -341,7 +341,7 @@ def clear_cache(arguments: Namespace) -> int:
     )
     of = f" for {architecture}" if architecture else ""
     size = cache.in_units(removed.bytes)
-    print(f"removed {removed.entries} kernels{of}, {size}, from {cache.folder()}")
+    print(f"removed {removed}{of}, {size}, from {cache.folder()}")
     return 0
 
 
@@ -356,7 +356,7 @@ def _entry(entry: cache.Entry, about: Mapping[str, str]) -> dict[str, Any]:
     """An entry as values for JSON; None where it does not say."""
     return {
         "key": entry.path.stem,
-        "kind": entry.path.suffix[1:],
+        "kind": entry.kind,
         "source": about.get("source"),
         "architecture": about.get("architecture"),
         "bytes": entry.bytes,
@@ -385,7 +385,10 @@ def _versions() -> dict[str, str]:
 def _usable(architecture: str | None) -> tuple[dict[str, bytes], int]:
     """Entries for an architecture, or all, that may be asked for, by name; how many may not."""
     packed, left_out = dict[str, bytes](), 0
-    for path, *_ in cache.entries():
+    for entry in cache.entries():
+        if entry.kind != cache.KERNEL:  # times are this machine's own
+            continue
+        path = entry.path
         try:
             contents = trust.read(path)
             about, _ = cache.unpack(path.name, contents)

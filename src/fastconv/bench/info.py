@@ -57,6 +57,7 @@ def kept() -> dict[str, Any]:
     return {
         "folder": str(cache.folder()),
         "entries": size.entries,
+        "times": size.times,
         "bytes": size.bytes,
         "limit": limit.bytes,
         "limit_trouble": limit.trouble,
@@ -66,8 +67,9 @@ def kept() -> dict[str, Any]:
 
 def kept_lines(kept: dict[str, Any]) -> list[str]:
     """The same for reading: a line, and one for each trouble."""
-    size, limit = cache.in_units(kept["bytes"]), cache.in_units(kept["limit"])
-    text = [f"{kept['folder']}: {kept['entries']} kernels, {size} of at most {limit}"]
+    size = cache.Size(kept["bytes"], kept["entries"], kept["times"])
+    room = f"{cache.in_units(size.bytes)} of at most {cache.in_units(kept['limit'])}"
+    text = [f"{kept['folder']}: {size}, {room}"]
     if kept["limit_trouble"]:
         text.append(kept["limit_trouble"])
     if kept["distrusted"]:

@@ -1,5 +1,7 @@
 """Keeps machine code on disk, so that a kernel is compiled once and not once per process.
 
+Beside it lie times that were measured, for the same reason.
+
 An entry has a kind, which says what it holds, and a key, which says of what; its file's name is
 both. Any number of processes may share the folder: an entry appears whole or not at all, and one
 that does not match its checksum counts as missing. So does one that others could have made or
@@ -31,8 +33,8 @@ from typing import NamedTuple
 
 from fastconv.jit import trust
 
-KINDS = ("cubin",)
-"""What entries hold: machine code of a program."""
+KERNEL, TIMES = KINDS = ("cubin", "times")
+"""What entries hold: machine code of a program, or what a part of a network took."""
 
 VARIABLE = "FASTCONV_CACHE_LIMIT"
 
@@ -67,10 +69,21 @@ class Damaged(ValueError):
 
 
 class Size(NamedTuple):
-    """How much the cache holds."""
+    """How much entries are."""
 
     bytes: int
     entries: int
+    times: int  # of the entries
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Size:
+        listed = list(entries)
+        times = sum(entry.kind == TIMES for entry in listed)
+        return cls(sum(entry.bytes for entry in listed), len(listed), times)
+
+    def __str__(self) -> str:
+        also = f" and {self.times} measured times" if self.times else ""
+        return f"{self.entries - self.times} kernels{also}"
 
 
 class Limit(NamedTuple):
@@ -86,6 +99,10 @@ class Entry(NamedTuple):
     path: Path
     bytes: int
     used: float
+
+    @property
+    def kind(self) -> str:
+        return self.path.suffix[1:]
 
 
 def folder() -> Path:
@@ -244,20 +261,19 @@ def remove(chosen: Iterable[Entry]) -> Size:
     Raises:
         OSError: one cannot be removed.
     """
-    sizes = []
+    removed = []
     for entry in chosen:
         with suppress(FileNotFoundError):  # by another process
             entry.path.unlink()
-            sizes.append(entry.bytes)
-    return Size(sum(sizes), len(sizes))
+            removed.append(entry)
+    return Size.of(removed)
 
 
 def size() -> Size:
     """What all entries take."""
     with suppress(*_TROUBLE):
-        sizes = [entry.bytes for entry in entries()]
-        return Size(sum(sizes), len(sizes))
-    return Size(0, 0)
+        return Size.of(entries())
+    return Size.of(())
 
 
 def is_name(name: str) -> bool:
