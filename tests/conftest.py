@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -12,9 +12,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fastconv import native, timing
+from fastconv import native, preparation, timing
+from fastconv.backends import cuda
 from fastconv.bench import limits
 from fastconv.bench import timing as bench_timing
+from fastconv.jit import launch
+from fastconv.kernels.family import Kernel, Launch
+from fastconv.kernels.gpus import H200
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -73,3 +77,31 @@ def _poisoned_memory() -> Iterator[None]:
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class Loads(list[Kernel]):
+    """Stands in for the compiler and the device."""
+
+    def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:
+        new = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self]
+        self.extend(new)
+        for done in range(len(new)):
+            if show is not None:
+                show(done + 1, len(new))
+        return len(new)
+
+    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
+        assert all(launch.kernel in self for launch in launches), "compiled one after the other"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
+    found = Loads()
+    monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(launch, "prepare", found.prepare)
+    monkeypatch.setattr(preparation, "_GPU", "cpu")
+    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
+    monkeypatch.setattr(native, "begin", lambda: None)
+    cuda._ready.cache_clear()
+    yield found
+    cuda._ready.cache_clear()

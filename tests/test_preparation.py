@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,44 +11,14 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import fastconv
-from fastconv import native, preparation
+from conftest import Loads
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
-from fastconv.kernels.family import Kernel, Launch
-from fastconv.kernels.gpus import H200
 from fastconv.preparation import Preparation
 from fastconv.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("host_path")
-
-
-class Loads(list[Kernel]):
-    """Stands in for the compiler and the device."""
-
-    def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:
-        new = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self]
-        self.extend(new)
-        for done in range(len(new)):
-            if show is not None:
-                show(done + 1, len(new))
-        return len(new)
-
-    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
-        assert all(launch.kernel in self for launch in launches), "compiled one after the other"
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
-    found = Loads()
-    monkeypatch.setattr(launch, "load", found.load)
-    monkeypatch.setattr(launch, "prepare", found.prepare)
-    monkeypatch.setattr(preparation, "_GPU", "cpu")
-    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
-    monkeypatch.setattr(native, "begin", lambda: None)
-    cuda._ready.cache_clear()
-    yield found
-    cuda._ready.cache_clear()
 
 
 class Block(nn.Module):
