@@ -337,8 +337,11 @@ def fuse(graph: Traced, found: Mapping[str, Site], ours: Collection[str]) -> Gra
     for name, site in found.items():
         if name in ours:
             layer = _folded(module, site)
-            layer.__class__ = FusedConv2d
-            layer.activation = site.activation
+            if site.act is None and site.addition is None:
+                layer.__class__ = Conv2d
+            else:
+                layer.__class__ = FusedConv2d
+                layer.activation = site.activation
             module.add_submodule(name, layer)
             _put_together(module.graph, site)
         elif site.norm is not None:

@@ -22,7 +22,7 @@ from fastconv import calls, fusion, native, preparation, tables, timing
 from fastconv.backends import cuda
 from fastconv.calls import Call, Times, Trial
 from fastconv.kernels.family import Plan
-from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
+from fastconv.modules import PYTORCHS, Conv2d
 from fastconv.preparation import is_gpu, tensors_of
 from fastconv.problem import is_channels_last
 
@@ -49,6 +49,11 @@ class MeasuredLayer(NamedTuple):
     times: Times | None  # of a call, all its passes
     exchanged: int  # how many of the layers are ours
     why: str
+
+    def chosen_ms(self, times: Times) -> float:
+        """What all calls take now, given the times of one."""
+        share = self.exchanged / self.layers
+        return self.calls * (share * times.ours + (1 - share) * times.theirs)
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,16 @@ class Optimization:
         if timed:
             theirs = sum(row.calls * times.theirs for row, times in timed)
             ours = sum(row.calls * times.ours for row, times in timed)
-            lines.append(f"all calls: {theirs:.3f} ms by PyTorch, {ours:.3f} ms by fastconv")
+            chosen = sum(row.chosen_ms(times) for row, times in timed)
+            lines.append(
+                f"all calls: {theirs:.3f} ms by PyTorch, {ours:.3f} ms by fastconv, "
+                f"{chosen:.3f} ms as chosen"
+            )
+        if self.layers:
+            folded = f", {self.folded} BatchNorms are part of weights" if self.folded else ""
             lines.append(
                 f"{len(self.exchanged)} of {sum(row.layers for row in self.layers)} layers are "
-                f"fastconv's now, {self.folded} BatchNorms are part of weights"
+                f"fastconv's now{folded}"
             )
         if self.before_ms is not None and self.after_ms is not None:
             lines.append(
@@ -198,7 +209,8 @@ def restore(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model was fused. It is a copy; the model that it was made of is as it was.
     """
-    if any(isinstance(module, FusedConv2d) for module in model.modules()):
+    reports = (vars(module).get(_REPORT) for module in model.modules())
+    if any(isinstance(report, Optimization) and report.fused for report in reports):
         raise ValueError(
             "restore() cannot take a fused model apart: it is a copy, and the model that it was "
             "made of is as it was"
@@ -246,6 +258,12 @@ def _check_alone(model: nn.Module) -> None:
             raise ValueError(
                 f"optimize() runs the model in one process, but {name or 'it'} is a {kind}, which "
                 "waits for others: optimize the model before it is wrapped or converted"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"optimize() runs the model in one process, but {name} is a DTensor, which several "
+                "hold: optimize the model before it is distributed"
             )
 
 
@@ -438,6 +456,8 @@ class _Work:
                 self.measured += isinstance(found[call], Times)
             if show is not None:
                 show(number, len(missing))
+        if any(_device(layer).type == "cuda" for layer in missing.values()):
+            torch.cuda.empty_cache()
         return found
 
     def _make_ready(self, of: Mapping[Call, nn.Module]) -> None:
