@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import fastconv
 from conftest import Loads
-from fastconv import calls, optimization
+from fastconv import calls, optimization, timing
 from fastconv.calls import Call, Times, Trial
 from fastconv.jit import cache, compile
 from fastconv.modules import FusedConv2d
 from fastconv.optimization import Optimization
+from fastconv.timing import Effort
 
 EXAMPLE = torch.randn(2, 3, 10, 10)
 
@@ -280,6 +281,42 @@ def test_what_is_made_again_is_random_and_alike() -> None:
         assert made.shape == tensor.shape
         assert made.std() > 0.5
         assert made.stride() == tensor.stride() or 0 in tensor.stride()
+
+
+# --- The clock ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
+    for name in ("CALL_EFFORT", "MODEL_EFFORT"):
+        monkeypatch.setattr(calls, name, Effort(repeats=3, seconds=0.0))
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_a_call_is_timed() -> None:
+    layer, cpu = nn.Conv2d(3, 4, 3), torch.device("cpu")
+    trial = Trial(Call.of(layer, EXAMPLE), layer, cpu)
+    found = calls.Clock().call(trial)
+    assert min(found.theirs, found.ours) > 0
+    assert layer.weight.grad is None
+    assert trial.call.gradients == ("weight", "bias")
+    assert len(trial.ours()) == len(trial.pytorchs()) == 2  # of gradients
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_models_take_turns() -> None:
+    did: list[str] = []
+
+    def note(*words: str) -> list[Callable[[], None]]:
+        return [lambda word=word: did.append(word) for word in words]
+
+    runs = note("before", "after")
+    calls.Clock().model(runs, note("as it was", "changed"), torch.device("cpu"))
+    turn = ["as it was", "before", "changed", "after"]
+    ends = timing.LEAST_SAMPLES * len(turn)
+    assert did[-ends:] == timing.LEAST_SAMPLES * turn
+    assert len(did) == ends + timing.WARM_UPS * len(turn)
 
 
 # --- What stays -----------------------------------------------------------------------------------
@@ -673,8 +710,13 @@ def test_a_residual_network(model: ResNet, clock: Clock) -> None:
     other = torch.randn(5, 3, 12, 12)
     for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
         torch.testing.assert_close(one(other), model(other), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="cannot take a fused model apart"):
-        fastconv.restore(optimized)
+    for one in (optimized, copy.deepcopy(optimized)):
+        with pytest.raises(ValueError, match="cannot take a fused model apart"):
+            fastconv.restore(one)
+    with torch.no_grad():
+        again = fastconv.optimize(optimized, EXAMPLE)
+    assert report(again) is found
+    assert str(again.graph) == str(optimized.graph)
 
 
 def test_layers_that_are_slower_fused(model: ResNet, clock: Clock) -> None:

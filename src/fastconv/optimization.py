@@ -22,7 +22,7 @@ from fastconv import calls, fusion, native, preparation, tables, timing
 from fastconv.backends import cuda
 from fastconv.calls import Call, Times, Trial
 from fastconv.kernels.family import Plan
-from fastconv.modules import PYTORCHS, Conv2d
+from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.preparation import is_gpu, tensors_of
 from fastconv.problem import is_channels_last
 
@@ -190,7 +190,8 @@ def optimize(
     start = time.perf_counter()
     _check(model, example, named)
     target = model if inplace else _copied(model)
-    if hasattr(target, _REPORT):
+    if hasattr(model, _REPORT):
+        setattr(target, _REPORT, getattr(model, _REPORT))  # which copies of graphs lose
         return target
     work = _Work(target, _cloned(example), _cloned(named), progress)
     with _untouched(target):
@@ -209,8 +210,7 @@ def restore(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model was fused. It is a copy; the model that it was made of is as it was.
     """
-    reports = (vars(module).get(_REPORT) for module in model.modules())
-    if any(isinstance(report, Optimization) and report.fused for report in reports):
+    if any(map(_is_fused, model.modules())):
         raise ValueError(
             "restore() cannot take a fused model apart: it is a copy, and the model that it was "
             "made of is as it was"
@@ -221,6 +221,11 @@ def restore(model: nn.Module) -> nn.Module:
             module.__class__ = PYTORCHS
         state.pop(_REPORT, None)
     return model
+
+
+def _is_fused(module: nn.Module) -> bool:
+    report = vars(module).get(_REPORT)
+    return isinstance(module, FusedConv2d) or (isinstance(report, Optimization) and report.fused)
 
 
 def _check(model: nn.Module, example: Any, named: Any) -> None:
