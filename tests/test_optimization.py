@@ -939,22 +939,38 @@ def test_arguments_by_name_and_default() -> None:
     assert activations(optimized) == {"layer": "relu"}
 
 
-def test_a_graph_that_computes_something_else_is_not_taken(clock: Clock) -> None:
+def test_a_graph_that_computes_something_else_is_not_taken() -> None:
     """torch.fx takes what is no tensor for a constant."""
 
-    class Counts(Followed):
-        calls = 0
+    class Random(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * random.uniform(1, 10)
+
+    with torch.no_grad():
+        optimized = fastconv.optimize(Random(torch.relu).eval(), EXAMPLE)
+    assert "off those of the model" in str(report(optimized))
+    assert type(optimized) is Random
+    assert ours(optimized) == ["layer"]
+
+
+def test_what_a_model_keeps_is_neither_fake_nor_traced() -> None:
+    class Keeps(Followed):
+        grid: Tensor | None = None
+        seen: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x) * self.calls
+            if self.grid is None:
+                self.grid = torch.ones(10, 10)
+            self.seen = x * self.grid
+            return super().forward(self.seen)
 
-    model = Counts(torch.relu).eval()
+    model = Keeps(torch.relu)
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+    assert type(model.seen) is Tensor
     with torch.no_grad():
-        optimized = fastconv.optimize(model, EXAMPLE)
-    assert "off those of the model" in str(report(optimized))
-    assert type(optimized) is Counts
-    assert ours(optimized) == ["layer"]
+        again = fastconv.optimize(model, EXAMPLE, fuse=False)
+    assert type(again.grid) is type(again.seen) is Tensor
 
 
 def test_not_fused_where_gradients_are_recorded(model: ResNet) -> None:

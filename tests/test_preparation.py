@@ -121,6 +121,23 @@ def test_nothing_changes(loads: Loads) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_attributes_are_put_back(loads: Loads) -> None:
+    """What a model keeps for its next calls must not be made of tensors without data."""
+
+    class Keeps(Block):
+        grid: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.grid is None:
+                self.grid = torch.ones(x.shape[-2:])
+            return super().forward(x * self.grid)
+
+    model = Keeps()
+    fastconv.prepare(model, EXAMPLE)
+    assert "grid" not in vars(model)
+    assert type(model(EXAMPLE)) is Tensor
+
+
 def test_no_gpu() -> None:
     found = fastconv.prepare(Block(), EXAMPLE)
     assert found.passes == ()

@@ -99,7 +99,8 @@ def traced(model: nn.Module, example: Any, named: Any) -> Traced:
         given.apply_defaults()
         # What is no tensor decides branches: it has to stay what it is.
         fixed = {name: value for name, value in given.arguments.items() if not tensors_of(value)}
-        graph = _Tracer().trace(model, fixed)
+        with preparation.unchanged_attributes(model):
+            graph = _Tracer().trace(model, fixed)
         _name_placeholders(graph, list(given.signature.parameters))
         module = GraphModule(model, graph, type(model).__name__)
         values = list(given.arguments.values())

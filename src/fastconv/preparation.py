@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,7 +172,8 @@ def call_without_data(
 ) -> None:
     """Calls the model with fake tensors, in a context, and a backward pass if it should.
 
-    Parameters and buffers are fake as well, so nothing changes, and nothing is computed.
+    Parameters and buffers are fake as well, and attributes of modules are put back: nothing
+    changes, and nothing is computed.
 
     Raises:
         NeedsData: it does something that takes data.
@@ -190,6 +191,7 @@ def call_without_data(
         try:
             stack.enter_context(watch)
             if isinstance(model, torch.nn.Module):
+                stack.enter_context(unchanged_attributes(model))
                 result = torch.func.functional_call(model, state, example, named)
             else:
                 result = model(*example, **named)
@@ -201,6 +203,19 @@ def call_without_data(
                 "cannot be called with tensors that have no data "
                 f"(torch.utils FakeTensorMode): {error}"
             ) from error
+
+
+@contextmanager
+def unchanged_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Undoes what modules note in attributes meanwhile: not to be met again is a fake tensor."""
+    noted = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in noted:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
 
 
 def tensors_of(values: Any) -> list[Tensor]:
