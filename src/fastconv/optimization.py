@@ -321,6 +321,20 @@ def _gpus(model: nn.Module) -> list[int]:
 # --- The work -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Proposal:
+    """What a model could be."""
+
+    model: nn.Module  # itself, or a graph of it
+    ours: Collection[str]  # names of layers
+    plain: Sequence[nn.Module]  # those of them whose class is all that changes
+    folded: int
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.ours or self.folded)
+
+
 @dataclass
 class _Work:
     """One model on its way through :func:`optimize`."""
@@ -339,41 +353,48 @@ class _Work:
         seen = self._seen(layers)
         graph, sites = self._fusable(layers, seen) if fuse else (None, {})
         if graph is not None:
-            seen |= {
-                name: [fusion.with_followers(seen[name][0], site, graph)]
-                for name, site in sites.items()
-            }
+            for name, site in sites.items():
+                seen[name] = [fusion.with_followers(seen[name][0], site, graph)]
         found = _agreed(lambda: self._times(layers, seen))
         ours = [name for name, of_one in seen.items() if _gains([found[call] for call in of_one])]
-        folded = sum(site.norm is not None for site in sites.values())
-        changed: nn.Module = self.model
-        plain = [layers[name] for name in ours if name not in sites]
-        if graph is not None and (folded or ours):
-            changed = fusion.fuse(graph, sites, ours)
+        proposal = self._proposal(layers, ours, graph, sites)
         whole: Times | None = None
-        if folded or ours:
+        if proposal.changes:
             self._make_ready({call: layers[name] for name in ours for call in seen[name]})
-            whole, trouble = _agreed(lambda: self._whole(changed, plain, seen, ours))
+            whole, trouble = _agreed(lambda: self._whole(proposal, seen))
             if trouble is not None:
                 self.notes.append(f"not fused: {trouble}")
                 return self.done(fuse=False)
-        if whole is not None and not whole.gains:
-            self.notes.append("the model as a whole is not faster: it was left as it was")
-            ours, plain, folded, changed = [], [], 0, self.model
-        _exchange(plain)
-        for layer in plain:
+            if whole is None or not whole.gains:
+                self.notes.append("the model as a whole is not faster: it was left as it was")
+                proposal = _Proposal(self.model, (), (), 0)
+        _exchange(proposal.plain)
+        for layer in proposal.plain:
             vars(layer)[_MARK] = True
-        return changed, {
-            "layers": tuple(_rows(seen, found, ours, sites)),
-            "exchanged": tuple(ours),
-            "folded": folded,
+        return proposal.model, {
+            "layers": tuple(_rows(seen, found, proposal.ours, sites)),
+            "exchanged": tuple(proposal.ours),
+            "folded": proposal.folded,
             "left": dict(self.left),
             "before_ms": whole and whole.theirs,
             "after_ms": whole and whole.ours,
-            "fused": changed is not self.model,
+            "fused": proposal.model is not self.model,
             "measured": self.measured,
             "notes": tuple(self.notes),
         }
+
+    def _proposal(
+        self,
+        layers: Mapping[str, nn.Module],
+        ours: Collection[str],
+        graph: fusion.Traced | None,
+        sites: Mapping[str, fusion.Site],
+    ) -> _Proposal:
+        plain = [layers[name] for name in ours if name not in sites]
+        folded = sum(site.norm is not None for site in sites.values())
+        if graph is None or not (ours or folded):
+            return _Proposal(self.model, ours, plain, 0)
+        return _Proposal(fusion.fuse(graph, sites, ours), ours, plain, folded)
 
     def _layers(self) -> dict[str, nn.Module]:
         """The layers that can be exchanged, by name; the others are left, for a reason each."""
@@ -452,8 +473,7 @@ class _Work:
         if not missing:
             return found
         found |= _compiled(missing, preparation.shower("compiled {} of {} kernels", self.progress))
-        native.begin()
-        native.finish()
+        native.settle()
         show = preparation.shower("measured {} of {} layers", self.progress)
         for number, (call, layer) in enumerate(missing.items(), 1):
             if call not in found:
@@ -473,33 +493,30 @@ class _Work:
         preparation.make_ready(plans, preparation.shower("loaded {} of {} kernels", self.progress))
 
     def _whole(
-        self,
-        changed: nn.Module,
-        plain: Sequence[nn.Module],
-        seen: Mapping[str, Sequence[Call]],
-        ours: Collection[str],
+        self, proposal: _Proposal, seen: Mapping[str, Sequence[Call]]
     ) -> tuple[Times | None, str | None]:
-        """Times of the model as it is and changed; or what is wrong with the changed one."""
+        """Times of the model as it is and as proposed; or what is wrong with the proposal."""
         device = next(one.device for one in self.model.parameters() if is_gpu(one.device))
-        fused = changed is not self.model
-        if fused and (trouble := self._trouble(changed, plain, seen)) is not None:
+        fused = proposal.model is not self.model
+        if fused and (trouble := self._trouble(proposal, seen)) is not None:
             return None, trouble
-        told = Counter((repr(call), name in ours) for name in seen for call in seen[name])
-        what = f"model, fused={fused}, {native.conv2d is not None}: {sorted(told.items())}"
+        native.settle()
+        of = Counter((repr(call), name in proposal.ours) for name in seen for call in seen[name])
+        by_native = native.conv2d is not None
+        what = f"model, {fused=}, {by_native=}, {proposal.folded}: {sorted(of.items())}"
         times = calls.kept(what, device)
         if times is None:
-            runs = [lambda one=one: self._step(one) for one in (self.model, changed)]
-            before = (lambda: _exchange(plain, back=True), lambda: _exchange(plain))
-            try:
-                times = calls.clock.model(runs, before, device)
-            finally:
-                _exchange(plain, back=True)
+            with _exchanged_back(proposal.plain):
+                times = calls.clock.model(
+                    [lambda: self._step(self.model), lambda: self._step(proposal.model)],
+                    [lambda: _exchange(proposal.plain, back=True),
+                     lambda: _exchange(proposal.plain)],
+                    device,
+                )  # fmt: skip
             calls.keep(what, f"a model of {len(seen)} layers", device, times)
         return times, None
 
-    def _trouble(
-        self, changed: nn.Module, plain: Sequence[nn.Module], seen: Mapping[str, Sequence[Call]]
-    ) -> str | None:
+    def _trouble(self, proposal: _Proposal, seen: Mapping[str, Sequence[Call]]) -> str | None:
         """What is wrong with the fused model's results, if anything."""
 
         def result(model: nn.Module) -> Any:
@@ -507,11 +524,9 @@ class _Work:
                 return model(*_cloned(self.example), **_cloned(self.named))
 
         expected = result(self.model)
-        _exchange(plain)
-        try:
-            found = result(changed)
-        finally:
-            _exchange(plain, back=True)
+        with _exchanged_back(proposal.plain):
+            _exchange(proposal.plain)
+            found = result(proposal.model)
         halves = any(call.dtype.itemsize == 2 for of_one in seen.values() for call in of_one)
         return fusion.disagreement(expected, found, _HALF_AGREEMENT if halves else _AGREEMENT)
 
@@ -554,6 +569,15 @@ def _device(layer: nn.Module) -> torch.device:
 def _exchange(layers: Iterable[nn.Module], back: bool = False) -> None:
     for layer in layers:
         layer.__class__ = PYTORCHS if back else Conv2d
+
+
+@contextmanager
+def _exchanged_back(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Has layers be PyTorch's afterwards, whatever comes between."""
+    try:
+        yield
+    finally:
+        _exchange(layers, back=True)
 
 
 def _compiled(of: Mapping[Call, nn.Module], show: preparation.Show | None) -> dict[Call, str]:
