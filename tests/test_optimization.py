@@ -731,6 +731,14 @@ def test_layers_that_are_slower_fused(model: ResNet, clock: Clock) -> None:
     assert not any(isinstance(one, nn.BatchNorm2d) for one in optimized.modules())
 
 
+def test_folding_alone_may_gain(model: ResNet, clock: Clock) -> None:
+    clock.gains = lambda call: times(1, 2)
+    optimized = fused(model, EXAMPLE)
+    assert isinstance(optimized, torch.fx.GraphModule)
+    assert ours(optimized) == []
+    assert (report(optimized).exchanged, report(optimized).folded) == ((), 7)
+
+
 def test_a_fused_model_that_is_not_faster(model: ResNet, clock: Clock) -> None:
     clock.whole = times(10, 11)
     optimized = fused(model, EXAMPLE)

@@ -56,7 +56,7 @@ class Form(NamedTuple):
         made: Tensor
         if reached + 1 >= math.prod(self.shape):
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        else:
+        else:  # some elements have the same address
             made = torch.empty(self.shape, dtype=self.dtype, device=device)
         return made.normal_()
 
@@ -105,10 +105,6 @@ class Call:
         )
 
     @property
-    def is_fused(self) -> bool:
-        return self.activation is not None or self.residual is not None
-
-    @property
     def dtype(self) -> torch.dtype:
         """What is computed in."""
         double = self.input.dtype == torch.float64
@@ -153,7 +149,7 @@ def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Ite
 
 # --- Made again -----------------------------------------------------------------------------------
 
-PYTORCHS_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+_PYTORCHS_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": functional.relu,
     "relu6": functional.relu6,
     "leaky_relu": functional.leaky_relu,
@@ -236,7 +232,7 @@ def _activated(output: Tensor, activation: Activation | None) -> Tensor:
     if activation is None:
         return output
     name, *slope = (activation,) if isinstance(activation, str) else activation
-    return PYTORCHS_ACTIVATIONS[name](output, *slope)
+    return _PYTORCHS_ACTIVATIONS[name](output, *slope)
 
 
 def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
