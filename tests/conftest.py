@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -12,9 +12,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fastconv import native
-from fastconv.bench import limits, timing
+from fastconv import native, preparation, timing
+from fastconv.backends import cuda
+from fastconv.bench import limits
+from fastconv.bench import timing as bench_timing
+from fastconv.jit import launch
 from fastconv.kernels import plans
+from fastconv.kernels.family import Kernel, Launch
+from fastconv.kernels.gpus import H200
 from fastconv.ops import ahead
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
@@ -58,7 +63,7 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(bench_timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
 
@@ -82,3 +87,40 @@ def _poisoned_memory() -> Iterator[None]:
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class Loads(list[Kernel]):
+    """Stands in for the compiler and the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: set[Kernel] = set()
+
+    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
+        assert arch == H200.architecture
+        self.begun.update(kernels)
+
+    def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:
+        new = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self]
+        self.extend(new)
+        for done in range(len(new)):
+            if show is not None:
+                show(done + 1, len(new))
+        return len(new)
+
+    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
+        assert all(launch.kernel in self for launch in launches), "compiled one after the other"
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
+    found = Loads()
+    monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(launch, "begin", found.begin)
+    monkeypatch.setattr(launch, "prepare", found.prepare)
+    monkeypatch.setattr(preparation, "_GPU", "cpu")
+    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
+    monkeypatch.setattr(native, "begin", lambda: None)
+    cuda._ready.cache_clear()
+    yield found
+    cuda._ready.cache_clear()

@@ -16,6 +16,7 @@ import torch
 
 import fastconv
 from fastconv import cli, jit, native
+from fastconv import timing as turns
 from fastconv.bench import (
     configurations,
     contestants,
@@ -31,11 +32,12 @@ from fastconv.bench import (
 from fastconv.bench.cases import PASSES, STEP, Case, Tensors
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Results, Row
-from fastconv.bench.timing import Effort, Timing
+from fastconv.bench.timing import Timing
 from fastconv.jit import launch as jit_launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Kernel, Launch, Plan
 from fastconv.kernels.gpus import H200
+from fastconv.timing import Effort
 from fastconv.workloads import (
     FOUNDING,
     ODD,
@@ -174,16 +176,16 @@ def test_contestants_take_turns_on_rotating_inputs() -> None:
         return lambda at: seen.append((name, places[id(at)]))
 
     samples = timing.take_turns([contestant("a"), contestant("b")], sets, Effort(7, 0.0))
-    assert [len(taken) for taken in samples] == [timing.LEAST_SAMPLES] * 2
+    assert [len(taken) for taken in samples] == [turns.LEAST_SAMPLES] * 2
     assert {place for _, place in seen} == {0, 1, 2}
-    last = [name for name, _ in seen[-2 * timing.MOST_CALLS :]]
+    last = [name for name, _ in seen[-2 * turns.MOST_CALLS :]]
     assert set(last) == {"a", "b"}
 
 
 def test_samples_are_repeated_while_they_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case().tensors(torch.device("cpu"))
-    for spread, rounds in ((1.0, timing.MOST_ROUNDS), (0.0, 1)):
-        monkeypatch.setattr(timing, "spread", lambda taken, spread=spread: spread)
+    for spread, rounds in ((1.0, turns.MOST_ROUNDS), (0.0, 1)):
+        monkeypatch.setattr(turns, "spread", lambda taken, spread=spread: spread)
         (taken,) = timing.take_turns([lambda _: None], [at], Effort(3, 60.0))
         assert len(taken) == 3 * rounds
 
@@ -638,7 +640,7 @@ def test_host_times_of_every_row(
         assert row["ratio"] == row["ours"]["us"] / row["peer"]["us"]
         for timed in (row["ours"], row["peer"]):
             assert 0 < timed["low_us"] <= timed["us"] <= timed["high_us"]
-            assert timed["samples"] == timing.LEAST_SAMPLES
+            assert timed["samples"] == turns.LEAST_SAMPLES
     captured = capsys.readouterr()
     assert "small_backward" in captured.out
     assert "[7/7" in captured.err
@@ -673,7 +675,7 @@ def test_one_failing_host_row_loses_no_other(
     assert cli.main([*HOST, "--json"]) == 1
     failed, measured = json.loads(capsys.readouterr().out)["rows"]
     assert failed["error"] == "out of memory: the other rows need less"
-    assert measured["ours"]["samples"] == timing.LEAST_SAMPLES
+    assert measured["ours"]["samples"] == turns.LEAST_SAMPLES
 
 
 def test_host_samples_are_bursts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,7 +360,7 @@ class TestPlans:
         assert len(kernels) == 2
         assert _run("list", "--json") == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["cache"]["entries"], found["cache"]["plans"]) == (2, 3)
+        assert (found["cache"]["entries"], found["cache"]["plans"]) == (5, 3)
         assert sorted(entry["kind"] for entry in found["entries"]) == ["cubin"] * 2 + ["plan"] * 3
 
     def test_clear(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,6 +382,36 @@ class TestPlans:
         file.write_bytes(archive.encode({}, {entry.path.name: entry.path.read_bytes()}))
         assert _run("import", str(file)) == 2
         assert "1 of its 1 kernels would never be used here" in capsys.readouterr().err
+
+
+class TestTimes:
+    """Entries that are no kernels: what was measured on this machine."""
+
+    @pytest.fixture(autouse=True)
+    def _entries(self) -> None:
+        _build(range(2), "sm_80")
+        cache.store(cache.TIMES, _key(1), b"[1, 2]", {**ABOUT, "source": "a layer"})
+
+    def test_list_and_clear(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cache.load(cache.TIMES, _key(1)) == b"[1, 2]"
+        assert _run("list") == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"{folder}: 2 kernels and 1 measured times, ")
+        assert "\na layer    sm_80  " in shown
+        assert _run("list", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["cache"]["entries"], found["cache"]["times"]) == (3, 1)
+        assert sorted(entry["kind"] for entry in found["entries"]) == ["cubin", "cubin", "times"]
+        assert _run("clear") == 0
+        assert capsys.readouterr().out.startswith("removed 2 kernels and 1 measured times, ")
+
+    def test_they_stay_where_they_were_measured(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert _run("export", tmp_path / "file") == 0
+        told = capsys.readouterr().err
+        assert told.startswith("exported 2 kernels, ")
+        assert "left out" not in told
 
 
 class TestClear:

@@ -12,9 +12,20 @@ import fastconv
 
 PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
-    {"problem", "_precision"},
+    {"problem", "_precision", "tables", "timing"},
     {"kernels", "jit", "native", "files"},
-    {"backends", "ops", "functional", "modules", "preparation", "_frozen", "__init__"},
+    {
+        "backends",
+        "ops",
+        "functional",
+        "modules",
+        "preparation",
+        "calls",
+        "fusion",
+        "optimization",
+        "_frozen",
+        "__init__",
+    },
     {"workloads"},
     {"exporter", "bench"},
     {"commands", "cli"},

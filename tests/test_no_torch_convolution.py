@@ -124,6 +124,15 @@ def test_the_decomposition_names_two_alone() -> None:
     assert importers == ["__init__.py"]  # which registers it
 
 
+def test_pytorchs_layer_has_one_name_by_which_none_is_made() -> None:
+    """``optimize`` exchanges layers of the user's, and measures them: that is all it is for."""
+    sources = {path.stem: path.read_text("utf-8") for path in _sources()}
+    assert [name for name, text in sources.items() if "__base__" in text] == ["modules"]
+    users = {name for name, text in sources.items() if re.search(r"\bPYTORCHS\b", text)}
+    assert users == {"modules", "calls", "fusion", "optimization"}
+    assert not any(re.search(r"\bPYTORCHS[(.]", text) for text in sources.values())
+
+
 @pytest.mark.parametrize(
     "path", [*PACKAGE.rglob("*.cc"), *PACKAGE.rglob("*.h")], ids=lambda path: path.name
 )

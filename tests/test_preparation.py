@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,53 +11,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import fastconv
-from fastconv import native, preparation
+from conftest import Loads
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
-from fastconv.kernels.family import Kernel, Launch, Operands
-from fastconv.kernels.gpus import H200
-from fastconv.preparation import Preparation
+from fastconv.kernels.family import Operands
+from fastconv.preparation import Preparation, needs_of
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 pytestmark = pytest.mark.usefixtures("host_path")
-
-
-class Loads(list[Kernel]):
-    """Stands in for the compiler and the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun: set[Kernel] = set()
-
-    def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:
-        new = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self]
-        self.extend(new)
-        for done in range(len(new)):
-            if show is not None:
-                show(done + 1, len(new))
-        return len(new)
-
-    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
-        assert arch == H200.architecture
-        self.begun.update(kernels)
-
-    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
-        assert all(launch.kernel in self for launch in launches), "compiled one after the other"
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
-    found = Loads()
-    monkeypatch.setattr(launch, "load", found.load)
-    monkeypatch.setattr(launch, "begin", found.begin)
-    monkeypatch.setattr(launch, "prepare", found.prepare)
-    monkeypatch.setattr(preparation, "_GPU", "cpu")
-    monkeypatch.setattr(cuda, "gpu", lambda index: H200)
-    monkeypatch.setattr(native, "begin", lambda: None)
-    cuda._ready.cache_clear()
-    yield found
-    cuda._ready.cache_clear()
 
 
 class Block(nn.Module):
@@ -146,14 +108,14 @@ def test_epilogues(loads: Loads) -> None:
         x = fastconv.conv2d(x, weight, padding=1, activation="relu")
         return fastconv.conv2d(x, weight, padding=1, activation="relu", residual=x)
 
-    asked = preparation._needs(block, (input,), {})
+    asked = needs_of(block, (input,), {})
     assert [need.epilogue for need in asked] == [Epilogue("relu"), Epilogue("relu", 0.0, True)]
     assert [operands.epilogue for operands in map(_operands, asked)] == [
         need.epilogue for need in asked
     ]
     labels = [one.label for one in fastconv.prepare(block, input).passes]
     assert labels == ["forward+relu", "forward+residual+relu"]
-    recorded = preparation._needs(block, (input.requires_grad_(),), {})
+    recorded = needs_of(block, (input.requires_grad_(),), {})
     assert {(need.plan.__name__, need.epilogue, calls) for need, calls in recorded.items()} == {
         ("forward", NO_EPILOGUE, 2),
         ("input_grad", NO_EPILOGUE, 2),
@@ -188,6 +150,23 @@ def test_nothing_changes(loads: Loads) -> None:
     fastconv.prepare(model, EXAMPLE)
     assert all(before[name].equal(tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attributes_are_put_back(loads: Loads) -> None:
+    """What a model keeps for its next calls must not be made of tensors without data."""
+
+    class Keeps(Block):
+        grid: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.grid is None:
+                self.grid = torch.ones(x.shape[-2:])
+            return super().forward(x * self.grid)
+
+    model = Keeps()
+    fastconv.prepare(model, EXAMPLE)
+    assert "grid" not in vars(model)
+    assert type(model(EXAMPLE)) is Tensor
 
 
 def test_no_gpu() -> None:

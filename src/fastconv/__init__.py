@@ -6,7 +6,17 @@ from fastconv._precision import precision
 from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
+from fastconv.optimization import optimize, restore
 from fastconv.preparation import prepare
 
-__all__ = ["Conv2d", "conv2d", "export", "frozen_weights", "precision", "prepare"]
+__all__ = [
+    "Conv2d",
+    "conv2d",
+    "export",
+    "frozen_weights",
+    "optimize",
+    "precision",
+    "prepare",
+    "restore",
+]
 __version__ = "0.1.0"

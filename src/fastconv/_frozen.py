@@ -43,3 +43,8 @@ class frozen_weights:
             _depth += by
             if outermost:
                 native.freeze(_depth > 0)
+
+
+def active() -> bool:
+    """Whether some thread is within such a context."""
+    return _depth > 0

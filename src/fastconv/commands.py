@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import fastconv
-from fastconv import files, native
+from fastconv import files, native, tables
 from fastconv.bench import (
     campaign,
     configurations,
@@ -50,7 +50,6 @@ from fastconv.bench.console import extra, follow, show, work_through
 from fastconv.bench.host import HostCase
 from fastconv.bench.measure import Bench
 from fastconv.bench.results import AnyResults, HostResults, Results
-from fastconv.bench.timing import Effort
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.exporter import export
@@ -58,6 +57,7 @@ from fastconv.jit import archive, cache, compile, trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.correlate import tuned
+from fastconv.timing import Effort
 from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 
 # On a CPU the suites take minutes at full size: 1/4 of each side is 1/16 of the work.
@@ -279,14 +279,10 @@ def list_cache(arguments: Namespace) -> int:
         _print_json({"cache": kept, "entries": [_entry(*one) for one in described]})
         return 0
     print("\n".join(information.kept_lines(kept)))
-    rows = [_cells(*one) for one in described if one[0].kind != "plan"]
+    rows = [_cells(*one) for one in described if one[0].kind != cache.PLAN]
     if rows:
         rows.insert(0, ("source", "architecture", "size", "last used"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        print()
-        for row in rows:
-            source, architecture, size, used = row
-            print(f"{source:{widths[0]}}  {architecture:{widths[1]}}  {size:>{widths[2]}}  {used}")
+        print("", *tables.lines(rows, right={2}), sep="\n")
     return 0
 
 
@@ -335,20 +331,17 @@ def import_cache(arguments: Namespace) -> int:
 
 
 def clear_cache(arguments: Namespace) -> int:
-    """``fastconv cache clear``: removes kernels and plans, and nothing else in the folder."""
+    """``fastconv cache clear``: removes entries, and nothing else that is in the folder."""
     _check_cache_folder()
     architecture = arguments.architecture
-    chosen = [
+    removed = cache.remove(
         entry
         for entry in cache.entries()
         if architecture in (None, cache.about(entry).get("architecture"))
-    ]
-    kernels = cache.remove(entry for entry in chosen if entry.kind != "plan")
-    plans = cache.remove(entry for entry in chosen if entry.kind == "plan")
-    of = f" and {plans.entries} plans" if plans.entries else ""
-    of += f" for {architecture}" if architecture else ""
-    size = cache.in_units(kernels.bytes + plans.bytes)
-    print(f"removed {kernels.entries} kernels{of}, {size}, from {cache.folder()}")
+    )
+    of = f" for {architecture}" if architecture else ""
+    size = cache.in_units(removed.bytes)
+    print(f"removed {removed}{of}, {size}, from {cache.folder()}")
     return 0
 
 
@@ -363,7 +356,7 @@ def _entry(entry: cache.Entry, about: Mapping[str, str]) -> dict[str, Any]:
     """An entry as values for JSON; None where it does not say."""
     return {
         "key": entry.path.stem,
-        "kind": entry.path.suffix[1:],
+        "kind": entry.kind,
         "source": about.get("source"),
         "architecture": about.get("architecture"),
         "bytes": entry.bytes,
@@ -392,7 +385,10 @@ def _versions() -> dict[str, str]:
 def _usable(architecture: str | None) -> tuple[dict[str, bytes], int]:
     """Entries for an architecture, or all, that may be asked for, by name; how many may not."""
     packed, left_out = dict[str, bytes](), 0
-    for path in (entry.path for entry in cache.entries() if entry.kind != "plan"):
+    for entry in cache.entries():
+        if entry.kind != cache.KERNEL:  # plans and times are this machine's own
+            continue
+        path = entry.path
         try:
             contents = trust.read(path)
             about, _ = cache.unpack(path.name, contents)

@@ -1,4 +1,4 @@
-"""``Conv2d``: a ``torch.nn.Conv2d`` whose forward is ours."""
+"""``Conv2d``: a ``torch.nn.Conv2d`` whose forward is ours; and one with what follows it."""
 
 # Annotations are evaluated here: torch.fx keeps those of forward, and pickles no strings.
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from fastconv import _precision
 from fastconv._precision import Precision
-from fastconv.functional import PaddingLike, conv2d, four_sides, is_four_sided
+from fastconv.functional import Activation, PaddingLike, conv2d, four_sides, is_four_sided
 
 
 class Conv2d(torch.nn.Conv2d):
@@ -78,21 +78,23 @@ class Conv2d(torch.nn.Conv2d):
             or self._forward_pre_hooks
         ):
             return False
-        pytorchs: Any = Conv2d.__base__
-        twin = object.__new__(pytorchs)
+        twin = object.__new__(PYTORCHS)
         twin.__dict__ = self.__dict__
         return tracer.is_leaf_module(twin, tracer.path_of_module(self))
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: PaddingLike = self.padding
-        if self.padding_mode != "zeros":
-            # As PyTorch does: only zeros are free, every other border is copied.
-            input = pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-            padding = 0
+        input, padding = self._padded(input)
         return conv2d(
             input, weight, bias, self.stride, padding, self.dilation, self.groups,
             precision=self.precision,
         )  # fmt: skip
+
+    def _padded(self, input: Tensor) -> tuple[Tensor, PaddingLike]:
+        """The input, and the zeros that are to be around it."""
+        if self.padding_mode == "zeros":
+            return input, self.padding
+        # As PyTorch does: only zeros are free, every other border is copied.
+        return pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError(
@@ -103,3 +105,27 @@ class Conv2d(torch.nn.Conv2d):
     def extra_repr(self) -> str:
         shown = super().extra_repr()
         return shown if self.precision is None else f"{shown}, precision={self.precision}"
+
+
+PYTORCHS: Any = Conv2d.__base__
+"""What ``fastconv.optimize`` exchanges: the class of the layers that it is measured against."""
+
+
+class FusedConv2d(Conv2d):
+    """A convolution and what follows it in a network, in one kernel: made by ``fastconv.optimize``.
+
+    Computes ``activation(convolution + bias + residual)``; see :func:`fastconv.conv2d` for
+    ``activation``, None for none. A residual is given with each call, or not at all.
+    """
+
+    activation: Activation | None = None
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        input, padding = self._padded(input)
+        return conv2d(
+            input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups,
+            precision=self.precision, activation=self.activation, residual=residual,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"

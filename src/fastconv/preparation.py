@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastconv import tables
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels.family import Kernel, Plan
@@ -63,13 +64,11 @@ class Preparation:
                                                      one.problem.weight_shape))  # fmt: skip
             dtype = str(one.dtype).removeprefix("torch.")
             rows.append((one.label, *sizes, dtype, one.family, str(one.calls)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = (
             f"{len(self.passes)} passes of {sum(one.calls for one in self.passes)} calls, "
             f"{self.kernels} kernels, {self.new_kernels} of them new, {self.seconds:.1f} s"
         )
-        return "\n".join((*lines, total))
+        return "\n".join((*tables.lines(rows), total))
 
 
 def prepare(
@@ -105,80 +104,140 @@ def prepare(
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start = time.perf_counter()
-    needs = _needs(model, example, named)
-    plans = {need: _planned(need) for need in needs}
-    kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each of them once
-    for need, plan in plans.items():
-        kernels[need.device].update((one.kernel, None) for one in plan.launches)
-    shown = sys.stderr.isatty() if progress is None else progress
-    new = sum(launch.load(of, device, _show if shown else None) for device, of in kernels.items())
-    for need, plan in plans.items():
-        cuda.ready(need, plan)
+    needs = needs_of(model, example, named)
+    plans = {need: planned(need) for need in needs}
+    kernels, new = make_ready(plans, shower("compiled {} of {} kernels", progress))
     passes = (
         PreparedPass(
             need.plan.__name__, need.problem, need.dtype, plan.family, needs[need], need.epilogue
         )
         for need, plan in plans.items()
     )
-    return Preparation(
-        tuple(passes), sum(map(len, kernels.values())), new, time.perf_counter() - start
-    )
+    return Preparation(tuple(passes), kernels, new, time.perf_counter() - start)
 
 
-def _planned(need: cuda.Need) -> Plan:
+def planned(need: cuda.Need) -> Plan:
     """The plan; its kernels are compiled while others are planned."""
     plan, device = cuda.planned(need), need.device
     launch.begin((one.kernel for one in plan.launches), cuda.gpu(device).architecture, device)
     return plan
 
 
-def _show(done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    print(f"\rfastconv: compiled {done} of {total} kernels", end=end, file=sys.stderr, flush=True)
+Show = Callable[[int, int], None]
+"""Told how much is done, and how much there is to do."""
+
+
+def make_ready(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tuple[int, int]:
+    """Compiles the plans' kernels side by side and loads them: how many; how many of them new."""
+    kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each of them once
+    for need, plan in plans.items():
+        kernels[need.device].update((one.kernel, None) for one in plan.launches)
+    new = sum(launch.load(of, device, show) for device, of in kernels.items())
+    for need, plan in plans.items():
+        cuda.ready(need, plan)
+    return sum(map(len, kernels.values())), new
+
+
+def shower(words: str, progress: bool | None) -> Show | None:
+    """Shows on stderr how far something is; None if it should not, by default if that is a file.
+
+    ``words`` have places for what is done and for what there is to do.
+    """
+
+    def show(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        shown = words.format(done, total)
+        print(f"\rfastconv: {shown}", end=end, file=sys.stderr, flush=True)
+
+    return show if (sys.stderr.isatty() if progress is None else progress) else None
 
 
 # --- What a network needs -------------------------------------------------------------------------
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether kernels are compiled for that device."""
+    return device.type == _GPU
+
 
 Needs = Counter[cuda.Need]
 """What passes are asked to do; how often."""
 
 
-def _needs(model: Callable[..., Any], example: Any, named: Any) -> Needs:
-    """Calls the model, and a backward pass, with tensors that have no data."""
-    tensors = [leaf for leaf in tree_leaves((example, named)) if isinstance(leaf, Tensor)]
-    if not tensors:
+def needs_of(model: Callable[..., Any], example: Any, named: Any) -> Needs:
+    """What the model's passes ask for, a backward pass included."""
+    if not tensors_of((example, named)):
         raise ValueError("prepare() takes a model and an example of what it is called with")
+    recorder = _Recorder()
+    try:
+        call_without_data(model, example, named, watch=recorder, backward=True)
+    except NeedsData as error:
+        raise RuntimeError(f"cannot prepare the model, as it {error}") from error
+    return recorder.needs
+
+
+class NeedsData(Exception):
+    """A model that cannot be called with tensors that have no data; says why."""
+
+
+def call_without_data(
+    model: Callable[..., Any],
+    example: Any,
+    named: Any,
+    watch: AbstractContextManager[Any],
+    backward: bool = False,
+) -> None:
+    """Calls the model with fake tensors, in a context, and a backward pass if it should.
+
+    Parameters and buffers are fake as well, and attributes of modules are put back: nothing
+    changes, and nothing is computed.
+
+    Raises:
+        NeedsData: it does something that takes data.
+    """
+    tensors = tensors_of((example, named))
     state = {}
     if isinstance(model, torch.nn.Module):
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    recorder = _Recorder()
     fake = detect_fake_mode([*tensors, *state.values()]) or FakeTensorMode(
         allow_non_fake_inputs=True  # tensors that are neither parameters nor buffers
     )
     with ExitStack() as stack:
         stack.enter_context(fake)
         example, named, state = tree_map_only(Tensor, fake.from_tensor, (example, named, state))
-        stack.enter_context(recorder)
         try:
+            stack.enter_context(watch)
             if isinstance(model, torch.nn.Module):
+                stack.enter_context(unchanged_attributes(model))
                 result = torch.func.functional_call(model, state, example, named)
             else:
                 result = model(*example, **named)
-            _backward(result)
+            outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+            if backward and outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         except Exception as error:
-            raise RuntimeError(
-                "cannot prepare the model, as it cannot be called with tensors that have no data "
+            raise NeedsData(
+                "cannot be called with tensors that have no data "
                 f"(torch.utils FakeTensorMode): {error}"
             ) from error
-    return recorder.needs
 
 
-def _backward(result: Any) -> None:
-    outputs = [
-        leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+@contextmanager
+def unchanged_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Undoes what modules note in attributes meanwhile: not to be met again is a fake tensor."""
+    noted = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in noted:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors in whatever a model takes or returns."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class _Recorder(TorchDispatchMode):
@@ -199,7 +258,7 @@ class _Recorder(TorchDispatchMode):
     def _note(self, function: Any, *args: Any, **kwargs: Any) -> None:
         operator = _OPERATORS[function]
         result = operator.describe(operator.check, *args, **kwargs)
-        if result.device.type != _GPU:
+        if not is_gpu(result.device):
             return
         need = devices.need(operator, result, args)
         if need is not None:

@@ -108,8 +108,7 @@ def settings(precision: str | None, benchmark: bool = True) -> Iterator[None]:
 def settle(device: torch.device) -> None:
     """Waits for the native host path, where there is to be one: all calls then take it."""
     if device.type == "cuda":
-        native.begin()
-        native.finish()
+        native.settle()
 
 
 def _step(layer: Callable[[Tensor, Tensor], Tensor]) -> Pass:

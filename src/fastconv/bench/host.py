@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastconv
-from fastconv.bench import contestants, timing
+from fastconv import timing
+from fastconv.bench import contestants
 from fastconv.bench.cases import reason
 from fastconv.bench.results import HostRow, HostTiming
 

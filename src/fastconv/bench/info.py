@@ -54,11 +54,11 @@ def lines(found: dict[str, Any]) -> list[str]:
 def kept() -> dict[str, Any]:
     """The kernel cache, as values for JSON."""
     size, limit = cache.size(), cache.limit()
-    plans = cache.size("plan").entries
     return {
         "folder": str(cache.folder()),
-        "entries": size.entries - plans,
-        "plans": plans,
+        "entries": size.entries,
+        "plans": size.plans,
+        "times": size.times,
         "bytes": size.bytes,
         "limit": limit.bytes,
         "limit_trouble": limit.trouble,
@@ -68,9 +68,10 @@ def kept() -> dict[str, Any]:
 
 def kept_lines(kept: dict[str, Any]) -> list[str]:
     """The same for reading: a line, and one for each trouble."""
-    size, limit = cache.in_units(kept["bytes"]), cache.in_units(kept["limit"])
-    plans = f" and {kept['plans']} plans" if kept["plans"] else ""
-    text = [f"{kept['folder']}: {kept['entries']} kernels{plans}, {size} of at most {limit}"]
+    kernels = kept["entries"] - kept["plans"] - kept["times"]
+    size = cache.Size(kept["bytes"], kernels, kept["plans"], kept["times"])
+    room = f"{cache.in_units(size.bytes)} of at most {cache.in_units(kept['limit'])}"
+    text = [f"{kept['folder']}: {size}, {room}"]
     if kept["limit_trouble"]:
         text.append(kept["limit_trouble"])
     if kept["distrusted"]:

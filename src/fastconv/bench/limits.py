@@ -18,8 +18,8 @@ from fastconv import jit
 from fastconv.bench import products
 from fastconv.bench.cases import DTYPES, STEP, Case
 from fastconv.bench.contestants import settings
-from fastconv.bench.timing import synchronize
 from fastconv.kernels.family import Plan
+from fastconv.timing import synchronize
 
 SAMPLES = 5
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}

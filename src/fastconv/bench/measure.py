@@ -13,8 +13,9 @@ from fastconv.bench.cases import Case, Tensors, reason
 from fastconv.bench.contestants import PEERS, Pass
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Row
-from fastconv.bench.timing import Effort, Timing
+from fastconv.bench.timing import Timing
 from fastconv.kernels.family import Gpu, Kernel
+from fastconv.timing import Effort, spread
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) ->
     return [
         Timing(
             statistics.median(taken),
-            timing.spread(taken),
+            spread(taken),
             len(taken),
             first,
             timing.host_us(compute, sets, statistics.median(taken)),

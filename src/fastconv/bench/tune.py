@@ -16,6 +16,7 @@ from fastconv.bench.cases import Case, Tensors
 from fastconv.jit import launch
 from fastconv.kernels import hopper
 from fastconv.kernels.family import Declined, Plan
+from fastconv.timing import Effort
 
 MOST_PLANS = 8
 GAIN = 0.98  # of the rules' time: a choice that gains less is not worth an entry
@@ -52,7 +53,7 @@ class Tuned:
         )
 
 
-def tune(case: Case, device: torch.device, effort: timing.Effort) -> Tuned:
+def tune(case: Case, device: torch.device, effort: Effort) -> Tuned:
     """Times the plans that the rules like best, in turns, on the same data.
 
     Raises:

@@ -1,5 +1,7 @@
 """Keeps machine code on disk, so that a kernel is compiled once and not once per process.
 
+Beside it lie times that were measured, for the same reason.
+
 An entry has a kind, which says what it holds, and a key, which says of what; its file's name is
 both. Any number of processes may share the folder: an entry appears whole or not at all, and one
 that does not match its checksum counts as missing. So does one that others could have made or
@@ -23,6 +25,7 @@ import sys
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from fractions import Fraction
@@ -31,8 +34,11 @@ from typing import NamedTuple
 
 from fastconv.jit import trust
 
-KINDS = ("cubin", "plan")
-"""What entries hold: machine code of a program; or a plan, which says what of it to launch."""
+KERNEL, PLAN, TIMES = KINDS = ("cubin", "plan", "times")
+"""What entries hold.
+
+Machine code of a program; a plan, which says what of it to launch; what a part of a network took.
+"""
 
 VARIABLE = "FASTCONV_CACHE_LIMIT"
 
@@ -67,10 +73,27 @@ class Damaged(ValueError):
 
 
 class Size(NamedTuple):
-    """How much the cache holds."""
+    """How much entries are."""
 
     bytes: int
-    entries: int
+    kernels: int
+    plans: int
+    times: int
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Size:
+        listed = list(entries)
+        kinds = Counter(entry.kind for entry in listed)
+        return cls(sum(entry.bytes for entry in listed), *(kinds[kind] for kind in KINDS))
+
+    @property
+    def entries(self) -> int:
+        return self.kernels + self.plans + self.times
+
+    def __str__(self) -> str:
+        plans = f" and {self.plans} plans" if self.plans else ""
+        times = f" and {self.times} measured times" if self.times else ""
+        return f"{self.kernels} kernels{plans}{times}"
 
 
 class Limit(NamedTuple):
@@ -248,20 +271,19 @@ def remove(chosen: Iterable[Entry]) -> Size:
     Raises:
         OSError: one cannot be removed.
     """
-    sizes = []
+    removed = []
     for entry in chosen:
         with suppress(FileNotFoundError):  # by another process
             entry.path.unlink()
-            sizes.append(entry.bytes)
-    return Size(sum(sizes), len(sizes))
+            removed.append(entry)
+    return Size.of(removed)
 
 
-def size(kind: str | None = None) -> Size:
-    """What entries take: those of a kind, or all."""
+def size() -> Size:
+    """What all entries take."""
     with suppress(*_TROUBLE):
-        sizes = [entry.bytes for entry in entries() if kind in (None, entry.kind)]
-        return Size(sum(sizes), len(sizes))
-    return Size(0, 0)
+        return Size.of(entries())
+    return Size.of(())
 
 
 def is_name(name: str) -> bool:

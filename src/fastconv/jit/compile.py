@@ -21,7 +21,7 @@ from typing import Any
 from fastconv.jit import cache
 from fastconv.kernels.family import FOLDER, Kernel
 
-_KIND = "cubin"
+_KIND = cache.KERNEL
 _SOURCE = re.compile(r"\w+(/\w+)*\.cuh")  # as an include has it
 _OPTIONS = (
     "-std=c++17",

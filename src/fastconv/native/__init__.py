@@ -32,6 +32,7 @@ __all__ = [
     "in_the_way",
     "load",
     "make",
+    "settle",
     "wanted",
 ]
 
@@ -113,6 +114,12 @@ def finish() -> None:
         _background.join()
     if conv2d is _load_at_once:
         _load_if_possible()
+
+
+def settle() -> None:
+    """Waits for the library, where there is to be one: all calls then take it, and can be timed."""
+    begin()
+    finish()
 
 
 def make(again: bool = False) -> tuple[Path, bool]:

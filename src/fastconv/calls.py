@@ -1,0 +1,354 @@
+"""A convolution as a network calls it: seen once, made again with other data, and timed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional
+
+from fastconv import _frozen, _precision, preparation, timing
+from fastconv._precision import Precision, precision
+from fastconv.backends import cuda
+from fastconv.functional import Activation
+from fastconv.jit import cache as disk
+from fastconv.jit import compile
+from fastconv.kernels import planner
+from fastconv.kernels.family import Plan
+from fastconv.kernels.hopper.correlate import tuned
+from fastconv.modules import PYTORCHS, FusedConv2d
+from fastconv.timing import Effort, Run
+
+LEAST_GAIN = 0.01
+"""Of PyTorch's time: what gains less is not exchanged."""
+
+CALL_EFFORT = Effort(repeats=7, seconds=2.0)
+MODEL_EFFORT = Effort(repeats=7, seconds=10.0)
+
+_SOURCES = (".py", ".cuh", ".cc", ".h", ".json")
+
+
+class Form(NamedTuple):
+    """A tensor without its data, on whichever GPU."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def random(self, device: torch.device) -> Tensor:
+        """Such a tensor, of normal numbers; dense where this one's elements overlap."""
+        reached = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        made: Tensor
+        if reached + 1 >= math.prod(self.shape):
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        else:  # some elements have the same address
+            made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        return made.normal_()
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that the time of a layer's call depends on, beside the machine and its settings."""
+
+    input: Form
+    weight: Form
+    bias: Form | None
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    gradients: tuple[str, ...]  # that autograd would ask for: of "input", "weight" and "bias"
+    autocast: torch.dtype | None
+    precision: Precision | None  # what `with fastconv.precision(...)` asks for
+    # What is computed in the same kernel, if ours computes it.
+    activation: Activation | None = None
+    residual: Form | None = None
+
+    @classmethod
+    def of(cls, module: Any, input: Tensor) -> Call:
+        """What this layer is asked for, here and now."""
+        device, bias = input.device.type, module.bias
+        tensors = {"input": input, "weight": module.weight, "bias": bias}
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        return cls(
+            Form.of(input),
+            Form.of(module.weight),
+            None if bias is None else Form.of(bias),
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.groups,
+            module.padding_mode,
+            tuple(
+                name
+                for name, tensor in tensors.items()
+                if recorded and tensor is not None and tensor.requires_grad
+            ),
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            _precision.override(),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        double = self.input.dtype == torch.float64
+        return self.input.dtype if self.autocast is None or double else self.autocast
+
+    @property
+    def geometry(self) -> str:
+        """What is not the default, in words."""
+        said = {
+            "stride": (self.stride, (1, 1)),
+            "padding": (self.padding, (0, 0)),
+            "dilation": (self.dilation, (1, 1)),
+            "groups": (self.groups, 1),
+            "padding_mode": (self.padding_mode, "zeros"),
+        }
+        return " ".join(
+            f"{name}={_short(value)}" for name, (value, default) in said.items() if value != default
+        )
+
+
+def _short(value: object) -> str:
+    """A number for a pair of equal ones."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(map(str, dict.fromkeys(value) if len(set(value)) == 1 else value))
+
+
+@contextmanager
+def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Iterator[None]:
+    """Notes how layers are called, by their names, what their own hooks do included."""
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        input = args[0] if args else kwargs["input"]
+        seen.setdefault(name, []).append(Call.of(module, input))
+
+    with ExitStack() as stack:
+        for name, module in layers.items():
+            handle = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+# --- Made again -----------------------------------------------------------------------------------
+
+_PYTORCHS_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "leaky_relu": functional.leaky_relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "hardswish": functional.hardswish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+"""What a layer of PyTorch's is followed by in place of an activation of ours."""
+
+
+class Trial:
+    """A call with random data, by PyTorch's layer and by ours.
+
+    Neither has hooks, and the layer's own parameters are not touched.
+    """
+
+    def __init__(self, call: Call, layer: nn.Module, device: torch.device) -> None:
+        self.call = call
+        self.input, weight = (form.random(device) for form in (call.input, call.weight))
+        bias = None if call.bias is None else call.bias.random(device)
+        self.residual = None if call.residual is None else call.residual.random(device)
+        tensors = {"input": self.input, "weight": weight, "bias": bias}
+        self._wanted = [tensors[name].requires_grad_() for name in call.gradients]  # type: ignore[union-attr]
+        self._grad_output: Tensor | None = None
+        parameters = {"weight": weight, "bias": bias}
+        self._pytorchs = _twin(layer, PYTORCHS, parameters)
+        self._ours = _twin(layer, FusedConv2d, parameters)
+        self._ours.activation = call.activation
+
+    def pytorchs(self) -> object:
+        return self._passes(self.pytorchs_forward)
+
+    def ours(self) -> object:
+        return self._passes(self.ours_forward)
+
+    def pytorchs_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        with self._settings():
+            output = self._pytorchs.forward(input)
+            if residual is not None:
+                output = output + residual
+            return _activated(output, self.call.activation)
+
+    def ours_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        with self._settings():
+            output: Tensor = self._ours.forward(input, residual)
+            return output
+
+    def _passes(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> object:
+        output = forward(self.input, self.residual)
+        torch.clear_autocast_cache()  # a step of a network casts each weight once
+        if not self._wanted:
+            return output
+        if self._grad_output is None:
+            self._grad_output = torch.randn_like(output)
+        return torch.autograd.grad(output, self._wanted, self._grad_output)
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        call, device = self.call, self.input.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(bool(self._wanted)))
+            cast = torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None)
+            stack.enter_context(cast)
+            if call.precision is not None:
+                stack.enter_context(precision(call.precision))
+            yield
+
+
+def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
+    """A layer with this geometry and these parameters, to be called by its forward alone."""
+    made = object.__new__(kind)
+    made.__dict__ = {**layer.__dict__, "_parameters": parameters}
+    return made
+
+
+def _activated(output: Tensor, activation: Activation | None) -> Tensor:
+    if activation is None:
+        return output
+    name, *slope = (activation,) if isinstance(activation, str) else activation
+    return _PYTORCHS_ACTIVATIONS[name](output, *slope)
+
+
+def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
+    """How our passes of a call would be computed; nothing is."""
+    with FakeTensorMode():
+        trial = Trial(call, layer, device)
+    needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
+    return {need: cuda.planned(need) for need in needs}
+
+
+# --- Timed ----------------------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Milliseconds by PyTorch's layers and by ours: medians, and half the interquartile ranges."""
+
+    theirs: float
+    ours: float
+    theirs_spread: float
+    ours_spread: float
+
+    @classmethod
+    def of(cls, theirs: Sequence[float], ours: Sequence[float]) -> Times:
+        medians = statistics.median(theirs), statistics.median(ours)
+        spreads = timing.spread(theirs), timing.spread(ours)
+        return cls(*medians, *(m * s for m, s in zip(medians, spreads, strict=True)))
+
+    @classmethod
+    def sum(cls, several: Sequence[Times]) -> Times:
+        return cls(*map(math.fsum, zip(*several, strict=True)))
+
+    @property
+    def gains(self) -> bool:
+        """Whether ours take less, by more than both spreads together and :data:`LEAST_GAIN`."""
+        least = max(LEAST_GAIN * self.theirs, self.theirs_spread + self.ours_spread)
+        return self.theirs - self.ours > least
+
+
+class Clock:
+    """Measures. Tests, which have no GPU, replace :data:`clock`."""
+
+    def call(self, trial: Trial) -> Times:
+        """GPU time of a call, the host's not included."""
+        runs = trial.pytorchs, trial.ours
+        return Times.of(*timing.take_turns(runs, trial.input.device, CALL_EFFORT))
+
+    def model(self, runs: Sequence[Run], before: Sequence[Run], device: torch.device) -> Times:
+        """Time of the whole model, the host's included, as it was and as it would be."""
+        return Times.of(*timing.take_wall_turns(runs, device, MODEL_EFFORT, before))
+
+
+clock = Clock()
+
+
+# --- Kept -----------------------------------------------------------------------------------------
+
+
+def kept(what: str, device: torch.device) -> Times | None:
+    """The times of something that was measured under the same circumstances, if it was."""
+    payload = disk.load(disk.TIMES, _key(what, device))
+    if payload is None:
+        return None
+    try:
+        return Times(*map(float, json.loads(payload)))
+    except (ValueError, TypeError):  # by another version, or by hand
+        return None
+
+
+def keep(what: str, title: str, device: torch.device, times: Times) -> None:
+    about = {"source": title, "architecture": cuda.gpu(device.index).architecture}
+    disk.store(disk.TIMES, _key(what, device), json.dumps(times).encode(), about)
+
+
+def _key(what: str, device: torch.device) -> str:
+    return disk.key(
+        what,
+        {name: str(value) for name, value in _circumstances(device).items()},
+        (),
+        compile.nvrtc_version(),
+    )
+
+
+def _circumstances(device: torch.device) -> dict[str, object]:
+    """What else times depend on."""
+    cudnn = torch.backends.cudnn
+    return {
+        "gpu": gpu_name(device),
+        "fastconv": _sources(),
+        "tuned": _own_choices(),
+        "switch": planner.current(),
+        "frozen weights": _frozen.active(),
+        "torch": (torch.__version__, torch.version.cuda),
+        "cudnn": (cudnn.version(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32": _precision.pytorch_setting(),
+    }
+
+
+def _own_choices() -> dict[str, str]:
+    """Those of ``fastconv tune``."""
+    try:
+        return tuned.read(tuned.own())
+    except RuntimeError:  # there is no home
+        return {}
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@cache
+def _sources() -> str:
+    """A hash of the whole package, its version among it."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
+        contents = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""A known network is optimized as it is used, computes the same, and is measured once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastconv
+from fastconv import calls
+from fastconv.optimization import Optimization
+
+pytestmark = pytest.mark.gpu
+models = pytest.importorskip("torchvision.models")
+
+# Norms of differences: two orders of rounding, through eighteen layers.
+BOUNDS = {"tf32": 0.02, "bfloat16": 0.1}
+
+
+class NoClock(calls.Clock):
+    """Nothing is to be measured any more."""
+
+    def call(self, *_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    model = call
+
+
+@contextmanager
+def mode(name: str, training: bool) -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    with ExitStack() as stack:
+        stack.enter_context(cudnn.flags(enabled=True, benchmark=False, allow_tf32=True))
+        stack.enter_context(torch.autocast("cuda", torch.bfloat16, enabled=name == "bfloat16"))
+        stack.enter_context(torch.set_grad_enabled(training))
+        yield
+
+
+def network(name: str, training: bool) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, example = models.resnet18().cuda().train(training), torch.randn(8, 3, 224, 224).cuda()
+    if name == "bfloat16":
+        model.to(memory_format=torch.channels_last)
+        example = example.to(memory_format=torch.channels_last)
+    return model, example
+
+
+def results(model: nn.Module, example: Tensor, training: bool) -> list[Tensor]:
+    output = model(example)
+    if not training:
+        return [output]
+    first = next(model.parameters())
+    return [output.detach(), *torch.autograd.grad(output.square().mean(), [first])]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_resnet18(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = network(name, training)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with mode(name, training):
+        optimized = fastconv.optimize(model, example)
+        found: Optimization = optimized.fastconv_optimization
+        assert not any(isinstance(one, fastconv.Conv2d) for one in model.modules())
+        for key, value in model.state_dict().items():
+            assert value.equal(before[key]), key
+        pairs = zip(*(results(m, example, training) for m in (optimized, model)), strict=True)
+        for number, (mine, theirs) in enumerate(pairs):
+            error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+            # A first layer's gradient has gone through all the others, twice.
+            assert error < BOUNDS[name] * (5 if number else 1)
+        monkeypatch.setattr(calls, "clock", NoClock())
+        again = fastconv.optimize(model, example).fastconv_optimization
+    assert sum(row.layers for row in found.layers) == 20
+    assert all(row.times is not None for row in found.layers), str(found)
+    assert found.left == {}
+    assert again.exchanged == found.exchanged
+    assert again.measured == 0
+    if found.exchanged or found.folded:
+        assert found.before_ms is not None
+        assert found.after_ms is not None
+        assert found.after_ms < found.before_ms
+    if training:
+        kinds = {n for n, one in optimized.named_modules() if isinstance(one, fastconv.Conv2d)}
+        assert kinds == set(found.exchanged)
+    elif found.fused:
+        assert found.folded == 20
+        assert not any(isinstance(one, nn.BatchNorm2d) for one in optimized.modules())
+
+
+ANOTHER = """
+import sys
+sys.path[:0] = {path!r}
+import fastconv
+from fastconv import calls
+from gpu.test_optimization import NoClock, mode, network
+calls.clock = NoClock()
+with mode("bfloat16", True):
+    model, example = network("bfloat16", True)
+    print(*fastconv.optimize(model, example).fastconv_optimization.exchanged)
+"""
+
+
+def test_another_process_takes_what_was_measured() -> None:
+    with mode("bfloat16", True):
+        model, example = network("bfloat16", True)
+        found = fastconv.optimize(model, example).fastconv_optimization
+    program = ANOTHER.format(path=sys.path)
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.split() == [*found.exchanged]

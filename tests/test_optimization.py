@@ -1,0 +1,1043 @@
+"""What ``optimize`` measures, decides and changes. A CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastconv
+from conftest import Loads
+from fastconv import calls, optimization, timing
+from fastconv.calls import Call, Times, Trial
+from fastconv.jit import cache, compile
+from fastconv.modules import FusedConv2d
+from fastconv.optimization import Optimization
+from fastconv.timing import Effort
+
+EXAMPLE = torch.randn(2, 3, 10, 10)
+
+
+def times(theirs: float, ours: float, spread: float = 0.0) -> Times:
+    return Times(theirs, ours, spread * theirs, spread * ours)
+
+
+class Clock(calls.Clock):
+    """Says what it is told, and notes what it was asked; both ways have to compute the same."""
+
+    def __init__(self) -> None:
+        self.gains: Callable[[Call], Times] = lambda call: times(2.0, 1.0)
+        self.whole = times(10.0, 8.0)
+        self.seen: list[Call] = []
+        self.models = 0
+        self.watch: Callable[[], Any] = lambda: None
+        self.watched: list[Any] = []
+
+    def call(self, trial: Trial) -> Times:
+        self.seen.append(trial.call)
+        half = trial.call.dtype.itemsize == 2
+        torch.testing.assert_close(
+            trial.ours(), trial.pytorchs(), rtol=1e-4, atol=0.5 if half else 1e-3
+        )
+        return self.gains(trial.call)
+
+    def model(self, runs: Sequence[Any], before: Sequence[Any], device: torch.device) -> Times:
+        self.models += 1
+        for run, prepare in zip(runs, before, strict=True):
+            prepare()
+            run()
+            self.watched.append(self.watch())
+        return self.whole
+
+
+@pytest.fixture(autouse=True)
+def clock(loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stand_in(tmp_path / "cache", monkeypatch.setattr)
+    found = Clock()
+    monkeypatch.setattr(calls, "clock", found)
+    return found
+
+
+def stand_in(folder: Path, setattr: Callable[[Any, str, Any], None]) -> None:
+    """Has the CPU be a GPU, whose times are kept in a folder of its own."""
+    setattr(cache, "folder", lambda: folder)
+    setattr(compile, "nvrtc_version", lambda: (13, 0))
+    setattr(calls, "gpu_name", lambda device: "a GPU")
+    setattr(calls, "plans", planned_once)
+
+
+_plans, _planned = calls.plans, dict[Call, Any]()
+
+
+def planned_once(call: Call, *rest: Any) -> Any:
+    """Planning takes most of the time, and tests have the same calls."""
+    if call not in _planned:
+        _planned[call] = _plans(call, *rest)
+    return _planned[call]
+
+
+class Block(nn.Module):
+    """A residual block: one ReLU used twice, and ``out += identity``."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1, inplace: bool = True) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = None
+        if stride > 1 or channels != width:
+            shortcut = nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """A small one, with a Dropout and buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.Sequential(Block(8, 8), Block(8, 12, 2), Block(12, 12))
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layers(F.silu(self.stem(x)))
+        return self.head(self.drop(out.mean((2, 3))))
+
+
+DISTINCT = 5  # of its layers
+NAMES = [name for name, one in ResNet().named_modules() if type(one) is nn.Conv2d]
+
+
+@pytest.fixture
+def model() -> ResNet:
+    made = ResNet()
+    with torch.no_grad():
+        for module in made.modules():
+            if isinstance(module, nn.BatchNorm2d):  # as after training
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+                module.weight.normal_(1)
+                module.bias.normal_()
+    return made
+
+
+def report(model: nn.Module) -> Optimization:
+    found = model.fastconv_optimization
+    assert isinstance(found, Optimization)
+    return found
+
+
+def ours(model: nn.Module) -> list[str]:
+    return [name for name, one in model.named_modules() if isinstance(one, fastconv.Conv2d)]
+
+
+# --- Choosing -------------------------------------------------------------------------------------
+
+
+def test_training(model: ResNet, clock: Clock) -> None:
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert ours(optimized) == NAMES
+    assert ours(model) == []
+    assert type(optimized) is ResNet
+    by_weight = {(call.weight.shape, call.input.shape): call.gradients for call in clock.seen}
+    assert by_weight[(8, 3, 3, 3), (2, 3, 10, 10)] == ("weight", "bias")  # the example wants none
+    assert by_weight[(8, 8, 3, 3), (2, 8, 10, 10)] == ("input", "weight")
+    assert len(clock.seen) == len(set(clock.seen)) == DISTINCT
+    found = report(optimized)
+    assert not found.fused
+    assert "not fused" not in str(found).partition("not fused: the model is in training mode")[2]
+    same = [row for row in found.layers if row.call.weight.shape == (8, 8, 3, 3)]
+    assert [(row.layers, row.calls, row.exchanged) for row in same] == [(2, 2, 2)]
+
+
+def test_only_what_gains(model: ResNet, clock: Clock) -> None:
+    clock.gains = lambda call: times(2, 1) if call.weight.shape[1] == 8 else times(1, 2)
+    optimized = fastconv.optimize(model, EXAMPLE)
+    for name, module in optimized.named_modules():
+        if isinstance(module, nn.Conv2d):
+            assert (type(module) is fastconv.Conv2d) == (module.in_channels == 8), name
+    text = str(report(optimized))
+    assert "takes 2.00 times as long" in text
+    assert "2.00x as fast" in text
+    assert "all calls: " in text
+
+
+@pytest.mark.parametrize(
+    ("measured", "gains"),
+    [
+        (times(1, 0.98), True),
+        (times(1, 0.995), False),  # less than LEAST_GAIN
+        (times(1, 0.9, spread=0.02), True),
+        (times(1, 0.9, spread=0.06), False),  # both spreads together are more
+        (times(1, 1.1), False),
+    ],
+)
+def test_the_rule(measured: Times, gains: bool, model: ResNet, clock: Clock) -> None:
+    assert measured.gains == gains
+    clock.gains = lambda call: measured
+    assert bool(ours(fastconv.optimize(model, EXAMPLE))) == gains
+
+
+def test_times_are_medians() -> None:
+    found = Times.of([1, 2, 3, 4, 100], [1, 1, 1, 1, 50])
+    assert (found.theirs, found.ours) == (3, 1)
+    assert found.theirs_spread > 0
+
+
+def test_a_model_that_is_not_faster_as_a_whole(model: ResNet, clock: Clock) -> None:
+    clock.whole = times(10, 10.5)
+    for inplace in (False, True):
+        optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+        assert ours(optimized) == []
+        assert "the model as a whole is not faster: it was left as it was" in str(report(optimized))
+        assert report(optimized).exchanged == ()
+
+
+def test_nothing_to_exchange_is_not_measured_as_a_whole(model: ResNet, clock: Clock) -> None:
+    clock.gains = lambda call: times(1, 2)
+    found = report(fastconv.optimize(model, EXAMPLE))
+    assert (clock.models, found.before_ms) == (0, None)
+
+
+def test_the_whole_model_runs_both_ways(model: ResNet, clock: Clock) -> None:
+    clock.watch = lambda: len(ours(model))
+    fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert clock.watched == [0, len(NAMES)]
+
+
+def test_a_layer_that_is_called_with_several_sizes(clock: Clock) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x)[..., ::2]) + self.layer(x)[..., ::2]
+
+    clock.gains = lambda call: times(1, 1.2) if call.input.shape[-1] == 5 else times(1, 0.5)
+    optimized = fastconv.optimize(Twice(), EXAMPLE)
+    assert ours(optimized) == ["layer"]  # by the sum of its calls
+    rows = report(optimized).layers
+    # The first call of the layer has a gradient of the weight alone, as has the last.
+    assert sorted((row.call.input.shape[-1], row.calls) for row in rows) == [(5, 1), (10, 2)]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_inference(context: Any, model: ResNet, clock: Clock) -> None:
+    with context():
+        optimized = fastconv.optimize(model.eval(), EXAMPLE, fuse=False)
+        torch.testing.assert_close(optimized(EXAMPLE), model(EXAMPLE))
+    assert ours(optimized) == NAMES
+    assert all(call.gradients == () for call in clock.seen)
+    assert not any(parameter.is_inference() for parameter in optimized.parameters())
+
+
+def test_frozen_layers(model: ResNet, clock: Clock) -> None:
+    model.stem.requires_grad_(False)
+    fastconv.optimize(model, EXAMPLE)
+    assert {call.gradients for call in clock.seen} == {(), ("weight",), ("input", "weight")}
+
+
+def test_autocast_precision_and_memory_format(model: ResNet, clock: Clock) -> None:
+    model.to(memory_format=torch.channels_last)
+    example = EXAMPLE.to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16), fastconv.precision("ieee"):
+        optimized = fastconv.optimize(model, example)
+    assert {call.autocast for call in clock.seen} == {torch.bfloat16}
+    assert {call.precision for call in clock.seen} == {"ieee"}
+    assert all(Trial(c, model.stem, torch.device("cpu")).input.stride() == c.input.stride
+               for c in clock.seen)  # fmt: skip
+    assert "bfloat16 nhwc" in str(report(optimized))
+    fastconv.optimize(model, example)
+    assert len(clock.seen) == 2 * DISTINCT  # other types are measured apart
+
+
+def test_what_is_made_again_is_random_and_alike() -> None:
+    for tensor in (EXAMPLE, EXAMPLE.mT, EXAMPLE[:, :, ::2], EXAMPLE[:1].expand(4, -1, -1, -1)):
+        form = calls.Form.of(tensor)
+        made = form.random(torch.device("cpu"))
+        assert made.shape == tensor.shape
+        assert made.std() > 0.5
+        assert made.stride() == tensor.stride() or 0 in tensor.stride()
+
+
+# --- The clock ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
+    for name in ("CALL_EFFORT", "MODEL_EFFORT"):
+        monkeypatch.setattr(calls, name, Effort(repeats=3, seconds=0.0))
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_a_call_is_timed() -> None:
+    layer, cpu = nn.Conv2d(3, 4, 3), torch.device("cpu")
+    trial = Trial(Call.of(layer, EXAMPLE), layer, cpu)
+    found = calls.Clock().call(trial)
+    assert min(found.theirs, found.ours) > 0
+    assert layer.weight.grad is None
+    assert trial.call.gradients == ("weight", "bias")
+    assert len(trial.ours()) == len(trial.pytorchs()) == 2  # of gradients
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_models_take_turns() -> None:
+    did: list[str] = []
+
+    def note(*words: str) -> list[Callable[[], None]]:
+        return [lambda word=word: did.append(word) for word in words]
+
+    runs = note("before", "after")
+    calls.Clock().model(runs, note("as it was", "changed"), torch.device("cpu"))
+    turn = ["as it was", "before", "changed", "after"]
+    ends = timing.LEAST_SAMPLES * len(turn)
+    assert did[-ends:] == timing.LEAST_SAMPLES * turn
+    assert len(did) == ends + timing.WARM_UPS * len(turn)
+
+
+# --- What stays -----------------------------------------------------------------------------------
+
+
+def test_in_place(model: ResNet) -> None:
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    ran = []
+    model.stem.register_forward_hook(lambda *_: ran.append("forward"))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model.eval()(EXAMPLE)
+    model.train()
+    assert fastconv.optimize(model, EXAMPLE, inplace=True) is model
+    assert ours(model) == NAMES
+    assert all(parameters[name] is value for name, value in model.named_parameters())
+    assert all(modules[name] is module for name, module in model.named_modules())
+    assert model.state_dict().keys() == state.keys()
+    ran.clear()
+    torch.testing.assert_close(model.eval()(EXAMPLE), expected)
+    assert ran == ["forward"]
+
+
+def test_nothing_else_changes(model: ResNet) -> None:
+    """Not a buffer, a gradient, a random number, nor the example."""
+    model.stem.weight.grad = torch.ones_like(model.stem.weight)
+    state = copy.deepcopy(model.state_dict())
+    example = EXAMPLE.clone()
+    torch.manual_seed(3)
+    random.seed(3)
+    before = torch.get_rng_state(), random.getstate()
+    fastconv.optimize(model, example, inplace=True)
+    assert torch.get_rng_state().equal(before[0])
+    assert random.getstate() == before[1]
+    assert example.equal(EXAMPLE)
+    for name, value in model.state_dict().items():
+        assert value.equal(state[name]), name
+    assert model.stem.weight.grad.equal(torch.ones_like(model.stem.weight))
+    assert all(p.grad is None for p in model.parameters() if p is not model.stem.weight)
+    assert not model.stem._forward_pre_hooks
+
+
+def test_an_error_leaves_the_model_as_it_was(model: ResNet, clock: Clock) -> None:
+    def fails(*_: Any) -> Times:
+        raise RuntimeError("out of order")
+
+    clock.model = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of order"):
+        fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert ours(model) == []
+
+
+def test_restore(model: ResNet) -> None:
+    model.own = fastconv.Conv2d(3, 3, 1)
+    fastconv.optimize(model, EXAMPLE, inplace=True)
+    twin = pickle.loads(pickle.dumps(model))
+    for one in (model, copy.deepcopy(model), twin):
+        assert ours(one) == [*NAMES, "own"]
+        assert fastconv.restore(one) is one
+        assert ours(one) == ["own"]
+        assert not hasattr(one, "fastconv_optimization")
+        assert all("_fastconv" not in key for m in one.modules() for key in vars(m))
+    assert fastconv.restore(model) is model
+
+
+def test_a_second_time_changes_nothing(model: ResNet, clock: Clock) -> None:
+    clock.gains = lambda call: times(2, 1) if call.weight.shape[1] == 8 else times(1, 2)
+    first = fastconv.optimize(model, EXAMPLE)
+    asked, found = len(clock.seen), report(first)
+    clock.gains = lambda call: times(1, 2)
+    assert fastconv.optimize(first, EXAMPLE, inplace=True) is first
+    assert report(first) is found
+    again = fastconv.optimize(first, EXAMPLE)
+    assert ours(again) == ours(first)
+    assert (len(clock.seen), clock.models) == (asked, 1)
+    # Nor as a part of something else.
+    whole = fastconv.optimize(nn.Sequential(first, nn.ReLU()), EXAMPLE)
+    assert ours(whole) == [f"0.{name}" for name in ours(first)]
+
+
+def test_layers_that_are_left(clock: Clock) -> None:
+    class Own(nn.Conv2d):
+        pass
+
+    replaced = nn.Conv2d(3, 3, 1)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    model = nn.ModuleDict({
+        "plain": nn.Conv2d(3, 3, 1),
+        "subclass": Own(3, 3, 1),
+        "parametrized": nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1)),
+        "hooked": nn.utils.spectral_norm(nn.Conv2d(3, 3, 1)),
+        "ours": fastconv.Conv2d(3, 3, 1),
+        "replaced": replaced,
+    })  # fmt: skip
+    unused = nn.Conv2d(3, 3, 1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.unused = model, unused
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+
+    whole = Model()
+    kinds = {name: type(one) for name, one in whole.named_modules()}
+    found = report(fastconv.optimize(whole, EXAMPLE, inplace=True))
+    assert found.exchanged == ("layers.plain",)
+    assert found.left == {
+        "layers.subclass": "of another class, Own",
+        "layers.parametrized": "of another class, ParametrizedConv2d",
+        "layers.hooked": "with a weight that is computed",
+        "layers.ours": "fastconv's already",
+        "layers.replaced": "with a forward of their own",
+        "unused": "not called with this example",
+    }
+    for name, module in whole.named_modules():
+        assert (type(module) is kinds[name]) == (name != "layers.plain")
+    assert "left as they are, of another class, Own: layers.subclass" in str(found)
+
+
+def test_a_model_that_looks_at_data(clock: Clock) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if x.sum().item() < 1e9 else x
+
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            optimized = fastconv.optimize(Looks().eval(), EXAMPLE)
+        assert ours(optimized) == ["layer"]
+        assert "the model was called to see its layers, as it cannot be" in str(report(optimized))
+    assert "not fused: torch.fx cannot trace the model: " in str(report(optimized))
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", [(), (3,)])
+def test_no_example(example: Any, model: ResNet) -> None:
+    with pytest.raises(ValueError, match="takes a model and an example"):
+        fastconv.optimize(model, *example)
+
+
+def test_not_on_a_gpu(model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="but the example is on meta: there is nothing to gain"):
+        fastconv.optimize(model, EXAMPLE.to("meta"))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="but the model is on cpu: there is nothing to gain there"):
+        fastconv.optimize(model, EXAMPLE)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not function"):
+        fastconv.optimize(lambda x: x, EXAMPLE)  # type: ignore[arg-type]
+
+
+def test_a_compiled_model(model: ResNet) -> None:
+    with pytest.raises(ValueError, match=r"before torch\.compile"):
+        fastconv.optimize(torch.compile(model, backend="eager"), EXAMPLE)
+
+
+def test_a_model_that_cannot_be_copied(model: ResNet) -> None:
+    model.odd = model.head.weight * 2
+    with pytest.raises(RuntimeError, match=r"cannot copy the model: .* With inplace=True"):
+        fastconv.optimize(model, EXAMPLE)
+
+
+def test_a_lazy_model() -> None:
+    with pytest.raises(ValueError, match="has no sizes yet: call the model once before"):
+        fastconv.optimize(nn.LazyConv2d(3, 1), EXAMPLE)
+
+
+def test_no_convolutions(clock: Clock) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(300, 2))
+    optimized = fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert optimized is model
+    assert "the model has no 2-D convolutions: it was left as it was" in str(report(model))
+
+
+@pytest.mark.parametrize("where", ["plans", "load", "clock"])
+def test_a_layer_that_fails(
+    where: str, model: ResNet, clock: Clock, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays PyTorch's; the others do not wait for it."""
+
+    def fails(call: Call) -> None:
+        if call.weight.shape[1] == 3:
+            raise NotImplementedError("no kernel for three\nmore words")
+
+    if where == "clock":
+        clock.gains = lambda call: fails(call) or times(2, 1)
+    elif where == "plans":
+        monkeypatch.setattr(
+            calls, "plans", lambda call, *rest: fails(call) or planned_once(call, *rest)
+        )
+    else:
+        make_ready = optimization.preparation.make_ready
+
+        def compiles(plans: Any, show: Any = None) -> Any:
+            if any(need.problem.in_channels == 3 for need in plans):
+                raise NotImplementedError("no kernel for three\nmore words")
+            return make_ready(plans, show)
+
+        monkeypatch.setattr(optimization.preparation, "make_ready", compiles)
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert ours(optimized) == NAMES[1:]
+    (row,) = (row for row in report(optimized).layers if row.times is None)
+    assert row.why == "NotImplementedError: no kernel for three"
+    assert row.why in str(report(optimized))
+
+
+def test_progress(model: ResNet, capsys: pytest.CaptureFixture[str]) -> None:
+    fastconv.optimize(model, EXAMPLE)
+    assert capsys.readouterr().err == ""
+    cache.remove(cache.entries())
+    fastconv.optimize(model, EXAMPLE, progress=True)
+    shown = capsys.readouterr().err
+    assert "\rfastconv: measured 5 of 5 layers\n" in shown
+
+
+# --- Kept choices ---------------------------------------------------------------------------------
+
+
+def test_times_are_kept(model: ResNet, clock: Clock) -> None:
+    clock.gains = lambda call: times(2, 1) if call.weight.shape[1] == 8 else times(1, 2)
+    first = fastconv.optimize(model, EXAMPLE)
+    assert len(cache.entries()) == DISTINCT + 1
+    asked = len(clock.seen)
+    again = fastconv.optimize(model, EXAMPLE)
+    assert (len(clock.seen), clock.models) == (asked, 1)
+    assert ours(again) == ours(first)
+    assert report(again).layers == report(first).layers
+    assert "0 measured, 5 known from earlier" in str(report(again))
+    assert "5 measured, 0 known from earlier" in str(report(first))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(calls, "gpu_name", lambda device: "another"),
+        lambda patch: patch.setattr(calls, "_sources", lambda: "other sources"),
+        lambda patch: patch.setattr(torch, "__version__", "9.9"),
+        lambda patch: patch.setattr(torch.backends.cudnn, "version", lambda: 1),
+        lambda patch: patch.setattr(calls._precision, "pytorch_setting", lambda: "other"),
+        lambda patch: patch.setattr(calls.planner, "current", lambda: "direct"),
+    ],
+)
+def test_other_circumstances_are_measured_anew(
+    change: Callable[[pytest.MonkeyPatch], None],
+    model: ResNet,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fastconv.optimize(model, EXAMPLE)
+    change(monkeypatch)
+    monkeypatch.setattr(calls, "plans", lambda *_: {})  # which the switch does not know
+    fastconv.optimize(model, EXAMPLE)
+    assert (len(clock.seen), clock.models) == (2 * DISTINCT, 2)
+
+
+def test_what_cudnn_tries_out_is_measured_apart(model: ResNet, clock: Clock) -> None:
+    fastconv.optimize(model, EXAMPLE)
+    with torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark):
+        fastconv.optimize(model, EXAMPLE)
+    assert len(clock.seen) == 2 * DISTINCT
+
+
+def test_damaged_times_are_measured_anew(model: ResNet, clock: Clock) -> None:
+    fastconv.optimize(model, EXAMPLE)
+    for entry in cache.entries():
+        cache.store(cache.TIMES, entry.path.stem, b'["none", 1]', {})
+    fastconv.optimize(model, EXAMPLE)
+    assert len(clock.seen) == 2 * DISTINCT
+
+
+# --- Several processes ----------------------------------------------------------------------------
+
+
+def _process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    try:
+        found = _in_process(rank, folder)
+    finally:
+        dist.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+    os._exit(0)  # see test_distributed.py
+
+
+def _in_process(rank: int, folder: Path) -> tuple[list[str], str, int, str]:
+    stand_in(folder / f"cache{rank}", setattr)
+    monkeypatch = pytest.MonkeyPatch()
+    from conftest import loads
+
+    for _ in loads.__wrapped__(monkeypatch):  # the fixture's own
+        clock = Clock()
+        # Were rank 1 to decide, it would decide otherwise.
+        clock.gains = lambda call: times(2, 1) if call.groups == 1 + rank else times(1, 2)
+        calls.clock = clock
+        model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1, groups=2))
+        optimized = fastconv.optimize(model, torch.randn(2, 2, 5, 5))
+
+        def fails(*_: Any) -> Times:
+            raise RuntimeError("out of order")
+
+        clock.model = fails  # type: ignore[method-assign]
+        try:
+            fastconv.optimize(model, torch.randn(3, 2, 5, 5))
+            error = ""
+        except RuntimeError as caught:
+            error = str(caught)
+        try:
+            fastconv.optimize(nn.SyncBatchNorm.convert_sync_batchnorm(model), EXAMPLE)
+        except ValueError as caught:
+            error += str(caught)
+    return ours(optimized), str(report(optimized)), len(clock.seen), error
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+def test_rank_0_decides(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_process, (tmp_path,), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    assert first[0] == second[0] == ["0"]
+    assert (first[2], second[2]) == (2 * 2, 0)
+    assert first[1].splitlines()[:-1] == second[1].splitlines()[:-1]
+    assert first[3].startswith("out of order")
+    assert second[3].startswith("optimize() failed in rank 0: RuntimeError: out of order")
+    for _, _, _, error in (first, second):
+        assert "is a SyncBatchNorm, which waits for others" in error
+
+
+# --- Fusing ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
+    """The model fused, which has to compute the same."""
+    model.eval()
+    expected = model(*example, **named)
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, *example, **named)
+        torch.testing.assert_close(optimized(*example, **named), expected, rtol=1e-4, atol=1e-4)
+    return optimized
+
+
+def activations(model: nn.Module) -> dict[str, Any]:
+    return {n: one.activation for n, one in model.named_modules() if isinstance(one, FusedConv2d)}
+
+
+def test_a_residual_network(model: ResNet, clock: Clock) -> None:
+    expected = model.eval()(EXAMPLE)
+    optimized = fused(model, EXAMPLE)
+    assert isinstance(optimized, torch.fx.GraphModule)
+    assert type(optimized.get_submodule("layers.1.downsample.0")) is fastconv.Conv2d
+    assert not any(isinstance(one, nn.BatchNorm2d) for one in optimized.modules())
+    assert activations(optimized) == {
+        "stem": "silu",
+        "layers.0.conv1": "relu",
+        "layers.0.conv2": "relu",
+        "layers.1.conv1": "relu",
+        "layers.1.conv2": "relu",
+        "layers.2.conv1": "relu",
+        "layers.2.conv2": "relu",
+    }
+    targets = {str(node.target) for node in optimized.graph.nodes}
+    assert not {"layers.0.relu", "<built-in function iadd>"} & targets
+    residuals = [call for call in clock.seen if call.residual is not None]
+    assert {call.activation for call in residuals} == {"relu"}
+    found = report(optimized)
+    assert found.fused
+    assert found.folded == 7
+    assert "BatchNorm, addition, relu" in str(found)
+    assert "7 BatchNorms are part of weights" in str(found)
+    torch.testing.assert_close(model(EXAMPLE), expected)  # which is as it was
+    assert ours(model) == []
+    assert not optimized.training
+    # Other batches, and again as a copy.
+    other = torch.randn(5, 3, 12, 12)
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        torch.testing.assert_close(one(other), model(other), rtol=1e-4, atol=1e-4)
+    for one in (optimized, copy.deepcopy(optimized)):
+        with pytest.raises(ValueError, match="cannot take a fused model apart"):
+            fastconv.restore(one)
+    with torch.no_grad():
+        again = fastconv.optimize(optimized, EXAMPLE)
+    assert report(again) is found
+    assert str(again.graph) == str(optimized.graph)
+
+
+def test_layers_that_are_slower_fused(model: ResNet, clock: Clock) -> None:
+    """They stay PyTorch's; their BatchNorms are folded all the same."""
+    clock.gains = lambda call: times(1, 2) if call.residual else times(2, 1)
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized).keys() == {
+        "stem", "layers.0.conv1", "layers.1.conv1", "layers.2.conv1"
+    }  # fmt: skip
+    assert {*ours(optimized)} == {*activations(optimized), "layers.1.downsample.0"}
+    assert type(optimized.get_submodule("layers.0.conv2")) is nn.Conv2d
+    assert not any(isinstance(one, nn.BatchNorm2d) for one in optimized.modules())
+
+
+def test_folding_alone_may_gain(model: ResNet, clock: Clock) -> None:
+    clock.gains = lambda call: times(1, 2)
+    optimized = fused(model, EXAMPLE)
+    assert isinstance(optimized, torch.fx.GraphModule)
+    assert ours(optimized) == []
+    assert (report(optimized).exchanged, report(optimized).folded) == ((), 7)
+
+
+def test_a_fused_model_that_is_not_faster(model: ResNet, clock: Clock) -> None:
+    clock.whole = times(10, 11)
+    optimized = fused(model, EXAMPLE)
+    assert type(optimized) is ResNet
+    assert ours(optimized) == []
+    assert not report(optimized).fused
+
+
+@pytest.mark.parametrize(
+    ("follower", "name"),
+    [
+        (nn.ReLU(), "relu"),
+        (nn.ReLU6(), "relu6"),
+        (nn.LeakyReLU(0.2), ("leaky_relu", 0.2)),
+        (nn.SiLU(inplace=True), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (nn.Hardswish(), "hardswish"),
+        (nn.Sigmoid(), "sigmoid"),
+        (nn.Tanh(), "tanh"),
+        (F.relu, "relu"),
+        (lambda x: F.relu(x, inplace=True), "relu"),
+        (torch.relu, "relu"),
+        (F.relu6, "relu6"),
+        (F.leaky_relu, ("leaky_relu", 0.01)),
+        (lambda x: F.leaky_relu(x, 0.3, True), ("leaky_relu", 0.3)),
+        (lambda x: F.leaky_relu(x, negative_slope=0.3), ("leaky_relu", 0.3)),
+        (F.silu, "silu"),
+        (F.gelu, "gelu"),
+        (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
+        (F.hardswish, "hardswish"),
+        (torch.sigmoid, "sigmoid"),
+        (torch.tanh, "tanh"),
+        (lambda x: x.relu(), "relu"),
+        (lambda x: x.relu_(), "relu"),
+        (lambda x: x.sigmoid(), "sigmoid"),
+        (lambda x: x.tanh(), "tanh"),
+        (nn.Identity(), None),
+        (nn.PReLU(), None),
+        (F.softplus, None),
+        (lambda x: x.abs(), None),
+    ],
+)
+def test_activations(follower: Callable[[Tensor], Tensor], name: Any) -> None:
+    optimized = fused(Followed(follower), EXAMPLE)
+    assert activations(optimized) == ({} if name is None else {"layer": name})
+
+
+class Followed(nn.Module):
+    """A layer, and what is done with its result and with its input."""
+
+    def __init__(self, follower: Callable[..., Tensor], norm: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect" if norm else "zeros")
+        self.norm = nn.BatchNorm2d(3) if norm else nn.Identity()
+        self.with_norm, self.follower = norm, follower
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        out = self.norm(out) if self.with_norm else out
+        return self.follower(out)
+
+
+class Added(Followed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.follower(self.layer(x), x)
+
+
+@pytest.mark.parametrize(
+    ("follower", "fuses"),
+    [
+        (lambda out, x: out + x, True),
+        (lambda out, x: x + out, True),
+        (lambda out, x: torch.add(x, out), True),
+        (lambda out, x: out.add(x), True),
+        (lambda out, x: out.add_(x), True),
+        (lambda out, x: torch.add(out, x, alpha=2), False),
+        (lambda out, x: out + x.mean((2, 3), keepdim=True), False),  # of a broadcast shape
+        (lambda out, x: out + 1, False),
+        (lambda out, x: out + out, False),
+        (lambda out, x: out + x.double(), False),
+        (lambda out, x: out - x, False),
+        (lambda out, x: (x * 2).add_(out), False),  # others may read what is written
+        (lambda out, x: out + (x * 2).relu_(), False),  # the layer would move behind a writer
+    ],
+)
+def test_additions(follower: Callable[..., Tensor], fuses: bool, clock: Clock) -> None:
+    optimized = fused(Added(follower), EXAMPLE)
+    assert (activations(optimized) == {"layer": None}) == fuses
+    assert any(call.residual for call in clock.seen) == fuses
+
+
+def test_two_layers_that_are_added() -> None:
+    """One of them takes the addition, with the other's result, which is fused as well."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (
+                nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.first(x) + self.second(x))
+
+    assert activations(fused(Both(), EXAMPLE)) == {"first.0": "relu"}
+
+
+def test_what_is_read_twice_is_not_fused() -> None:
+    optimized = fused(Followed(lambda out: out.relu() + out.sum()), EXAMPLE)
+    assert activations(optimized) == {}
+    optimized = fused(Followed(lambda out: out.relu() * out, norm=True), EXAMPLE)
+    assert activations(optimized) == {}
+    assert ours(optimized) == ["layer"]
+    assert report(optimized).folded == 1  # the BatchNorm alone
+
+
+def test_a_norm_in_training_mode_is_not_folded() -> None:
+    model = Followed(torch.relu, norm=True).eval()
+    model.norm.train()
+    before = copy.deepcopy(model.norm.state_dict())
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert "nothing follows a convolution that could be" in str(report(optimized))
+    assert ours(optimized) == ["layer"]
+    assert optimized.norm.training
+    for name, value in optimized.norm.state_dict().items():
+        assert value.equal(before[name])
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_folding(affine: bool, dtype: torch.dtype) -> None:
+    model = Followed(torch.relu, norm=True).to(dtype).eval()
+    model.norm = nn.BatchNorm2d(3, affine=affine, dtype=dtype).eval()
+    model.norm.running_mean.normal_()
+    model.norm.running_var.uniform_(0.5, 2)
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE.to(dtype))
+        assert activations(optimized) == {"layer": "relu"}
+        expected = model(EXAMPLE.to(dtype))
+        found = optimized(EXAMPLE.to(dtype))
+    assert optimized.layer.weight.dtype == dtype
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error < {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+
+
+def test_a_layer_that_is_called_twice_is_not_fused() -> None:
+    class Twice(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).relu()).relu()
+
+    optimized = fused(Twice(torch.relu), EXAMPLE)
+    assert activations(optimized) == {}
+    assert ours(optimized) == ["layer"]
+
+
+def test_a_layer_whose_weight_is_read_is_not_fused() -> None:
+    class Reads(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.layer.weight.sum()
+
+    assert activations(fused(Reads(torch.relu, norm=True), EXAMPLE)) == {}
+
+
+def test_layers_with_hooks_are_not_fused() -> None:
+    ran: list[str] = []
+    model = nn.Sequential(
+        Followed(torch.relu), Followed(torch.relu, norm=True), Followed(torch.relu)
+    )
+    model[0].layer.register_forward_hook(lambda *_: ran.append("layer"))
+    model[1].norm.register_forward_hook(lambda *_: ran.append("norm"))
+    model[2].register_forward_hook(lambda *_: ran.append("container"))
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {}
+    model[2]._forward_hooks.clear()
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {"2.layer": "relu"}
+    assert ours(optimized) == ["0.layer", "1.layer", "2.layer"]
+    ran.clear()
+    optimized(EXAMPLE)
+    assert ran == ["layer", "norm"]
+
+
+def test_what_cannot_be_traced_is_exchanged_unfused() -> None:
+    class Branches(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.shape[0] > 0 and bool(x.shape[1] > 2) else x
+
+    optimized = fused(Branches(torch.relu), EXAMPLE)
+    assert type(optimized) is Branches
+    assert ours(optimized) == ["layer"]
+    assert "not fused: torch.fx cannot trace the model: " in str(report(optimized))
+
+
+def test_arguments_by_name_and_default() -> None:
+    class Takes(Followed):
+        def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 2.0) -> Tensor:
+            out = super().forward(x)
+            return out * scale if mask is None else out * mask
+
+    for named in ({}, {"scale": 3.0}, {"mask": torch.rand(10, 10)}):
+        optimized = fused(Takes(torch.relu), EXAMPLE, **named)
+        assert activations(optimized) == {"layer": "relu"}
+    optimized = fused(Takes(torch.relu), x=EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+
+
+def test_a_graph_that_computes_something_else_is_not_taken() -> None:
+    """torch.fx takes what is no tensor for a constant."""
+
+    class Random(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * random.uniform(1, 10)
+
+    with torch.no_grad():
+        optimized = fastconv.optimize(Random(torch.relu).eval(), EXAMPLE)
+    assert "off those of the model" in str(report(optimized))
+    assert type(optimized) is Random
+    assert ours(optimized) == ["layer"]
+
+
+def test_what_a_model_keeps_is_neither_fake_nor_traced() -> None:
+    class Keeps(Followed):
+        grid: Tensor | None = None
+        seen: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.grid is None:
+                self.grid = torch.ones(10, 10)
+            self.seen = x * self.grid
+            return super().forward(self.seen)
+
+    model = Keeps(torch.relu)
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+    assert type(model.seen) is Tensor
+    with torch.no_grad():
+        again = fastconv.optimize(model, EXAMPLE, fuse=False)
+    assert type(again.grid) is type(again.seen) is Tensor
+
+
+def test_not_fused_where_gradients_are_recorded(model: ResNet) -> None:
+    optimized = fastconv.optimize(model.eval(), EXAMPLE)
+    assert activations(optimized) == {}
+    assert "gradients are recorded; for inference, optimize within torch.no_grad()" in str(
+        report(optimized)
+    )
+
+
+@pytest.mark.usefixtures("_inference")
+def test_not_fused_where_it_is_not_wanted(model: ResNet) -> None:
+    model.eval()
+    assert activations(fastconv.optimize(model, EXAMPLE, fuse=False)) == {}
+    assert activations(fastconv.optimize(model, EXAMPLE, inplace=True)) == {}
+    assert ours(model) == NAMES
+
+
+def test_fused_in_inference_mode(model: ResNet) -> None:
+    model.eval()
+    with torch.inference_mode():
+        optimized = fastconv.optimize(model, EXAMPLE)
+        expected = model(EXAMPLE)
+    assert len(activations(optimized)) == 7
+    with torch.no_grad():  # outside, too
+        torch.testing.assert_close(optimized(EXAMPLE), expected, rtol=1e-4, atol=1e-4)
+    assert not any(parameter.is_inference() for parameter in optimized.parameters())
+
+
+@pytest.mark.usefixtures("_inference")
+def test_fused_under_autocast(model: ResNet, clock: Clock) -> None:
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        optimized = fastconv.optimize(model, EXAMPLE)
+        found, expected = optimized(EXAMPLE), model(EXAMPLE)
+    assert activations(optimized)["layers.0.conv2"] == "relu"
+    assert {call.residual.dtype for call in clock.seen if call.residual} == {torch.bfloat16}
+    assert found.dtype == expected.dtype
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.usefixtures("_inference")
+def test_a_model_that_sets_autocast_itself_is_not_fused() -> None:
+    class Casts(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.last = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = super().forward(x)
+            return self.last(x.float()).relu()
+
+    optimized = fastconv.optimize(Casts().eval(), EXAMPLE)
+    assert "not fused: the model sets autocast itself" in str(report(optimized))
+    assert ours(optimized) == ["layer", "last"]
+
+
+@pytest.mark.usefixtures("_inference")
+def test_a_fused_layer_says_so() -> None:
+    optimized = fastconv.optimize(Followed(nn.LeakyReLU(0.2)).eval(), EXAMPLE)
+    assert repr(optimized.layer).endswith("padding=(1, 1), activation=('leaky_relu', 0.2))")
