@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
 from fastconv.ops import ahead, devices, entries
 from fastconv.ops.ahead import begin  # which other tests do without
+from fastconv.ops.schema import OPERATORS
 
 
 class Noted(SimpleNamespace):
@@ -48,12 +50,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(cuda, "_made", set())
     monkeypatch.setattr(launch, "prepare", lambda *_: prepared)
     monkeypatch.setattr(launch, "begin_work", lambda need, work: found.begun.append(need))
-    for kernels, on in (
-        (devices.forward_kernels, devices._forward_on),
-        (devices.input_grad_kernels, devices._input_grad_on),
-        (devices.weight_grad_kernels, devices._weight_grad_on),
+    for name, kernels, on in (
+        ("forward", devices.forward_kernels, devices._forward_on),
+        ("input_grad", devices.input_grad_kernels, devices._input_grad_on),
+        ("weight_grad", devices.weight_grad_kernels, devices._weight_grad_on),
     ):
-        monkeypatch.setitem(kernels, "cpu", on(cuda))
+        describe = partial(OPERATORS[name].describe, OPERATORS[name].known)
+        monkeypatch.setitem(kernels, "cpu", on(cuda, describe))
     cuda._ready.cache_clear()
     yield found
     cuda._ready.cache_clear()
@@ -146,7 +149,7 @@ def test_in_the_way(noted: Noted, monkeypatch: pytest.MonkeyPatch, reason: str) 
     else:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     args = (*_tensors(), (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
-    result = devices.describe_forward(devices.forward_check, *args)
+    result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
     begin(args, result, (True, True, True), planner.EVERY)
     assert not noted.begun
 
@@ -176,7 +179,7 @@ def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bo
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):
         assert entries.prepare("forward", *args) is entry
-    result = devices.describe_forward(devices.forward_check, *args)
+    result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
     told = [(args, result, [False, True, True], planner.of_process())]
     assert begun == (told if recorded else [])
 

@@ -327,11 +327,11 @@ class TestCache:
 
     def test_round_trip(self, folder: Path) -> None:
         assert cache.load("cubin", self.KEY) is None
-        assert cache.size() == (0, 0, 0)
+        assert cache.size() == (0, 0, 0, 0)
         cache.store("cubin", self.KEY, self.PAYLOAD, {})
         assert cache.load("cubin", self.KEY) == self.PAYLOAD
         (entry,) = folder.iterdir()
-        assert cache.size() == (entry.stat().st_size, 1, 0)
+        assert cache.size() == (entry.stat().st_size, 1, 0, 0)
 
     @pytest.mark.parametrize(
         "damage",
@@ -371,7 +371,7 @@ class TestCache:
             warnings.simplefilter("error")
             cache.store("cubin", self.KEY, self.PAYLOAD, {})
         assert cache.load("cubin", self.KEY) is None
-        assert cache.size() == (0, 0, 0)
+        assert cache.size() == (0, 0, 0, 0)
 
     def test_full_disk_warns_and_leaves_nothing(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -240,7 +240,7 @@ def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need,
     with FakeTensorMode():
         trial = Trial(call, layer, device)
     needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
-    return {need: cuda.planned(need) for need in needs}
+    return {need: preparation.planned(need) for need in needs}
 
 
 # --- Timed ----------------------------------------------------------------------------------------
