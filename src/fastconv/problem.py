@@ -21,6 +21,32 @@ class Padding(NamedTuple):
     right: int
 
 
+ACTIVATIONS = (
+    "identity",
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "hardswish",
+    "sigmoid",
+    "tanh",
+)
+"""By their names in torch.nn.functional; ``gelu_tanh`` is gelu's ``approximate="tanh"``."""
+
+
+class Epilogue(NamedTuple):
+    """What a forward pass does to its sums before it stores them.
+
+    That is activation(sums + bias + residual).
+    """
+
+    activation: str = "identity"
+    slope: float = 0.0  # of leaky_relu, for negative numbers
+    residual: bool = False
+
+
 @dataclass(frozen=True)
 class Problem:
     """The geometry of one 2-D convolution, common to its forward pass and its two gradients.
