@@ -2735,13 +2735,15 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
                                            int turn, int half, const Finish& finish,
                                            const Target& to, const Epilogue<C>& epilogue,
                                            int first_row, int lane) {
+  // What residuals need is found again: it would take the registers of sums.
+  const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, lane);
+      const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
       const float first = finish(sums[4 * j + 2 * half], added.first);
       const float second = finish(sums[4 * j + 2 * half + 1], added.second);
       if constexpr (kWrapped) {
@@ -5874,12 +5876,31 @@ __host__ __device__ constexpr int power_of_two_in(int n) { return n & -n; }
 // their residuals are.
 __device__ __forceinline__ void stage_row(Scalar* pixel, const float* sums, const Finish& finish) {
   using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
-  if constexpr (kAddsResidual) {
-    const auto added = *reinterpret_cast<const Vector<Scalar, 2>*>(pixel);
-    *reinterpret_cast<Pair*>(pixel) =
-        narrow_pair(Scalar{}, finish(sums[0], added.element[0]), finish(sums[1], added.element[1]));
-  } else {
-    *reinterpret_cast<Pair*>(pixel) = narrow_pair(Scalar{}, finish(sums[0]), finish(sums[1]));
+  const float first = finish(sums[0], Epilogue<C>::staged(pixel[0]));
+  const float second = finish(sums[1], Epilogue<C>::staged(pixel[1]));
+  *reinterpret_cast<Pair*>(pixel) = narrow_pair(Scalar{}, first, second);
+}
+
+// Calls `visit` with each of a lane's spots in eight rows that are staged in `buffer`: the spot,
+// the row, and where it is staged.
+template <class Visit>
+__device__ __forceinline__ void for_spots_of_rows(const Target& target, const Multiplier& warp,
+                                                  int turn, int lane, Scalar* buffer,
+                                                  const Visit& visit) {
+  // Lanes share a channel's row, as many as there can be without a remainder: so each stores the
+  // same pixels of all channels.
+  constexpr int kVectors = C::pass_pixels / C::store_vector;
+  constexpr int kLanes = power_of_two_in(kVectors) < 32 ? power_of_two_in(kVectors) : 32;
+#pragma unroll
+  for (int part = 0; part < kVectors / kLanes; ++part) {
+    const int pixel = (part * kLanes + lane % kLanes) * C::store_vector;
+    const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+#pragma unroll
+    for (int first = 0; first < 8; first += 32 / kLanes) {
+      const int channel = first + lane / kLanes;
+      if (kLanes < 4 && channel >= 8) break;
+      visit(spot, channel, buffer + channel * kRowPitch + pixel);
+    }
   }
 }
 
@@ -5887,27 +5908,9 @@ __device__ __forceinline__ void stage_row(Scalar* pixel, const float* sums, cons
 __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
                                            Scalar* staging, const Target& target,
                                            const Epilogue<C>& epilogue, const Multiplier& warp) {
-  // Lanes share a channel's row, as many as there can be without a remainder: so each stores the
-  // same pixels of all channels.
-  constexpr int kVectors = C::pass_pixels / C::store_vector;
-  constexpr int kLanes = power_of_two_in(kVectors) < 32 ? power_of_two_in(kVectors) : 32;
   const int lane = warp.lane;
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
-    // Calls `visit` with each spot of eight rows, a channel of them, and where it is staged.
-    const auto for_spots = [&](Scalar* buffer, const auto& visit) {
-#pragma unroll
-      for (int part = 0; part < kVectors / kLanes; ++part) {
-        const int pixel = (part * kLanes + lane % kLanes) * C::store_vector;
-        const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
-#pragma unroll
-        for (int first = 0; first < 8; first += 32 / kLanes) {
-          const int channel = first + lane / kLanes;
-          if (kLanes < 4 && channel >= 8) break;
-          visit(spot, channel, buffer + channel * kRowPitch + pixel);
-        }
-      }
-    };
 #pragma unroll
     for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
       if (C::buffers == 1) __syncwarp();  // the last ones have been read
@@ -5915,9 +5918,11 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
       Scalar* const row = buffer + lane / 4 * kRowPitch + lane % 4 * 2;
       const Finish finish = finishes.of_eight(eight, lane);
       if constexpr (kAddsResidual) {
-        for_spots(buffer, [&](const Spot& spot, int channel, Scalar* staged) {
-          spot.load(target, epilogue, staged, 8 * eight + channel);
-        });
+        // What they need is found again: it would take the registers of sums.
+        for_spots_of_rows(target, warp, turn, once_more(lane), buffer,
+                          [&](const Spot& spot, int channel, Scalar* staged) {
+                            spot.load(target, epilogue, staged, 8 * eight + channel);
+                          });
         __syncwarp();
       }
 #pragma unroll
@@ -5926,9 +5931,10 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
         stage_row(row + 8 * j, pair, finish);
       }
       __syncwarp();
-      for_spots(buffer, [&](const Spot& spot, int channel, const Scalar* staged) {
-        spot.store(target, staged, 8 * eight + channel);
-      });
+      for_spots_of_rows(target, warp, turn, lane, buffer,
+                        [&](const Spot& spot, int channel, const Scalar* staged) {
+                          spot.store(target, staged, 8 * eight + channel);
+                        });
     }
   }
 }
@@ -5957,29 +5963,33 @@ __device__ __forceinline__ void stage_pixels(Scalar* pixel, const float* sums,
   stage_pixels(pixel, first, second);  // all lanes have read when numbers change lanes
 }
 
+// The same of pixels' channels.
+template <class Visit>
+__device__ __forceinline__ void for_spots_of_pixels(const Target& target, const Multiplier& warp,
+                                                    int turn, Scalar* staging, const Visit& visit) {
+  constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
+#pragma unroll 2
+  for (int at = warp.lane; at < C::pass_pixels * kVectors; at += 32) {
+    const int pixel = at / kVectors;
+    const int channel = at % kVectors * C::store_vector;
+    const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+    visit(spot, channel, staging + pixel * kPixelPitch + channel);
+  }
+}
+
 // Channels-last outputs: all channels of some pixels at a time.
 __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& finishes,
                                              Scalar* staging, const Target& target,
                                              const Epilogue<C>& epilogue, const Multiplier& warp) {
-  constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
   const int lane = warp.lane;
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
-    // Calls `visit` with each of the lane's spots, a channel, and where it is staged.
-    const auto for_spots = [&](const auto& visit) {
-#pragma unroll 2
-      for (int at = lane; at < C::pass_pixels * kVectors; at += 32) {
-        const int pixel = at / kVectors;
-        const int channel = at % kVectors * C::store_vector;
-        const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
-        visit(spot, channel, staging + pixel * kPixelPitch + channel);
-      }
-    };
     __syncwarp();  // the last ones have been read
     if constexpr (kAddsResidual) {
-      for_spots([&](const Spot& spot, int channel, Scalar* staged) {
-        spot.load(target, epilogue, staged, channel);
-      });
+      for_spots_of_pixels(target, warp, turn, staging,
+                          [&](const Spot& spot, int channel, Scalar* staged) {
+                            spot.load(target, epilogue, staged, channel);
+                          });
       __syncwarp();
     }
 #pragma unroll
@@ -5993,9 +6003,10 @@ __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& f
       }
     }
     __syncwarp();
-    for_spots([&](const Spot& spot, int channel, const Scalar* staged) {
-      spot.store(target, staged, channel);
-    });
+    for_spots_of_pixels(target, warp, turn, staging,
+                        [&](const Spot& spot, int channel, const Scalar* staged) {
+                          spot.store(target, staged, channel);
+                        });
   }
 }
 

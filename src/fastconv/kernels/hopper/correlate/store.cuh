@@ -98,13 +98,15 @@ __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* r
                                            int turn, int half, const Finish& finish,
                                            const Target& to, const Epilogue<C>& epilogue,
                                            int first_row, int lane) {
+  // What residuals need is found again: it would take the registers of sums.
+  const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, lane);
+      const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
       const float first = finish(sums[4 * j + 2 * half], added.first);
       const float second = finish(sums[4 * j + 2 * half + 1], added.second);
       if constexpr (kWrapped) {
