@@ -117,7 +117,8 @@ SOURCES["hopper/correlate/correlate.cuh"] = r"""
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items) {
+__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items,
+                                        const Epilogue<C>& epilogue) {
   Consumer consumer;
   const int lane = consumer.lane;
   const int warp = consumer.warp;
@@ -144,9 +145,10 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       if constexpr (kUnfolds) {
         store_phases(sums, finish, staging, target, warpgroup, warp, lane);
       } else if constexpr (C::out_channels_last) {
-        store_pixels(sums, finish, staging, target, warpgroup, warp, lane);
+        store_pixels(sums, finish, staging, target, epilogue, warpgroup, warp, lane);
       } else {
-        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
+        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, epilogue,
+                   warp, lane);
       }
     }
   }
@@ -184,7 +186,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch) {
+                                          const Scalar* bias, Scalar* output, int batch,
+                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
@@ -218,7 +221,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(bias, output, items);
+    consume(bias, output, items, epilogue);
   }
 }
 
@@ -227,8 +230,8 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 
 __global__ void __launch_bounds__(384, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch) {
-  fastconv::hopper::correlate(input, scratch, bias, output, batch);
+              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }
 """
 
@@ -314,7 +317,7 @@ struct Accumulators<2> {
 
 // Some warps: multiply what the others load, and store the sums.
 __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* output,
-                                               const Items& items) {
+                                               const Items& items, const Epilogue<C>& epilogue) {
   const Multiplier warp;
   Ring<C::input_stages> input(0);
   Ring<C::weight_stages> weights(0);
@@ -346,18 +349,19 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
       input.advance();
     }
     const Target target(output, Item(once_more(index)), 0, warp.channel_group, 0);
-    store(accumulators.result(), finishes, target, warp);
+    store(accumulators.result(), finishes, target, epilogue, warp);
   }
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch) {
+                                          const Scalar* bias, Scalar* output, int batch,
+                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= kFirstMultiplier) {
-    multiply_tiles(bias, output, items);
+    multiply_tiles(bias, output, items, epilogue);
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
   } else {
@@ -375,8 +379,8 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 
 __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch) {
-  fastconv::ampere::correlate(input, scratch, bias, output, batch);
+              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::ampere::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }
 """
 
@@ -692,7 +696,7 @@ SOURCES["direct/correlate.cuh"] = r"""
 // With `two_level`, sums are added to a second set of registers every flush_channels channels;
 // where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
 // kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
-#include "include/tile.cuh"
+#include "include/epilogue.cuh"
 
 namespace fastconv {
 namespace correlate {
@@ -1017,7 +1021,7 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
 // `left` is a multiple of.
 template <int kVectorOut, int kStep = 1, int kCount>
 __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
-                                            int left) {
+                                            int left, const Epilogue<C>&) {
   static_assert(kVectorOut == 1 || kStep == 1, "neighbours in memory");
 #pragma unroll
   for (int i = 0; i < kCount; i += kVectorOut) {
@@ -1028,16 +1032,48 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
   }
 }
 
+// Sums that wait for their residuals, all of which are loaded before the first is waited for.
+struct Unfinished {
+  Sum sum;
+};
+template <int kVectorOut, int kStep = 1, int kCount>
+__device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&sums)[kCount],
+                                            int left, const Epilogue<C>& epilogue) {
+  Vector<Scalar, kVectorOut> residuals[kCount / kVectorOut];
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVectorOut) {
+    residuals[i / kVectorOut] = epilogue.residual_of<kVectorOut>(target + i * kStep, i < left);
+  }
+  Scalar elements[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const Scalar residual = residuals[i / kVectorOut].element[i % kVectorOut];
+    elements[i] = narrow<Scalar>(epilogue.activated(sums[i].sum, residual));
+  }
+  store_first<kVectorOut, kStep>(target, elements, left, epilogue);
+}
+
+// What is stored of a sum: an output, unless its residual is to come.
+#ifdef FASTCONV_RESIDUAL
+using Value = Unfinished;
+__device__ __forceinline__ Value value_of(Sum sum) { return {sum}; }
+#else
+using Value = Scalar;
+__device__ __forceinline__ Value value_of(Sum sum) {
+  return narrow<Scalar>(Epilogue<C>::activated(sum));
+}
+#endif
+
 // Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
 // contiguous in memory, where the image's size lets all of them be aligned.
 __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
                                       const Rows& rows, const Columns& columns, const Position& at,
-                                      const Accumulators& sum) {
+                                      const Accumulators& sum, const Epilogue<C>& epilogue) {
   const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
   if (y >= rows.positions || x >= columns.positions) return;
   const int row = y * Rows::kOutStep + rows.first_out;
   const int column = x * Columns::kOutStep + columns.first_out;
-  Scalar value[C::channels_per_thread][kPixels];
+  Value value[C::channels_per_thread][kPixels];
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
     const int m = tile.m * kTileM + at.channel(i);
@@ -1045,7 +1081,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
                           ? Sum(widen(bias[tile.group * C::group_out + m]))
                           : Sum(0);
 #pragma unroll
-    for (int p = 0; p < kPixels; ++p) value[i][p] = narrow<Scalar>(sum[i][p] + shift);
+    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(sum[i][p] + shift);
   }
   const int first = tile.group * C::group_out + tile.m * kTileM;
   if constexpr (C::out_channels_last) {
@@ -1057,11 +1093,11 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 #pragma unroll
       for (int i = 0; i < C::channels_per_thread; i += kGroup) {
         const int m = at.channel(i);
-        Scalar group[kGroup];
+        Value group[kGroup];
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) group[j] = value[i + j][p];
         store_first<kVectorOut>(image + out_offset(first + m, row, column_p), group,
-                                C::group_out - tile.m * kTileM - m);
+                                C::group_out - tile.m * kTileM - m, epilogue);
       }
     }
   } else {
@@ -1072,7 +1108,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
       const int m = at.channel(i);
       if (tile.m * kTileM + m >= C::group_out) continue;
       store_first<kVectorOut, Columns::kOutStep>(image + out_offset(first + m, row, column),
-                                                 value[i], columns.positions - x);
+                                                 value[i], columns.positions - x, epilogue);
     }
   }
 }
@@ -1127,7 +1163,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images) {
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::correlate;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
@@ -1189,7 +1225,8 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
   }
   Scalar* target =
       output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
-  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum);
+  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum,
+        FASTCONV_EPILOGUE(output));
 }
 """
 
@@ -2639,19 +2676,76 @@ __device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float fi
   }
 }
 
+// What is added to sums of a product's row, of contiguous outputs. It comes from memory: sums of a
+// thread are neighbours of others'.
+template <bool kAdds>
+struct RowResidual {
+  // Whether two neighbours, the first of which is even, are both in the image or not, and aligned.
+  static constexpr bool kPairs = C::bulk_stores && C::out_width % 2 == 0 && C::pitch % 2 == 0 &&
+                                 (kStrips == 1 || C::tile_columns % 2 == 0) &&
+                                 (!C::wraps || kGap % 2 == 0);
+  Scalar first, second;
+
+  // Of the lane's row and pixels, of eight each.
+  __device__ __forceinline__ RowResidual(const Target& target, const Epilogue<C>& epilogue,
+                                         int first_row, int first_pixel, int lane) {
+    const int product_row = first_row + lane / 4;
+    const int pixel = first_pixel + lane % 4 * 2;
+    if constexpr (kPairs) {
+      const auto both = load<2>(target, epilogue, product_row, pixel);
+      first = both.element[0];
+      second = both.element[1];
+    } else {
+      first = load<1>(target, epilogue, product_row, pixel).element[0];
+      second = load<1>(target, epilogue, product_row, pixel + 1).element[0];
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ static Vector<Scalar, kCount> load(const Target& target,
+                                                                const Epilogue<C>& epilogue,
+                                                                int product_row, int pixel) {
+    const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+    int column = target.column - C::lead + pixel - line * C::pitch;
+    bool valid = column >= 0 && line < C::tile_rows && target.exists(product_row, line);
+    if constexpr (C::wraps) {
+      // Beyond the gap lies the next row.
+      const bool beyond = column >= C::out_width + kGap;
+      const int end = target.output_row(product_row, line) + 1 < C::out_height ? 2 : 1;
+      valid = valid && (beyond || column < C::out_width);
+      if (beyond) column -= kGap;
+      valid = valid && column < end * C::out_width;
+    } else {
+      valid = valid && column < C::out_width;
+    }
+    return epilogue.residual_of<kCount>(target.place(product_row, line, column), valid);
+  }
+};
+
+template <>
+struct RowResidual<false> {
+  Nothing first, second;
+
+  __device__ RowResidual(const Target&, const Epilogue<C>&, int, int, int) {}
+};
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
 template <bool kWrapped>
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
-                                           int turn, int half, const Finish& finish, int lane) {
+                                           int turn, int half, const Finish& finish,
+                                           const Target& to, const Epilogue<C>& epilogue,
+                                           int first_row, int lane) {
+  // What residuals need is found again: it would take the registers of sums.
+  const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const float first = finish(sums[4 * j + 2 * half]);
-      const float second = finish(sums[4 * j + 2 * half + 1]);
+      const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
+      const float first = finish(sums[4 * j + 2 * half], added.first);
+      const float second = finish(sums[4 * j + 2 * half + 1], added.second);
       if constexpr (kWrapped) {
         stage_wrapped(target, 8 * i + past, first, second);
       } else if constexpr (C::interleave == 1) {
@@ -2756,8 +2850,8 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
 
 // Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
 __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
-                                           Scalar* staging, const Target& target, int warp,
-                                           int lane) {
+                                           Scalar* staging, const Target& target,
+                                           const Epilogue<C>& epilogue, int warp, int lane) {
   constexpr int kHalves = 2 / C::column_sums;
   static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
@@ -2777,9 +2871,11 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
       Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
       const int row_end = C::out_width - target.column + C::lead;  // in pixels
       if (C::wraps && row_end < C::pixels) {
-        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], lane);
+        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], target, epilogue, first,
+                             lane);
       } else {
-        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], lane);
+        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], target, epilogue, first,
+                          lane);
       }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
@@ -2807,7 +2903,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
   }
 }
 
-// Sums of 16 channels to pixels of 64 channels.
+// Sums of 16 channels to pixels of 64 channels; to where their residuals are.
 template <class T>
 __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
                                              const Finish (&finish)[2], int warp, int lane) {
@@ -2816,21 +2912,29 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
     const int j = turn * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
       // Two times 8 pixels, two times 8 channels.
+      const int pixel = 8 * (i + lane / 16) + lane % 8;
+      T* const place = staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8;
       unsigned rows[4];
+      if constexpr (kAddsResidual) load_transposed(rows, place);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
-        rows[k] = narrow_pair(T{}, finish[k % 2](sums[first]), finish[k % 2](sums[first + 1]));
+        const int at = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        if constexpr (kAddsResidual) {
+          const auto added = reinterpret_cast<const Vector<T, 2>&>(rows[k]);
+          rows[k] = narrow_pair(T{}, finish[k % 2](sums[at], added.element[0]),
+                                finish[k % 2](sums[at + 1], added.element[1]));
+        } else {
+          rows[k] = narrow_pair(T{}, finish[k % 2](sums[at]), finish[k % 2](sums[at + 1]));
+        }
       }
-      const int pixel = 8 * (i + lane / 16) + lane % 8;
-      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
+      store_transposed(place, rows);
     } else {
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
         if (8 * (j + k / 4) < C::pixels) {
-          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
-              narrow<T>(finish[k / 2 % 2](sums[4 * j + k]));
+          T& place = staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8];
+          place = narrow<T>(finish[k / 2 % 2](sums[4 * j + k], Epilogue<C>::staged(place)));
         }
       }
     }
@@ -2853,8 +2957,9 @@ __device__ __forceinline__ void storing_sync(int warpgroup) {
 }
 
 __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             Scalar* staging, const Target& target, int warpgroup,
-                                             int warp, int lane) {
+                                             Scalar* staging, const Target& target,
+                                             const Epilogue<C>& epilogue, int warpgroup, int warp,
+                                             int lane) {
   using Stored = Either<C::vector_stores, uint4, Scalar>::type;
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
   constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
@@ -2865,16 +2970,40 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
   const int product_row = channel % kOutputs;
   // Whose sums: this consumer's, or those of the one before or after it.
   const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
-  const Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
+  Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
   Target owner = target;
   owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
+    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
     storing_sync(warpgroup);
+    if constexpr (kAddsResidual) {
+#pragma unroll 1
+      for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
+        Vector<Scalar, kStored> values[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int pixel = turn * C::pass_pixels + first + k * kStep;
+          const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+          const int at = pixel - line * C::pitch;
+          values[k] =
+              epilogue.residual_of<kStored>(owner.place(product_row, line, target.column + at),
+                                            first + k * kStep < count && line < C::tile_rows &&
+                                                at < columns && owner.exists(product_row, line));
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int pixel = first + k * kStep;
+          if (pixel < count) {
+            *reinterpret_cast<Vector<Scalar, kStored>*>(staged + pixel * kPixelPitch) = values[k];
+          }
+        }
+      }
+      storing_sync(warpgroup);
+    }
     stage_pixels(sums, staging, turn, finish, warp, lane);
     storing_sync(warpgroup);
-    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
 #pragma unroll 1
     for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
       Stored values[kAtOnce];
@@ -3175,6 +3304,7 @@ struct Consumer {
 
 SOURCES["tensor/target.cuh"] = r"""
 // Outputs: where sums go, and what becomes of them before.
+#include "include/epilogue.cuh"
 #include "tensor/scale.cuh"
 
 namespace fastconv {
@@ -3272,6 +3402,12 @@ struct Target {
     }
   }
 
+  // Where a forward pass, which has no phases, stores an output.
+  __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
+    return row_start(product_row, output_row(product_row, line)) +
+           static_cast<OutOffset>(column) * kOutColumn;
+  }
+
   // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
@@ -3310,10 +3446,13 @@ struct Finish {
   float bias = 0.0f;
   float factor = 1.0f;  // of halves
 
-  __device__ __forceinline__ float operator()(float sum) const {
-    return C::halves ? fmaf(sum, factor, bias) : sum + bias;
+  template <class Residual = Nothing>
+  __device__ __forceinline__ float operator()(float sum, Residual residual = {}) const {
+    return Epilogue<C>::activated(C::halves ? fmaf(sum, factor, bias) : sum + bias, residual);
   }
 };
+static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
+              "forward passes alone have a residual");
 
 // How sums of a product's row become outputs.
 __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
@@ -4040,6 +4179,231 @@ __device__ __forceinline__ void wait_for_earlier_launch() {
 __device__ __forceinline__ void allow_later_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
+
+}  // namespace fastconv
+"""
+
+SOURCES["include/epilogue.cuh"] = r"""
+// What a forward pass does to its sums before it stores them: activation(sum + residual), where the
+// sum has its bias already. In the type of sums; what is stored is rounded once, behind it.
+//
+// Config has `activation`, one of these types, and `residual`; a pass that stores its sums as they
+// are has neither. A residual is one more parameter of a kernel, the last one: as the preprocessor
+// has to know of it, FASTCONV_RESIDUAL is defined where Config has it.
+#include "include/tile.cuh"
+
+namespace fastconv {
+
+// --- Activations ---------------------------------------------------------------------------------
+// As PyTorch computes them, with NaN in, NaN out.
+
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float error_function(float x) { return erff(x); }
+__device__ __forceinline__ double error_function(double x) { return erf(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+
+struct Identity {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return x;
+  }
+};
+
+struct Relu {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return x < Sum(0) ? Sum(0) : x;
+  }
+};
+
+struct Relu6 {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return x < Sum(0) ? Sum(0) : x > Sum(6) ? Sum(6) : x;
+  }
+};
+
+// The slope is a double's bits.
+template <unsigned long long kSlope>
+struct LeakyRelu {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    const double slope = __longlong_as_double(static_cast<long long>(kSlope));
+    return x > Sum(0) ? x : x * static_cast<Sum>(slope);
+  }
+};
+
+struct Sigmoid {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return Sum(1) / (Sum(1) + exponential(-x));
+  }
+};
+
+struct Silu {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return x / (Sum(1) + exponential(-x));
+  }
+};
+
+struct Gelu {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return x * Sum(0.5) * (Sum(1) + error_function(x * Sum(0.70710678118654752440)));
+  }
+};
+
+struct GeluTanh {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    const Sum inner = Sum(0.79788456080286535588) * (x + Sum(0.044715) * x * x * x);
+    return Sum(0.5) * x * (Sum(1) + hyperbolic_tangent(inner));
+  }
+};
+
+struct Hardswish {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return x * Relu6::of(x + Sum(3)) * Sum(1.0 / 6.0);
+  }
+};
+
+struct Tanh {
+  template <class Sum>
+  __device__ __forceinline__ static Sum of(Sum x) {
+    return hyperbolic_tangent(x);
+  }
+};
+
+// --- The epilogue --------------------------------------------------------------------------------
+
+template <class>
+struct Exists {
+  using type = void;
+};
+template <class Config, class = void>
+struct ActivationOf {
+  using type = Identity;
+};
+template <class Config>
+struct ActivationOf<Config, typename Exists<typename Config::activation>::type> {
+  using type = typename Config::activation;
+};
+
+#ifdef FASTCONV_RESIDUAL
+constexpr bool kAddsResidual = true;
+#define FASTCONV_WITH_RESIDUAL(...) , __VA_ARGS__
+#define FASTCONV_EPILOGUE(output) fastconv::Epilogue<Config>(residual, output)
+#else
+constexpr bool kAddsResidual = false;
+#define FASTCONV_WITH_RESIDUAL(...)
+#define FASTCONV_EPILOGUE(output) fastconv::Epilogue<Config>()
+#endif
+#define FASTCONV_RESIDUAL_PARAMETER \
+  FASTCONV_WITH_RESIDUAL(const Config::Scalar* __restrict__ residual)
+
+// What is added to a sum where there is no residual.
+struct Nothing {};
+template <bool kAdds, class Scalar>
+struct ResidualOf {
+  using type = Nothing;
+};
+template <class Scalar>
+struct ResidualOf<true, Scalar> {
+  using type = Scalar;
+};
+
+template <class Config>
+struct Epilogue {
+  using Scalar = typename Config::Scalar;
+  using Sum = typename SumOf<Scalar>::type;
+  using Residual = typename ResidualOf<kAddsResidual, Scalar>::type;
+
+#ifdef FASTCONV_RESIDUAL
+  // In bytes, from where an output is stored to what is added to it: both tensors lie alike.
+  long long distance;
+
+  __device__ Epilogue(const Scalar* residual, const Scalar* output)
+      : distance(reinterpret_cast<long long>(residual) - reinterpret_cast<long long>(output)) {}
+#else
+  static constexpr long long distance = 0;
+#endif
+
+  // Where the residual has what is added to the output at `target`.
+  template <class Stored>
+  __device__ __forceinline__ const Stored* beside(const Stored* target) const {
+    return reinterpret_cast<const Stored*>(reinterpret_cast<long long>(target) + distance);
+  }
+
+  // What is added to neighbours, if these are `valid`.
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> residual_of(const Scalar* target,
+                                                                bool valid) const {
+    constexpr int kBytes = kCount * static_cast<int>(sizeof(Scalar));
+    constexpr int kLoads = kBytes > 16 ? kBytes / 16 : 1;
+    using Loaded = typename Bits<kBytes / kLoads>::type;
+    Vector<Scalar, kCount> vector = {};
+    if (valid) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        reinterpret_cast<Loaded*>(&vector)[i] =
+            __ldg(reinterpret_cast<const Loaded*>(beside(target)) + i);
+      }
+    }
+    return vector;
+  }
+
+  __device__ __forceinline__ Residual residual_of(const Scalar* target) const {
+    if constexpr (kAddsResidual) {
+      return residual_of<1>(target, true).element[0];
+    } else {
+      return {};
+    }
+  }
+
+  // The same from where a residual is staged, if there is one.
+  __device__ __forceinline__ static Residual staged(const Scalar& place) {
+    if constexpr (kAddsResidual) {
+      return place;
+    } else {
+      return {};
+    }
+  }
+
+  // A sum to an output.
+  __device__ __forceinline__ static Sum activated(Sum sum, Nothing = {}) {
+    return ActivationOf<Config>::type::of(sum);
+  }
+  __device__ __forceinline__ static Sum activated(Sum sum, Scalar residual) {
+    return activated(sum + Sum(widen(residual)));
+  }
+
+  // Sums to outputs, neighbours that are stored at `target` if they are `valid`.
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> operator()(const Sum (&sums)[kCount],
+                                                               const Scalar* target,
+                                                               bool valid = true) const {
+    Vector<Scalar, kCount> vector;
+    if constexpr (kAddsResidual) {
+      const Vector<Scalar, kCount> residual = residual_of<kCount>(target, valid);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        vector.element[i] = narrow<Scalar>(activated(sums[i], residual.element[i]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) vector.element[i] = narrow<Scalar>(activated(sums[i]));
+    }
+    return vector;
+  }
+  __device__ __forceinline__ Scalar operator()(Sum sum, const Scalar* target) const {
+    const Sum sums[1] = {sum};
+    return (*this)(sums, target).element[0];
+  }
+};
 
 }  // namespace fastconv
 """
@@ -5492,6 +5856,13 @@ struct Spot {
     column = target.column + pixel % C::tile_columns;
     valid = pixel < kTilePixels && column < C::out_width;
   }
+  // Residuals to where outputs will be staged.
+  __device__ __forceinline__ void load(const Target& target, const Epilogue<C>& epilogue,
+                                       Scalar* staged, int channel) const {
+    *reinterpret_cast<Vector<Scalar, C::store_vector>*>(staged) =
+        epilogue.residual_of<C::store_vector>(target.place(channel, line, column),
+                                              valid && target.exists(channel, line));
+  }
   __device__ __forceinline__ void store(const Target& target, const Scalar* staged,
                                         int channel) const {
     target.store(channel, line, column, *reinterpret_cast<const Stored*>(staged),
@@ -5501,14 +5872,42 @@ struct Spot {
 
 __host__ __device__ constexpr int power_of_two_in(int n) { return n & -n; }
 
-// Contiguous outputs: the rows of 8 channels at a time.
-__device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
-                                           Scalar* staging, const Target& target,
-                                           const Multiplier& warp) {
+// A lane's sums of two pixels of a channel, in the staging space of contiguous outputs; to where
+// their residuals are.
+__device__ __forceinline__ void stage_row(Scalar* pixel, const float* sums, const Finish& finish) {
+  using Pair = decltype(narrow_pair(Scalar{}, 0.0f, 0.0f));
+  const float first = finish(sums[0], Epilogue<C>::staged(pixel[0]));
+  const float second = finish(sums[1], Epilogue<C>::staged(pixel[1]));
+  *reinterpret_cast<Pair*>(pixel) = narrow_pair(Scalar{}, first, second);
+}
+
+// Calls `visit` with each of a lane's spots in eight rows that are staged in `buffer`: the spot,
+// the row, and where it is staged.
+template <class Visit>
+__device__ __forceinline__ void for_spots_of_rows(const Target& target, const Multiplier& warp,
+                                                  int turn, int lane, Scalar* buffer,
+                                                  const Visit& visit) {
   // Lanes share a channel's row, as many as there can be without a remainder: so each stores the
   // same pixels of all channels.
   constexpr int kVectors = C::pass_pixels / C::store_vector;
   constexpr int kLanes = power_of_two_in(kVectors) < 32 ? power_of_two_in(kVectors) : 32;
+#pragma unroll
+  for (int part = 0; part < kVectors / kLanes; ++part) {
+    const int pixel = (part * kLanes + lane % kLanes) * C::store_vector;
+    const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+#pragma unroll
+    for (int first = 0; first < 8; first += 32 / kLanes) {
+      const int channel = first + lane / kLanes;
+      if (kLanes < 4 && channel >= 8) break;
+      visit(spot, channel, buffer + channel * kRowPitch + pixel);
+    }
+  }
+}
+
+// Contiguous outputs: the rows of 8 channels at a time.
+__device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& finishes,
+                                           Scalar* staging, const Target& target,
+                                           const Epilogue<C>& epilogue, const Multiplier& warp) {
   const int lane = warp.lane;
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
@@ -5518,24 +5917,24 @@ __device__ __forceinline__ void store_rows(const Sums& sums, const Finishes& fin
       Scalar* const buffer = staging + eight % C::buffers * 8 * kRowPitch;
       Scalar* const row = buffer + lane / 4 * kRowPitch + lane % 4 * 2;
       const Finish finish = finishes.of_eight(eight, lane);
+      if constexpr (kAddsResidual) {
+        // What they need is found again: it would take the registers of sums.
+        for_spots_of_rows(target, warp, turn, once_more(lane), buffer,
+                          [&](const Spot& spot, int channel, Scalar* staged) {
+                            spot.load(target, epilogue, staged, 8 * eight + channel);
+                          });
+        __syncwarp();
+      }
 #pragma unroll
       for (int j = 0; j < C::pass_pixels / 8; ++j) {
         const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
-        *reinterpret_cast<decltype(narrow_pair(Scalar{}, 0.0f, 0.0f))*>(row + 8 * j) =
-            narrow_pair(Scalar{}, finish(pair[0]), finish(pair[1]));
+        stage_row(row + 8 * j, pair, finish);
       }
       __syncwarp();
-#pragma unroll
-      for (int part = 0; part < kVectors / kLanes; ++part) {
-        const int pixel = (part * kLanes + lane % kLanes) * C::store_vector;
-        const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
-#pragma unroll
-        for (int first = 0; first < 8; first += 32 / kLanes) {
-          const int channel = first + lane / kLanes;
-          if (kLanes < 4 && channel >= 8) break;
-          spot.store(target, buffer + channel * kRowPitch + pixel, 8 * eight + channel);
-        }
-      }
+      for_spots_of_rows(target, warp, turn, lane, buffer,
+                        [&](const Spot& spot, int channel, const Scalar* staged) {
+                          spot.store(target, staged, 8 * eight + channel);
+                        });
     }
   }
 }
@@ -5556,45 +5955,70 @@ __device__ __forceinline__ void stage_pixels(Half* pixel, float first, float sec
   *reinterpret_cast<unsigned*>(target) =
       odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
 }
+// The same of sums as they are; to where their residuals are.
+__device__ __forceinline__ void stage_pixels(Scalar* pixel, const float* sums,
+                                             const Finish& finish) {
+  const float first = finish(sums[0], Epilogue<C>::staged(pixel[0]));
+  const float second = finish(sums[1], Epilogue<C>::staged(pixel[kPixelPitch]));
+  stage_pixels(pixel, first, second);  // all lanes have read when numbers change lanes
+}
+
+// The same of pixels' channels.
+template <class Visit>
+__device__ __forceinline__ void for_spots_of_pixels(const Target& target, const Multiplier& warp,
+                                                    int turn, Scalar* staging, const Visit& visit) {
+  constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
+#pragma unroll 2
+  for (int at = warp.lane; at < C::pass_pixels * kVectors; at += 32) {
+    const int pixel = at / kVectors;
+    const int channel = at % kVectors * C::store_vector;
+    const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
+    visit(spot, channel, staging + pixel * kPixelPitch + channel);
+  }
+}
 
 // Channels-last outputs: all channels of some pixels at a time.
 __device__ __forceinline__ void store_pixels(const Sums& sums, const Finishes& finishes,
                                              Scalar* staging, const Target& target,
-                                             const Multiplier& warp) {
-  constexpr int kVectors = kOutputs / C::store_vector;  // of a pixel
+                                             const Epilogue<C>& epilogue, const Multiplier& warp) {
   const int lane = warp.lane;
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
     __syncwarp();  // the last ones have been read
+    if constexpr (kAddsResidual) {
+      for_spots_of_pixels(target, warp, turn, staging,
+                          [&](const Spot& spot, int channel, Scalar* staged) {
+                            spot.load(target, epilogue, staged, channel);
+                          });
+      __syncwarp();
+    }
 #pragma unroll
     for (int eight = 0; eight < 2 * kRowProducts; ++eight) {
       const Finish finish = finishes.of_eight(eight, lane);
 #pragma unroll
       for (int j = 0; j < C::pass_pixels / 8; ++j) {
         const float* const pair = sums[eight / 2][turn * (C::pass_pixels / 8) + j] + eight % 2 * 2;
-        stage_pixels(staging + (8 * j + lane % 4 * 2) * kPixelPitch + 8 * eight + lane / 4,
-                     finish(pair[0]), finish(pair[1]));
+        stage_pixels(staging + (8 * j + lane % 4 * 2) * kPixelPitch + 8 * eight + lane / 4, pair,
+                     finish);
       }
     }
     __syncwarp();
-#pragma unroll 2
-    for (int at = lane; at < C::pass_pixels * kVectors; at += 32) {
-      const int pixel = at / kVectors;
-      const int channel = at % kVectors * C::store_vector;
-      const Spot spot(target, warp.first_pixel + turn * C::pass_pixels + pixel);
-      spot.store(target, staging + pixel * kPixelPitch + channel, channel);
-    }
+    for_spots_of_pixels(target, warp, turn, staging,
+                        [&](const Spot& spot, int channel, const Scalar* staged) {
+                          spot.store(target, staged, channel);
+                        });
   }
 }
 
 __device__ __forceinline__ void store(const Sums& sums, const Finishes& finishes,
-                                      const Target& target, const Multiplier& warp) {
+                                      const Target& target, const Epilogue<C>& epilogue,
+                                      const Multiplier& warp) {
   Scalar* const staging =
       reinterpret_cast<Scalar*>(shared_memory() + kStaging + warp.warp * kStagingBytes);
   if constexpr (C::out_channels_last) {
-    store_pixels(sums, finishes, staging, target, warp);
+    store_pixels(sums, finishes, staging, target, epilogue, warp);
   } else {
-    store_rows(sums, finishes, staging, target, warp);
+    store_rows(sums, finishes, staging, target, epilogue, warp);
   }
 }
 

@@ -30,7 +30,7 @@ from fastconv.kernels import ampere, direct, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.gpus import H200 as HOPPER
-from fastconv.problem import Problem
+from fastconv.problem import Epilogue, Problem
 from fastconv.workloads import FOUNDING, SUITES
 
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
@@ -67,6 +67,7 @@ class Work:
     aligned: bool = True
     precision: str = "ieee"
     bias_grad: bool = False
+    epilogue: Epilogue = Epilogue()
 
     def planned(self, gpu: Gpu) -> Plan:
         return _planned(self, gpu)
@@ -77,7 +78,10 @@ class Work:
         scalar = self.scalar.removeprefix("fastconv::")
         mode = f"{scalar} {self.precision}" if scalar == "float" else scalar
         bias = " bias" if self.bias_grad else ""
-        return f"{self.name} {self.plan.__name__} {mode} {layout}{alignment}{bias}"
+        residual = " residual" if self.epilogue.residual else ""
+        activation = self.epilogue.activation.replace("identity", "")
+        words = f"{self.name} {self.plan.__name__} {mode} {layout}{alignment}{bias}{residual}"
+        return f"{words} {activation}".rstrip()
 
 
 @cache
@@ -94,6 +98,7 @@ def _planned(work: Work, gpu: Gpu) -> Plan:
         work.aligned,
         work.precision,
         work.bias_grad,
+        work.epilogue,
     )
     return work.plan(work.problem, operands, gpu)
 
@@ -399,6 +404,41 @@ def test_matrix_products(entry: str) -> None:
     assert {work.planned(HOPPER).launches[-1].kernel.entry for work in works} == {entry}
     # Every layer in one direction or the other.
     _check_tensor_core_kernels(works if ALL else [*works[::4], *works[3::4]])
+
+
+# What ends a residual network's blocks, and what transformers' and mobile networks' layers have.
+RESIDUAL_RELU = Epilogue("relu", residual=True)
+GELU = Epilogue("gelu")
+EPILOGUES = {
+    "sm_75": [
+        Work("grouped", PROBLEMS["grouped"], planner.forward, "float", epilogue=RESIDUAL_RELU),
+        Work("depthwise", PROBLEMS["depthwise"], planner.forward, "float", epilogue=GELU),
+    ],
+    "sm_80": [
+        Work("3x3 at 14", RESNET50["3x3 at 14"], planner.forward, *mode, epilogue=RESIDUAL_RELU)
+        for mode in GEMM_MODES.values()
+    ],
+    "sm_90a": [
+        *(
+            Work("1x1 at 56", RESNET50["1x1 at 56"], net.Gemm("forward"), *mode, epilogue=epilogue)
+            for mode, epilogue in product(GEMM_MODES.values(), (RESIDUAL_RELU, GELU))
+        ),
+        *(
+            Work("3x3 at 56", RESNET50["3x3 at 56"], planner.forward, *mode, epilogue=RESIDUAL_RELU)
+            for mode in GEMM_MODES.values()
+        ),
+    ],
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", EPILOGUES)
+def test_epilogues(arch: str) -> None:
+    """Residuals and activations find registers where sums leave few."""
+    compiled = _compile(EPILOGUES[arch], GPUS[arch], jit.compile_kernel)
+    _check(compiled)
+    # On sm_80, 3x3's as float16 keeps 8 bytes of what it needs once for a tile.
+    assert {name: kernel for name, kernel in compiled.items() if _spilled(kernel, 8)} == {}
 
 
 @needs_nvrtc

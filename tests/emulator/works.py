@@ -14,7 +14,7 @@ from torch import Tensor
 from emulator.driver import run_both_orders
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.problem import Problem
+from fastconv.problem import Epilogue, Problem
 
 SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -80,6 +80,7 @@ class Work:
     bias: bool = True
     bias_grad: bool = False
     plain_weight: bool = False
+    epilogue: Epilogue = Epilogue()
 
     @property
     def direction(self) -> str:
@@ -102,6 +103,7 @@ class Work:
             self.aligned,
             self.precision,
             self.bias_grad,
+            self.epilogue,
         )
         return self.planner(self.case.problem, operands, self.gpu)
 
@@ -135,6 +137,10 @@ class Work:
             words.append("bias")
         if self.plain_weight:
             words.append("plain")
+        if self.epilogue.residual:
+            words.append("residual")
+        if self.epilogue.activation != "identity":
+            words.append(self.epilogue.activation)
         return "-".join([*words, self.gpu.architecture])
 
 
@@ -146,6 +152,7 @@ class Tensors:
     weight: Tensor
     bias: Tensor
     grad_output: Tensor
+    residual: Tensor  # zero, if the epilogue has none
 
     @classmethod
     def random(cls, work: Work) -> Tensors:
@@ -159,6 +166,9 @@ class Tensors:
             _random(problem.weight_shape, work.weight_format, work),
             torch.randn(problem.out_channels).to(work.dtype),
             _random(problem.output_shape, second, work),
+            _random(problem.output_shape, work.output_format, work)
+            if work.epilogue.residual
+            else torch.zeros((), dtype=work.dtype),
         )
 
 
@@ -184,6 +194,8 @@ def tensors_read(work: Work, tensors: Tensors) -> dict[str, Tensor]:
     }[work.direction]
     if not work.bias:
         read.pop("bias", None)
+    if work.epilogue.residual:
+        read["residual"] = tensors.residual
     return read
 
 
@@ -216,10 +228,22 @@ def float64(work: Work, tensors: Tensors) -> Tensor:
         padded, weight, bias, problem.stride, 0, problem.dilation, problem.groups
     )
     if work.direction == "forward":
-        return output.detach()
+        return _activated(output.detach() + tensors.residual.double(), work.epilogue)
     wanted = input if work.direction == "input_grad" else weight
     (grad,) = torch.autograd.grad(output, wanted, grad_output)
     return grad
+
+
+def _activated(sums: Tensor, epilogue: Epilogue) -> Tensor:
+    """As PyTorch's own function of that name does it."""
+    if epilogue.activation == "identity":
+        return sums
+    if epilogue.activation == "leaky_relu":
+        return torch.nn.functional.leaky_relu(sums, epilogue.slope)
+    if epilogue.activation == "gelu_tanh":
+        return torch.nn.functional.gelu(sums, approximate="tanh")
+    activated: Tensor = getattr(torch.nn.functional, epilogue.activation)(sums)
+    return activated
 
 
 LARGE = 3.4022e38
@@ -296,7 +320,11 @@ def assert_correct(
 ) -> None:
     """Compares every element with float64, or every one ``among`` these."""
     # The sum of a sum's terms, with no cancellation between them.
-    size = float64(work, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
+    plain = replace(work, epilogue=work.epilogue._replace(activation="identity"))
+    size = float64(plain, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
+    if work.epilogue.activation != "identity":
+        # They make of an error half as much again at most, and round some terms of their own.
+        size, roundings = size + 1, 2 * roundings
     assert_close(actual, float64(work, tensors), size, roundings, among)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
@@ -15,6 +16,8 @@ FOLDER = Path(__file__).parent
 
 Constant = int | bool | str
 
+RESIDUAL = "#define FASTCONV_RESIDUAL\n"
+
 MOST_ROUNDS = 32  # of a weight gradient's tiles through the workspace: each is two launches
 
 
@@ -24,7 +27,8 @@ class Kernel:
 
     ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
     it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
-    members of it, strings are member types.
+    members of it, strings are member types. A ``residual`` is also a parameter of the function, so
+    the preprocessor is told of it (``include/epilogue.cuh``).
     """
 
     source: str
@@ -35,8 +39,11 @@ class Kernel:
     def text(self) -> str:
         """The translation unit: the constants, then the file that uses them."""
         members = "\n".join(f"  {_member(name, value)}" for name, value in self.constants)
+        names = {name for name, _ in self.constants}
+        types = "epilogue" if "activation" in names else "scalar"
         return (
-            '#include "include/scalar.cuh"\n'
+            f"{RESIDUAL if 'residual' in names else ''}"
+            f'#include "include/{types}.cuh"\n'
             f"struct Config {{\n{members}\n}};\n"
             f'#include "{self.source}"\n'
         )
@@ -280,8 +287,9 @@ class Operands:
     The two activations (what the pass reads, or the input and the output's gradient; and what it
     writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
     of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
-    weight gradient to fill a tensor of that name too, with that of the bias. ``epilogue`` is a
-    forward pass's; the residual lies in memory as the output does.
+    weight gradient to fill a tensor of that name too, with that of the bias. ``epilogue`` is what a
+    forward pass does to its sums; a residual is a tensor of that name, which lies as the output
+    does and shares no memory with it.
     """
 
     scalar: str  # name of the element type in device code
@@ -293,6 +301,11 @@ class Operands:
     precision: str = "ieee"
     bias_grad: bool = False
     epilogue: Epilogue = NO_EPILOGUE
+
+    @property
+    def residuals(self) -> tuple[str, ...]:
+        """The last arguments of a launch that stores outputs: the residual, if there is one."""
+        return ("residual",) if self.epilogue.residual else ()
 
     @property
     def sum_bytes(self) -> int:
@@ -346,6 +359,31 @@ def geometry_constants(
         "weight_stride_height": operands.weight_strides[2],
         "weight_stride_width": operands.weight_strides[3],
     }
+
+
+_ACTIVATIONS = {
+    "identity": "Identity",
+    "relu": "Relu",
+    "relu6": "Relu6",
+    "leaky_relu": "LeakyRelu",
+    "silu": "Silu",
+    "gelu": "Gelu",
+    "gelu_tanh": "GeluTanh",
+    "hardswish": "Hardswish",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+}
+
+
+def epilogue_constants(epilogue: Epilogue) -> dict[str, Constant]:
+    """What a kernel is told of its epilogue; nothing, if it stores its sums as they are."""
+    if epilogue == NO_EPILOGUE:
+        return {}
+    activation = f"fastconv::{_ACTIVATIONS[epilogue.activation]}"
+    if epilogue.activation == "leaky_relu":
+        (bits,) = struct.unpack("<Q", struct.pack("<d", epilogue.slope))
+        activation += f"<{bits:#x}ULL>"
+    return {"activation": activation, **({"residual": True} if epilogue.residual else {})}
 
 
 def problem_constants(problem: Problem, operands: Operands) -> dict[str, Constant]:

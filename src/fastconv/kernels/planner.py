@@ -27,7 +27,7 @@ from fastconv.kernels.depthwise.classes import ANATOMIES as DEPTHWISE
 from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper.classes import ANATOMIES as HOPPER
-from fastconv.problem import Problem
+from fastconv.problem import NO_EPILOGUE, Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
 
@@ -108,7 +108,10 @@ class Pass(Hashable, Protocol):
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | None = None) -> Plan:
-    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``."""
+    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
+
+    ``operands.epilogue`` may ask for one of ``residual`` too.
+    """
     return _first(FORWARD, problem, operands, gpu, switch)
 
 
@@ -116,6 +119,7 @@ def input_grad(
     problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | None = None
 ) -> Plan:
     """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's."""
+    _refuse_epilogue("an input gradient", operands)
     return _first(INPUT_GRAD, problem, operands, gpu, switch)
 
 
@@ -123,7 +127,15 @@ def weight_grad(
     problem: Problem, operands: Operands, gpu: Gpu, switch: Switch | None = None
 ) -> Plan:
     """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output``."""
+    _refuse_epilogue("a weight gradient", operands)
     return _first(WEIGHT_GRAD, problem, operands, gpu, switch)
+
+
+def _refuse_epilogue(what: str, operands: Operands) -> None:
+    if operands.epilogue != NO_EPILOGUE:
+        raise ValueError(
+            f"{what} has no epilogue, but got {operands.epilogue}: only forward passes do"
+        )
 
 
 def families() -> list[str]:

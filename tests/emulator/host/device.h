@@ -36,6 +36,12 @@ double fmin(double, double) noexcept;
 float fmaxf(float, float) noexcept;
 float fabsf(float) noexcept;
 double fmax(double, double) noexcept;
+float expf(float) noexcept;
+double exp(double) noexcept;
+float erff(float) noexcept;
+double erf(double) noexcept;
+float tanhf(float) noexcept;
+double tanh(double) noexcept;
 }
 inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
 

@@ -80,7 +80,7 @@ struct Accumulators<2> {
 
 // Some warps: multiply what the others load, and store the sums.
 __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* output,
-                                               const Items& items) {
+                                               const Items& items, const Epilogue<C>& epilogue) {
   const Multiplier warp;
   Ring<C::input_stages> input(0);
   Ring<C::weight_stages> weights(0);
@@ -112,18 +112,19 @@ __device__ __forceinline__ void multiply_tiles(const Scalar* bias, Scalar* outpu
       input.advance();
     }
     const Target target(output, Item(once_more(index)), 0, warp.channel_group, 0);
-    store(accumulators.result(), finishes, target, warp);
+    store(accumulators.result(), finishes, target, epilogue, warp);
   }
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch) {
+                                          const Scalar* bias, Scalar* output, int batch,
+                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= kFirstMultiplier) {
-    multiply_tiles(bias, output, items);
+    multiply_tiles(bias, output, items, epilogue);
   } else if (warp == 0) {
     stream_weights(scratch + C::packed_at, items);
   } else {
@@ -141,6 +142,6 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 
 extern "C" __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch) {
-  fastconv::ampere::correlate(input, scratch, bias, output, batch);
+              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::ampere::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

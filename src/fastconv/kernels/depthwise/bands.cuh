@@ -309,17 +309,21 @@ __device__ __forceinline__ Sum plain_sum(const Input& input, const Scalar* weigh
 }
 
 // Writes those outputs of a strip again that infinity or NaN has a part in, to what `place` gives
-// for rows of the strip and columns of the tile.
-template <class Input, class Place>
+// for rows of the strip and columns of the tile; `residual` gives what is added to them, if it is
+// there.
+template <class Input, class Place, class... Residual>
 __device__ __noinline__ void write_infinite(const Input& input, const Scalar* weight, int output,
                                             Sum bias, int first_row, int first_column,
-                                            const Place& place) {
+                                            const Place& place, const Residual&... residual) {
   for (int i = static_cast<int>(threadIdx.x) % 32; i < 8 * kTileColumns; i += 32) {
     const int row = i / kTileColumns;
     const int column = i % kTileColumns;
     if (first_column + column >= C::out_width || first_row + row >= C::out_height) continue;
     const Sum sum = plain_sum(input, weight, output, first_row + row, first_column + column);
-    if (!tensor::is_finite(sum)) *place(row, column) = narrow<Scalar>(sum + bias);
+    if (!tensor::is_finite(sum)) {
+      *place(row, column) =
+          narrow<Scalar>(Epilogue<C>::activated(sum + bias, residual(row, column)...));
+    }
   }
 }
 

@@ -153,7 +153,7 @@ class Bands(PlanesTile):
             resident * (reads + self.other_reads),
             resident * issued / 32 * (1 + HALF_ISSUED / warps) / ISSUED,
             resident * self.read_bytes / rates.l2_bytes,
-            resident * 2 * outputs * size / rates.memory_bytes,
+            resident * (2 + layer.operands.epilogue.residual) * outputs * size / rates.memory_bytes,
             loss=LOSS + LOSS_ALONE / resident,
         )
         return rounds * (START + one_round)

@@ -69,7 +69,8 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
   }
 }
 
-// Adds the bias to the first or the second strip of two, and writes them among the results.
+// Adds the bias to the first or the second strip of two, and writes them among the results; where
+// these are, residuals are before.
 __device__ __forceinline__ void keep(const BandSums& sums, int half, float scale, Sum bias,
                                      Scalar* strip) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -77,14 +78,17 @@ __device__ __forceinline__ void keep(const BandSums& sums, int half, float scale
   for (int j = 0; j < C::lanes_x; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      strip[lane / 4 * kResultRow + (8 * j + lane % 4 * 2 + i) * C::channels] =
-          narrow<Scalar>(sums.result(j, 2 * half + i) * scale + bias);
+      Scalar& place = strip[lane / 4 * kResultRow + (8 * j + lane % 4 * 2 + i) * C::channels];
+      const Sum sum = sums.result(j, 2 * half + i) * scale + bias;
+      place = narrow<Scalar>(Epilogue<C>::activated(sum, Epilogue<C>::staged(place)));
     }
   }
 }
 
-__device__ __forceinline__ void store(Scalar* output, const Scalar* results, const Tile& tile,
-                                      int images) {
+// Calls `visit` with each of the tile's pixels: where it lies in the output, and among the results.
+template <class Visit>
+__device__ __forceinline__ void for_pixels(Scalar* output, Scalar* results, const Tile& tile,
+                                           int images, const Visit& visit) {
 #pragma unroll 2
   for (int task = static_cast<int>(threadIdx.x); task < C::slots * kTileRows * kTileColumns;
        task += kThreads) {
@@ -94,8 +98,8 @@ __device__ __forceinline__ void store(Scalar* output, const Scalar* results, con
     const int y = tile.y + row % kTileRows;
     const int x = tile.x + column;
     if (tile.first_image + slot >= images || y >= C::out_height || x >= C::out_width) continue;
-    *reinterpret_cast<Pixel*>(output + pixel_at<C::out_height, C::out_width>(tile, slot, y, x)) =
-        *reinterpret_cast<const Pixel*>(results + row * kResultRow + column * C::channels);
+    visit(output + pixel_at<C::out_height, C::out_width>(tile, slot, y, x),
+          results + row * kResultRow + column * C::channels);
   }
 }
 
@@ -105,9 +109,11 @@ __device__ __forceinline__ void store(Scalar* output, const Scalar* results, con
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images) {
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
+  using fastconv::kAddsResidual;
   using fastconv::widen;
+  const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
   input += 1ll * first_image * C::in_height * C::in_width * kAllChannels;
   output += 1ll * first_image * C::out_height * C::out_width * kAllChannels;
@@ -119,6 +125,11 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   if constexpr (C::inside) {
     clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
     __syncthreads();
+  }
+  if constexpr (kAddsResidual) {
+    for_pixels(output, results, tile, images, [&](const Scalar* pixel, Scalar* result) {
+      *reinterpret_cast<Pixel*>(result) = epilogue.residual_of<C::channels>(pixel, true);
+    });
   }
   load_input(inputs, input, tile, images);
   load_tables(tables, weight, tile.channel);
@@ -149,9 +160,18 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
             return input[pixel_at<C::in_height, C::in_width>(tile, strip.slot, y, x) + channel];
           },
           weight, output_channel, shift, tile.y + strip.row, tile.x,
-          [&](int row, int column) { return first + row * kResultRow + column * C::channels; });
+          [&](int row, int column) {
+            return first + row * kResultRow + column * C::channels;
+          } FASTCONV_WITH_RESIDUAL([&](int row, int column) {
+            return epilogue.residual_of(
+                output + channel +
+                pixel_at<C::out_height, C::out_width>(tile, strip.slot, tile.y + strip.row + row,
+                                                      tile.x + column));
+          }));
     }
   }
   __syncthreads();
-  store(output, results, tile, images);
+  for_pixels(output, results, tile, images, [&](Scalar* pixel, const Scalar* result) {
+    *reinterpret_cast<Pixel*>(pixel) = *reinterpret_cast<const Pixel*>(result);
+  });
 }

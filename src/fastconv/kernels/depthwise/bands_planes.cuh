@@ -43,19 +43,19 @@ __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, 
 
 // Adds the bias, and writes what lies in the image of the first or the second strip of two.
 __device__ __forceinline__ void store(const BandSums& sums, int half, float scale, Sum bias,
-                                      Scalar* row, const Tile& tile) {
+                                      Scalar* row, const Tile& tile, const Epilogue<C>& epilogue) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int j = 0; j < C::lanes_x; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; i += C::store_vector) {
       const int x = tile.x + 8 * j + lane % 4 * 2 + i;
-      Vector<Scalar, C::store_vector> vector;
+      Sum values[C::store_vector];
 #pragma unroll
       for (int k = 0; k < C::store_vector; ++k) {
-        vector.element[k] = narrow<Scalar>(sums.result(j, 2 * half + i + k) * scale + bias);
+        values[k] = sums.result(j, 2 * half + i + k) * scale + bias;
       }
-      store_vector(row + x, vector, x < C::out_width);
+      store_vector(row + x, epilogue(values, row + x, x < C::out_width), x < C::out_width);
     }
   }
 }
@@ -66,9 +66,10 @@ __device__ __forceinline__ void store(const BandSums& sums, int half, float scal
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images) {
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
   using fastconv::widen;
+  const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
   input += first_image * kInImage;
   output += first_image * (C::groups * C::group_out * kOutPlane);
@@ -103,7 +104,9 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
           output + (1ll * image * (C::groups * C::group_out) + tile.output) * kOutPlane;
       const int y = first_row + static_cast<int>(threadIdx.x) % 32 / 4;
       const float scale = Enlargement(marks, strip.slot).inverse();
-      if (y < C::out_height) store(sums, half, scale, shift, plane + 1ll * y * C::out_width, tile);
+      if (y < C::out_height) {
+        store(sums, half, scale, shift, plane + 1ll * y * C::out_width, tile, epilogue);
+      }
       if (!strip.marked(marks, strip.slot)) continue;
       __syncwarp();
       const Scalar* const source = input + tile.input_plane() + strip.slot * kInImage;
@@ -111,7 +114,10 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
                      tile.output, shift, first_row, tile.x,
                      [&](int row, int column) {
                        return plane + 1ll * (first_row + row) * C::out_width + tile.x + column;
-                     });
+                     } FASTCONV_WITH_RESIDUAL([&](int row, int column) {
+                       return epilogue.residual_of(plane + 1ll * (first_row + row) * C::out_width +
+                                                   tile.x + column);
+                     }));
     }
   }
 }

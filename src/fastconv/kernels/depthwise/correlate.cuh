@@ -1,6 +1,7 @@
 // What correlations of both layouts have in common: how a thread keeps its sums, and stores them.
 #pragma once
 #include "depthwise/axis.cuh"
+#include "include/epilogue.cuh"
 
 namespace fastconv {
 namespace depthwise {

@@ -10,7 +10,16 @@ from fastconv.kernels.depthwise import bands, plain
 from fastconv.kernels.depthwise.layer import Layer, require
 from fastconv.kernels.depthwise.tiles import FAMILY, WHY, best
 from fastconv.kernels.direct import limits
-from fastconv.kernels.family import Constant, Declined, Gpu, Kernel, Launch, Operands, Plan
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    epilogue_constants,
+)
 from fastconv.problem import Problem
 
 PACK_THREADS = 256
@@ -46,6 +55,7 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
         **tile.constants(),
         "shared_bytes": tile.shared_bytes,
         "blocks_per_sm": tile.blocks_per_processor(gpu),
+        **epilogue_constants(layer.operands.epilogue),
     }
     named = tuple(constants.items())
     launches, packed = [], 0
@@ -69,7 +79,10 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
                 (tile.blocks(images), 1, 1),
                 tile.threads,
                 tile.shared_bytes,
-                ("input", weights, "bias", "output", first, images),
+                (
+                    *("input", weights, "bias", "output", first, images),
+                    *layer.operands.residuals,
+                ),
             )
         )
     scratch = packed * layer.operands.scalar_bytes

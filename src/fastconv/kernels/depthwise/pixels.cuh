@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Sca
 // Adds the bias, and writes what lies in the image.
 __device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const Scalar* bias,
                                       Scalar* output, const Tile& tile, const Position& at,
-                                      int images) {
+                                      int images, const Epilogue<C>& epilogue) {
   const int image = tile.first_image + at.slot;
   const int channel = tile.channels.first_output() + at.output;
   if (image >= images || !tile.channels.has(at.output)) return;
@@ -125,14 +125,15 @@ __device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const 
     for (int p = 0; p < C::columns; ++p) {
       const int x = tile.x + at.x + p * Columns::kOutStep;
       if (x >= C::out_width) continue;
-      Channels result;
+      Sum values[C::lane_channels];
 #pragma unroll
       for (int m = 0; m < C::lane_channels; ++m) {
-        result.element[m] = narrow<Scalar>(sums.result(m, r, p) + Sum(widen(shift.element[m])));
+        values[m] = sums.result(m, r, p) + Sum(widen(shift.element[m]));
       }
-      const long long target =
-          ((1ll * image * C::out_height + y) * C::out_width + x) * kOutChannels + channel;
-      store_vector(output + target, result, true);
+      Scalar* const target =
+          output +
+          (((1ll * image * C::out_height + y) * C::out_width + x) * kOutChannels + channel);
+      store_vector(target, epilogue(values, target), true);
     }
   }
 }
@@ -160,8 +161,9 @@ extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ packed,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images) {
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
+  const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
   input += 1ll * first_image * C::in_height * C::in_width * kInChannels;
   output += 1ll * first_image * C::out_height * C::out_width * kOutChannels;
@@ -180,5 +182,5 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   if (at.idle()) return;
   Sums<C::lane_channels> sums;
   multiply(sums, inputs, weights, at);
-  store(sums, bias, output, tile, at, images);
+  store(sums, bias, output, tile, at, images, epilogue);
 }

@@ -79,6 +79,11 @@ class Correlation(Tile):
         """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
 
     @lazy
+    def moved(self) -> int:
+        """Elements of memory: about as many as outputs are read, and residuals, if there are."""
+        return (2 + self.layer.operands.epilogue.residual) * self.outputs
+
+    @lazy
     def registers(self) -> int:
         """Of a thread, about."""
         words = max(1, self.layer.operands.scalar_bytes // 4)
@@ -99,7 +104,7 @@ class Correlation(Tile):
             32 * warps * products / rates.float32,
             warps * bank_cycles,
             warps * stores * self.stored_bytes * STORED_SECTOR,
-            blocks * 2 * self.outputs * layer.operands.scalar_bytes / rates.memory_bytes,
+            blocks * self.moved * layer.operands.scalar_bytes / rates.memory_bytes,
             loss=LOSS,
         )
 
@@ -124,7 +129,7 @@ class Correlation(Tile):
             warps * bank_cycles,
             warps * self.stores * self.stored_bytes * STORED_SECTOR,
             resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
-            resident * 2 * self.outputs * size / rates.memory_bytes,
+            resident * self.moved * size / rates.memory_bytes,
             loss=LOSS,
         )
 

@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* 
 // Adds the bias, and writes what lies in the image.
 __device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scalar* bias,
                                       Scalar* output, const Tile& tile, const Position& at,
-                                      int planes) {
+                                      int planes, const Epilogue<C>& epilogue) {
   const int plane = tile.first + at.slot;
   if (plane >= planes) return;
   const int part = plane % kParts * C::channels;
@@ -176,12 +176,12 @@ __device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scala
 #pragma unroll
       for (int p = 0; p < C::columns; p += C::store_vector) {
         const int column = x + p * Columns::kOutStep;
-        Vector<Scalar, C::store_vector> vector;
+        Sum values[C::store_vector];
 #pragma unroll
-        for (int i = 0; i < C::store_vector; ++i) {
-          vector.element[i] = narrow<Scalar>(sums.result(m, r, p + i) + shift);
-        }
-        store_vector(target + 1ll * row * C::out_width + column, vector, column < C::out_width);
+        for (int i = 0; i < C::store_vector; ++i) values[i] = sums.result(m, r, p + i) + shift;
+        Scalar* const place = target + 1ll * row * C::out_width + column;
+        const bool valid = column < C::out_width;
+        store_vector(place, epilogue(values, place, valid), valid);
       }
     }
   }
@@ -193,8 +193,9 @@ __device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scala
 extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images) {
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::depthwise;
+  const auto epilogue = FASTCONV_EPILOGUE(output);
   const Tile tile(blockIdx.x);
   const int planes = images * C::groups * kParts;
   input += 1ll * first_image * C::groups * C::group_in * kInPlane;
@@ -231,5 +232,5 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
     if (!at.idle()) multiply(sums, inputs(channel), weights(channel), at);
     if (channel + 1 < C::group_in) __syncthreads();  // before the next but one overwrites this one
   }
-  if (!at.idle()) store(sums, bias, output, tile, at, planes);
+  if (!at.idle()) store(sums, bias, output, tile, at, planes, epilogue);
 }

@@ -24,7 +24,7 @@
 // where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
 // kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
 #pragma once
-#include "include/tile.cuh"
+#include "include/epilogue.cuh"
 
 namespace fastconv {
 namespace correlate {
@@ -349,7 +349,7 @@ __device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights
 // `left` is a multiple of.
 template <int kVectorOut, int kStep = 1, int kCount>
 __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
-                                            int left) {
+                                            int left, const Epilogue<C>&) {
   static_assert(kVectorOut == 1 || kStep == 1, "neighbours in memory");
 #pragma unroll
   for (int i = 0; i < kCount; i += kVectorOut) {
@@ -360,16 +360,48 @@ __device__ __forceinline__ void store_first(Scalar* target, const Scalar (&eleme
   }
 }
 
+// Sums that wait for their residuals, all of which are loaded before the first is waited for.
+struct Unfinished {
+  Sum sum;
+};
+template <int kVectorOut, int kStep = 1, int kCount>
+__device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&sums)[kCount],
+                                            int left, const Epilogue<C>& epilogue) {
+  Vector<Scalar, kVectorOut> residuals[kCount / kVectorOut];
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVectorOut) {
+    residuals[i / kVectorOut] = epilogue.residual_of<kVectorOut>(target + i * kStep, i < left);
+  }
+  Scalar elements[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const Scalar residual = residuals[i / kVectorOut].element[i % kVectorOut];
+    elements[i] = narrow<Scalar>(epilogue.activated(sums[i].sum, residual));
+  }
+  store_first<kVectorOut, kStep>(target, elements, left, epilogue);
+}
+
+// What is stored of a sum: an output, unless its residual is to come.
+#ifdef FASTCONV_RESIDUAL
+using Value = Unfinished;
+__device__ __forceinline__ Value value_of(Sum sum) { return {sum}; }
+#else
+using Value = Scalar;
+__device__ __forceinline__ Value value_of(Sum sum) {
+  return narrow<Scalar>(Epilogue<C>::activated(sum));
+}
+#endif
+
 // Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
 // contiguous in memory, where the image's size lets all of them be aligned.
 __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
                                       const Rows& rows, const Columns& columns, const Position& at,
-                                      const Accumulators& sum) {
+                                      const Accumulators& sum, const Epilogue<C>& epilogue) {
   const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
   if (y >= rows.positions || x >= columns.positions) return;
   const int row = y * Rows::kOutStep + rows.first_out;
   const int column = x * Columns::kOutStep + columns.first_out;
-  Scalar value[C::channels_per_thread][kPixels];
+  Value value[C::channels_per_thread][kPixels];
 #pragma unroll
   for (int i = 0; i < C::channels_per_thread; ++i) {
     const int m = tile.m * kTileM + at.channel(i);
@@ -377,7 +409,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
                           ? Sum(widen(bias[tile.group * C::group_out + m]))
                           : Sum(0);
 #pragma unroll
-    for (int p = 0; p < kPixels; ++p) value[i][p] = narrow<Scalar>(sum[i][p] + shift);
+    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(sum[i][p] + shift);
   }
   const int first = tile.group * C::group_out + tile.m * kTileM;
   if constexpr (C::out_channels_last) {
@@ -389,11 +421,11 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
 #pragma unroll
       for (int i = 0; i < C::channels_per_thread; i += kGroup) {
         const int m = at.channel(i);
-        Scalar group[kGroup];
+        Value group[kGroup];
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) group[j] = value[i + j][p];
         store_first<kVectorOut>(image + out_offset(first + m, row, column_p), group,
-                                C::group_out - tile.m * kTileM - m);
+                                C::group_out - tile.m * kTileM - m, epilogue);
       }
     }
   } else {
@@ -404,7 +436,7 @@ __device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const T
       const int m = at.channel(i);
       if (tile.m * kTileM + m >= C::group_out) continue;
       store_first<kVectorOut, Columns::kOutStep>(image + out_offset(first + m, row, column),
-                                                 value[i], columns.positions - x);
+                                                 value[i], columns.positions - x, epilogue);
     }
   }
 }
@@ -459,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
     correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
               const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
               const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
-              int first_image, int images) {
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::correlate;
   const Tile tile(blockIdx.x, first_image, images);
   const Position at;
@@ -521,5 +553,6 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
   }
   Scalar* target =
       output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
-  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum);
+  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum,
+        FASTCONV_EPILOGUE(output));
 }

@@ -21,7 +21,16 @@ from fastconv.kernels.direct.tiling import (
     pitch_padding,
     power_of_two_for,
 )
-from fastconv.kernels.family import Constant, Gpu, Kernel, Launch, Operands, Plan, problem_constants
+from fastconv.kernels.family import (
+    Constant,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    epilogue_constants,
+    problem_constants,
+)
 from fastconv.problem import Problem
 
 PIXELS = 4  # of a thread, neighbours in a row
@@ -245,6 +254,7 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
         "flush_rows": flushes.rows,
         "shared_bytes": tile.shared_bytes,
         "blocks_per_sm": blocks_per_sm,
+        **epilogue_constants(operands.epilogue),
     }
     blocks = tile.blocks(problem, group_out)
     limits.require("blocks of one image", blocks)
@@ -267,7 +277,10 @@ def _plan(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> P
                 (images * blocks, 1, 1),
                 32 * WARPS,
                 tile.shared_bytes,
-                ("input", "weight", "scratch", "bias", "output", first, images),
+                (
+                    *("input", "weight", "scratch", "bias", "output", first, images),
+                    *operands.residuals,
+                ),
             )
         )
     packs = int(launches[0].kernel.entry == "pack")

@@ -18,6 +18,7 @@ from fastconv.kernels.family import (
     Declined,
     Kernel,
     Launch,
+    epilogue_constants,
     geometry_constants,
 )
 from fastconv.kernels.tensor.layers import AnyLayer, Layer
@@ -143,7 +144,7 @@ def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
         (one.grid, 1, 1),
         one.threads,
         one.shared_bytes,
-        ("input", "scratch", "bias", "output", layer.batch),
+        ("input", "scratch", "bias", "output", layer.batch, *layer.operands.residuals),
     )
     return pack, correlate
 
@@ -193,6 +194,7 @@ def layer_constants(layer: Layer) -> dict[str, Constant]:
         "in_channels_last": operands.input_channels_last,
         "out_channels_last": operands.output_channels_last,
         "vector_loads": layer.vector_loads,
+        **epilogue_constants(operands.epilogue),
     }
 
 

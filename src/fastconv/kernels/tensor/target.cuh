@@ -1,5 +1,6 @@
 // Outputs: where sums go, and what becomes of them before.
 #pragma once
+#include "include/epilogue.cuh"
 #include "tensor/scale.cuh"
 
 namespace fastconv {
@@ -97,6 +98,12 @@ struct Target {
     }
   }
 
+  // Where a forward pass, which has no phases, stores an output.
+  __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
+    return row_start(product_row, output_row(product_row, line)) +
+           static_cast<OutOffset>(column) * kOutColumn;
+  }
+
   // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
   template <class Stored>
   __device__ __forceinline__ void store(int product_row, int line, int stored_column,
@@ -135,10 +142,13 @@ struct Finish {
   float bias = 0.0f;
   float factor = 1.0f;  // of halves
 
-  __device__ __forceinline__ float operator()(float sum) const {
-    return C::halves ? fmaf(sum, factor, bias) : sum + bias;
+  template <class Residual = Nothing>
+  __device__ __forceinline__ float operator()(float sum, Residual residual = {}) const {
+    return Epilogue<C>::activated(C::halves ? fmaf(sum, factor, bias) : sum + bias, residual);
   }
 };
+static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
+              "forward passes alone have a residual");
 
 // How sums of a product's row become outputs.
 __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,

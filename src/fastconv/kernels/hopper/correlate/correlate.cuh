@@ -65,7 +65,8 @@
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items) {
+__device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, const Items& items,
+                                        const Epilogue<C>& epilogue) {
   Consumer consumer;
   const int lane = consumer.lane;
   const int warp = consumer.warp;
@@ -92,9 +93,10 @@ __device__ __forceinline__ void consume(const Scalar* bias, Scalar* output, cons
       if constexpr (kUnfolds) {
         store_phases(sums, finish, staging, target, warpgroup, warp, lane);
       } else if constexpr (C::out_channels_last) {
-        store_pixels(sums, finish, staging, target, warpgroup, warp, lane);
+        store_pixels(sums, finish, staging, target, epilogue, warpgroup, warp, lane);
       } else {
-        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, warp, lane);
+        store_rows(sums, finish, staging + warp * C::buffers * 8 * kRowPitch, target, epilogue,
+                   warp, lane);
       }
     }
   }
@@ -132,7 +134,8 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
 }
 
 __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* scratch,
-                                          const Scalar* bias, Scalar* output, int batch) {
+                                          const Scalar* bias, Scalar* output, int batch,
+                                          const Epilogue<C>& epilogue) {
   const Items items(scratch, batch);
   if (items.none()) return;  // at a glance
   if (items.first() >= items.count()) return;
@@ -166,7 +169,7 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
     }
   } else {
     take_registers<C::consumer_registers>();
-    consume(bias, output, items);
+    consume(bias, output, items, epilogue);
   }
 }
 
@@ -175,6 +178,6 @@ __device__ __forceinline__ void correlate(const Scalar* input, unsigned char* sc
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     correlate(const Config::Scalar* input, unsigned char* scratch, const Config::Scalar* bias,
-              Config::Scalar* output, int batch) {
-  fastconv::hopper::correlate(input, scratch, bias, output, batch);
+              Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::correlate(input, scratch, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

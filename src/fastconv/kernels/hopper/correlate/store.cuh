@@ -39,19 +39,76 @@ __device__ __forceinline__ void stage_wrapped(Scalar* target, int past, float fi
   }
 }
 
+// What is added to sums of a product's row, of contiguous outputs. It comes from memory: sums of a
+// thread are neighbours of others'.
+template <bool kAdds>
+struct RowResidual {
+  // Whether two neighbours, the first of which is even, are both in the image or not, and aligned.
+  static constexpr bool kPairs = C::bulk_stores && C::out_width % 2 == 0 && C::pitch % 2 == 0 &&
+                                 (kStrips == 1 || C::tile_columns % 2 == 0) &&
+                                 (!C::wraps || kGap % 2 == 0);
+  Scalar first, second;
+
+  // Of the lane's row and pixels, of eight each.
+  __device__ __forceinline__ RowResidual(const Target& target, const Epilogue<C>& epilogue,
+                                         int first_row, int first_pixel, int lane) {
+    const int product_row = first_row + lane / 4;
+    const int pixel = first_pixel + lane % 4 * 2;
+    if constexpr (kPairs) {
+      const auto both = load<2>(target, epilogue, product_row, pixel);
+      first = both.element[0];
+      second = both.element[1];
+    } else {
+      first = load<1>(target, epilogue, product_row, pixel).element[0];
+      second = load<1>(target, epilogue, product_row, pixel + 1).element[0];
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ static Vector<Scalar, kCount> load(const Target& target,
+                                                                const Epilogue<C>& epilogue,
+                                                                int product_row, int pixel) {
+    const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+    int column = target.column - C::lead + pixel - line * C::pitch;
+    bool valid = column >= 0 && line < C::tile_rows && target.exists(product_row, line);
+    if constexpr (C::wraps) {
+      // Beyond the gap lies the next row.
+      const bool beyond = column >= C::out_width + kGap;
+      const int end = target.output_row(product_row, line) + 1 < C::out_height ? 2 : 1;
+      valid = valid && (beyond || column < C::out_width);
+      if (beyond) column -= kGap;
+      valid = valid && column < end * C::out_width;
+    } else {
+      valid = valid && column < C::out_width;
+    }
+    return epilogue.residual_of<kCount>(target.place(product_row, line, column), valid);
+  }
+};
+
+template <>
+struct RowResidual<false> {
+  Nothing first, second;
+
+  __device__ RowResidual(const Target&, const Epilogue<C>&, int, int, int) {}
+};
+
 // Sums of 8 channels to rows of pixels; `half` says which 8 of the warp's 16. With bulk stores, a
 // row starts as far beyond a multiple of 16 bytes as it will in global memory.
 template <bool kWrapped>
 __device__ __forceinline__ void stage_rows(const float (&sums)[kSums], Scalar* row, int row_end,
-                                           int turn, int half, const Finish& finish, int lane) {
+                                           int turn, int half, const Finish& finish,
+                                           const Target& to, const Epilogue<C>& epilogue,
+                                           int first_row, int lane) {
+  // What residuals need is found again: it would take the registers of sums.
+  const int fresh_lane = kAddsResidual ? once_more(lane) : lane;
   const int past = lane % 4 * 2 - row_end;
 #pragma unroll
   for (int i = 0; i < C::pass_pixels / 8; ++i) {
     const int j = turn * (C::pass_pixels / 8) + i;
     if (8 * j < C::pixels) {
       Scalar* const target = row + C::interleave * (8 * i + lane % 4 * 2);
-      const float first = finish(sums[4 * j + 2 * half]);
-      const float second = finish(sums[4 * j + 2 * half + 1]);
+      const RowResidual<kAddsResidual> added(to, epilogue, first_row, 8 * j, fresh_lane);
+      const float first = finish(sums[4 * j + 2 * half], added.first);
+      const float second = finish(sums[4 * j + 2 * half + 1], added.second);
       if constexpr (kWrapped) {
         stage_wrapped(target, 8 * i + past, first, second);
       } else if constexpr (C::interleave == 1) {
@@ -156,8 +213,8 @@ __device__ __forceinline__ void clear_beside(const Target& target, int first, in
 
 // Contiguous outputs, 8 channels at a time. With `lead`, neighbouring strips share no sector.
 __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Finish (&finish)[2],
-                                           Scalar* staging, const Target& target, int warp,
-                                           int lane) {
+                                           Scalar* staging, const Target& target,
+                                           const Epilogue<C>& epilogue, int warp, int lane) {
   constexpr int kHalves = 2 / C::column_sums;
   static_assert(kHalves * kPasses % C::buffers == 0, "tiles begin with the same buffer");
 #pragma unroll
@@ -177,9 +234,11 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
       Scalar* const rows = buffer + lane / 4 * kRowPitch + shift;
       const int row_end = C::out_width - target.column + C::lead;  // in pixels
       if (C::wraps && row_end < C::pixels) {
-        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], lane);
+        stage_rows<C::wraps>(sums, rows, row_end, turn, half, finish[half], target, epilogue, first,
+                             lane);
       } else {
-        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], lane);
+        stage_rows<false>(sums, rows, row_end, turn, half, finish[half], target, epilogue, first,
+                          lane);
       }
       if constexpr (C::bulk_stores) {
         fence_async_shared();
@@ -207,7 +266,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[kSums], const Fin
   }
 }
 
-// Sums of 16 channels to pixels of 64 channels.
+// Sums of 16 channels to pixels of 64 channels; to where their residuals are.
 template <class T>
 __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* staging, int turn,
                                              const Finish (&finish)[2], int warp, int lane) {
@@ -216,21 +275,29 @@ __device__ __forceinline__ void stage_pixels(const float (&sums)[kSums], T* stag
     const int j = turn * (C::pass_pixels / 8) + i;
     if constexpr (sizeof(T) == 2) {
       // Two times 8 pixels, two times 8 channels.
+      const int pixel = 8 * (i + lane / 16) + lane % 8;
+      T* const place = staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8;
       unsigned rows[4];
+      if constexpr (kAddsResidual) load_transposed(rows, place);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int first = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
-        rows[k] = narrow_pair(T{}, finish[k % 2](sums[first]), finish[k % 2](sums[first + 1]));
+        const int at = min(4 * (j + k / 2) + k % 2 * 2, kSums - 2);
+        if constexpr (kAddsResidual) {
+          const auto added = reinterpret_cast<const Vector<T, 2>&>(rows[k]);
+          rows[k] = narrow_pair(T{}, finish[k % 2](sums[at], added.element[0]),
+                                finish[k % 2](sums[at + 1], added.element[1]));
+        } else {
+          rows[k] = narrow_pair(T{}, finish[k % 2](sums[at]), finish[k % 2](sums[at + 1]));
+        }
       }
-      const int pixel = 8 * (i + lane / 16) + lane % 8;
-      store_transposed(staging + pixel * kPixelPitch + 16 * warp + lane / 8 % 2 * 8, rows);
+      store_transposed(place, rows);
     } else {
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const int pixel = 8 * (i + k / 4) + lane % 4 * 2 + k % 2;
         if (8 * (j + k / 4) < C::pixels) {
-          staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8] =
-              narrow<T>(finish[k / 2 % 2](sums[4 * j + k]));
+          T& place = staging[pixel * kPixelPitch + 16 * warp + lane / 4 + k / 2 % 2 * 8];
+          place = narrow<T>(finish[k / 2 % 2](sums[4 * j + k], Epilogue<C>::staged(place)));
         }
       }
     }
@@ -253,8 +320,9 @@ __device__ __forceinline__ void storing_sync(int warpgroup) {
 }
 
 __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const Finish (&finish)[2],
-                                             Scalar* staging, const Target& target, int warpgroup,
-                                             int warp, int lane) {
+                                             Scalar* staging, const Target& target,
+                                             const Epilogue<C>& epilogue, int warpgroup, int warp,
+                                             int lane) {
   using Stored = Either<C::vector_stores, uint4, Scalar>::type;
   constexpr int kStored = C::vector_stores ? kVector : 1;  // channels of one store
   constexpr int kStores = kStoring * kOutputs / kStored;   // of a pixel
@@ -265,16 +333,40 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
   const int product_row = channel % kOutputs;
   // Whose sums: this consumer's, or those of the one before or after it.
   const int other = C::joint_stores ? channel / kOutputs - warpgroup : 0;
-  const Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
+  Scalar* const staged = staging + other * (kStagingBytes / kScalarBytes) + product_row;
   Target owner = target;
   owner.outputs += other * kOutputs;
   const int columns = min(C::tile_columns, C::out_width - target.column);
 #pragma unroll
   for (int turn = 0; turn < kPasses; ++turn) {
+    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
     storing_sync(warpgroup);
+    if constexpr (kAddsResidual) {
+#pragma unroll 1
+      for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
+        Vector<Scalar, kStored> values[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int pixel = turn * C::pass_pixels + first + k * kStep;
+          const int line = C::tile_rows == 1 ? 0 : pixel / C::pitch;
+          const int at = pixel - line * C::pitch;
+          values[k] =
+              epilogue.residual_of<kStored>(owner.place(product_row, line, target.column + at),
+                                            first + k * kStep < count && line < C::tile_rows &&
+                                                at < columns && owner.exists(product_row, line));
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int pixel = first + k * kStep;
+          if (pixel < count) {
+            *reinterpret_cast<Vector<Scalar, kStored>*>(staged + pixel * kPixelPitch) = values[k];
+          }
+        }
+      }
+      storing_sync(warpgroup);
+    }
     stage_pixels(sums, staging, turn, finish, warp, lane);
     storing_sync(warpgroup);
-    const int count = min(C::pass_pixels, C::pixels - turn * C::pass_pixels);
 #pragma unroll 1
     for (int first = thread / kStores; first < count; first += kAtOnce * kStep) {
       Stored values[kAtOnce];

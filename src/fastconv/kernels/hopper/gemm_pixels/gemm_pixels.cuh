@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kSums], const Shared
 
 __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& map,
                                         const Scalar* bias, Scalar* output, const Walk& walk,
-                                        int batch) {
+                                        int batch, const Epilogue<C>& epilogue) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   Ring ring(0);
   if constexpr (C::resident) barrier_wait(shared.resident(), 0);
@@ -56,6 +56,9 @@ __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& m
        number += static_cast<int>(gridDim.x)) {
     const Tile tile = walk.tile(number);
     const int steps = tile.steps();
+    if constexpr (kAddsResidual) {
+      begin_residual(shared, output, epilogue, tile, walk.positions, warp, lane);
+    }
     float sums[kSums];
     multiply_tile(sums, shared, ring, steps, warp / 4, lane);
     hold_registers(sums);
@@ -64,7 +67,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const TensorMap& m
       for (float& sum : sums) sum = 0.0f;
     }
     if (bias != nullptr) add_bias(sums, bias, tile.column, lane);
-    store_sums(sums, shared, map, output, tile, batch, warp, lane);
+    store_sums(sums, shared, map, output, tile, batch, warp, lane, epilogue);
   }
   if constexpr (C::dense) bulk_store_wait();
 }
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config:
     gemm_pixels(const __grid_constant__ fastconv::TensorMap input,
                 const __grid_constant__ fastconv::TensorMap weight,
                 const __grid_constant__ fastconv::TensorMap stored, const Config::Scalar* bias,
-                Config::Scalar* output, int batch) {
+                Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
   using namespace fastconv::hopper;
   const Shared shared;
   const Walk walk(batch);
@@ -122,6 +125,6 @@ extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config:
   if (static_cast<int>(threadIdx.x) / 32 == kConsumerWarps) {
     if (fastconv::is_elected()) load_tiles(shared, {input, weight}, walk);
   } else {
-    consume(shared, stored, bias, output, walk, batch);
+    consume(shared, stored, bias, output, walk, batch, FASTCONV_EPILOGUE(output));
   }
 }

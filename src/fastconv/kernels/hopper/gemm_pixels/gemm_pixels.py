@@ -12,6 +12,7 @@ from fastconv.kernels.family import (
     Launch,
     Plan,
     TensorMap,
+    epilogue_constants,
     geometry_constants,
 )
 from fastconv.kernels.hopper.gemm_pixels.layer import Layer, layer_of
@@ -55,6 +56,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
             "bias",
             "output",
             batch,
+            *layer.operands.residuals,
         ),
         early=True,
     )
@@ -172,4 +174,5 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "buffers": tile.buffers,
         "joined": tile.joined,
         "resident": tile.resident,
+        **epilogue_constants(layer.operands.epilogue),
     }

@@ -121,12 +121,13 @@ class Layer(Directed):
 
     @lazy
     def image_bytes(self) -> float:
-        """That an image has in memory, read and written; of the one that is read, what is used."""
+        """That an image has in memory, read and written; of the input, what is used."""
         used = 1.0
         for step, taps in zip(self.steps, self.problem.kernel_size, strict=True):
             used *= min(1.0, taps / step)
         read = self.in_channels * self.in_size[0] * self.in_size[1] * used
-        return 2 * (read + self.out_channels * self.image_size[0] * self.image_size[1])
+        outputs = self.out_channels * self.image_size[0] * self.image_size[1]
+        return 2 * (read + outputs * (1 + self.operands.epilogue.residual))
 
 
 def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -> Layer:

@@ -1,6 +1,7 @@
 // Outputs: from a warp's registers, 16 positions by kTileColumns channels, to memory.
 #pragma once
 #include "hopper/gemm_pixels/tile.cuh"
+#include "include/epilogue.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -29,22 +30,53 @@ __device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bia
   }
 }
 
-// Up to 64 channels of 16 rows to shared memory, swizzled as tensor copies have it. What lies
-// beyond the tile's last is no channel's, and not stored.
+// Two sums to outputs; `added` are their residuals.
+__device__ __forceinline__ unsigned finish_two(float first, float second, unsigned added) {
+  if constexpr (kAddsResidual) {
+    const auto& pair = reinterpret_cast<const Vector<Scalar, 2>&>(added);
+    return narrow_two(Scalar{}, Epilogue<C>::activated(first, pair.element[0]),
+                      Epilogue<C>::activated(second, pair.element[1]));
+  } else {
+    return narrow_two(Scalar{}, Epilogue<C>::activated(first), Epilogue<C>::activated(second));
+  }
+}
+
+// Up to 64 channels of 16 rows to shared memory, swizzled as tensor copies have it; to where their
+// residuals are. What lies beyond the tile's last is no channel's, and not stored.
 __device__ __forceinline__ void stage_sums(const float (&sums)[kSums], unsigned char* staged,
                                            int box, int lane) {
   const int row = lane % 16 * C::joined + box % C::joined;  // of shared memory
 #pragma unroll
   for (int k = 0; k < 4 && box * kBoxColumns + 16 * k < kTileColumns; ++k) {
-    unsigned pairs[4];
+    const int chunk = 2 * k + lane / 16;
+    unsigned char* const place = staged + row * kSpan + (chunk ^ (row % 8)) * 16;
+    unsigned pairs[4] = {};
+    if constexpr (kAddsResidual) load_matrices(pairs, place);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 4 * (8 * box + 2 * k + i / 2) + 2 * (i % 2);
-      pairs[i] = narrow_two(Scalar{}, sums[at], sums[at + 1]);
+      pairs[i] = finish_two(sums[at], sums[at + 1], pairs[i]);
     }
-    const int chunk = 2 * k + lane / 16;
-    store_rows(staged + row * kSpan + (chunk ^ (row % 8)) * 16, pairs);
+    store_rows(place, pairs);
   }
+}
+
+// The residuals of what is staged at once, on their way there: of 16 rows from `row` on, and of
+// channels from `column` on, those that exist. Step by step: sums leave no registers for addresses.
+__device__ __forceinline__ void load_residual(unsigned char* staged, const Scalar* output,
+                                              const Epilogue<C>& epilogue, int row, int column,
+                                              int rows, int lane) {
+  lane = once_more(lane);
+#pragma unroll 1
+  for (int at = lane / 8; at < 16 * C::joined; at += 4) {  // rows of shared memory
+    const int pixel = row + at / C::joined;
+    const int channel = column + at % C::joined * kBoxColumns + lane % 8 * 8;
+    const bool valid = pixel < rows && channel < C::out_channels;
+    const long long element = valid ? 1LL * pixel * C::out_channels + channel : 0;
+    copy_async<16>(staged + at * kSpan + ((lane % 8) ^ (at % 8)) * 16,
+                   epilogue.beside(output + element), valid);
+  }
+  copy_async_commit();
 }
 
 // The pixel of a row's position among all that are stored, or -1: of a phase, it is every
@@ -114,18 +146,43 @@ __device__ __forceinline__ void store_boxes(const TensorMap& map, int column, in
 
 static_assert(kBoxes % (C::joined * C::buffers) == 0, "tiles take all buffers in turn");
 
+// Residuals of the first boxes that a warp stages, as many as there are buffers: they come while
+// the tile is multiplied.
+__device__ __forceinline__ void begin_residual(const Shared& shared, const Scalar* output,
+                                               const Epilogue<C>& epilogue, const Tile& tile,
+                                               int rows, int warp, int lane) {
+  bulk_store_wait_read<0>();
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < C::buffers; ++i) {
+    load_residual(shared.staged(warp, i), output, epilogue, tile.row + 16 * warp,
+                  tile.column + i * C::joined * kBoxColumns, rows, lane);
+  }
+}
+
 // A warp's 16 rows of a tile. What is staged leaves while the next is, C::buffers at a time; boxes
 // that are joined, at once: their pixels' channels lie side by side in memory.
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Shared& shared,
                                            const TensorMap& map, Scalar* output, const Tile& tile,
-                                           int batch, int warp, int lane) {
+                                           int batch, int warp, int lane,
+                                           const Epilogue<C>& epilogue) {
   const int row = tile.row + 16 * warp;
   const int place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     unsigned char* const staged = shared.staged(warp, box / C::joined % C::buffers);
     const int column = tile.column + box * kBoxColumns;
-    if (C::dense && box % C::joined == 0) {
+    if constexpr (kAddsResidual) {
+      static_assert(C::dense, "as forward passes are");
+      if (box % C::joined == 0) {
+        if (box >= C::joined * C::buffers) {
+          bulk_store_wait_read<C::buffers - 1>();
+          __syncwarp();
+          load_residual(staged, output, epilogue, row, column, batch * kPositions, lane);
+        }
+        copy_async_wait<0>();
+      }
+    } else if (C::dense && box % C::joined == 0) {
       bulk_store_wait_read<C::buffers - 1>();  // who did not issue any waits for none
     }
     __syncwarp();

@@ -20,7 +20,8 @@
 namespace fastconv {
 namespace hopper {
 
-__device__ __forceinline__ void consume(const float* bias, float* output, int batch) {
+__device__ __forceinline__ void consume(const float* bias, float* output, int batch,
+                                        const Epilogue<C>& epilogue) {
   Consumer consumer;
   const int tiles = tile_count(batch);
 #pragma unroll 1
@@ -28,12 +29,13 @@ __device__ __forceinline__ void consume(const float* bias, float* output, int ba
     const Tile tile(index);
     Sums sums;
     consumer.compute(sums, tile, batch);
-    Storer(bias, output, tile, batch).store(sums);
+    Storer(bias, output, tile, batch, epilogue).store(sums);
   }
 }
 
 __device__ __forceinline__ void multiply_planes(const Planes& planes, const unsigned char* packed,
-                                                const float* bias, float* output, int batch) {
+                                                const float* bias, float* output, int batch,
+                                                const Epilogue<C>& epilogue) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::input_stages; ++i) {
       barrier_init(&barriers().input_full[i], 1);
@@ -55,7 +57,7 @@ __device__ __forceinline__ void multiply_planes(const Planes& planes, const unsi
     if (warp == 1 && is_elected()) load_weights(packed, batch);
   } else {
     take_registers<C::consumer_registers>();
-    consume(bias, output, batch);
+    consume(bias, output, batch, epilogue);
   }
 }
 
@@ -69,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) pack(const float* weight, floa
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     gemm_planes(const __grid_constant__ fastconv::hopper::Planes planes,
-                const unsigned char* packed, const float* bias, float* output, int batch) {
-  fastconv::hopper::multiply_planes(planes, packed, bias, output, batch);
+                const unsigned char* packed, const float* bias, float* output,
+                int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::multiply_planes(planes, packed, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

@@ -17,6 +17,7 @@ from fastconv.kernels.family import (
     Launch,
     Operands,
     Plan,
+    epilogue_constants,
     geometry_constants,
 )
 from fastconv.kernels.hopper import block
@@ -110,7 +111,10 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
         (min(count, gpu.processors), 1, 1),
         block.THREADS,
         tile.shared_bytes,
-        ("input" if tile.cut.bulk else tile.map, "scratch", "bias", "output", batch),
+        (
+            *("input" if tile.cut.bulk else tile.map, "scratch", "bias", "output", batch),
+            *layer.operands.residuals,
+        ),
         early=True,
     )
     why = (
@@ -186,4 +190,5 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "producer_registers": PRODUCER_REGISTERS,
         "consumer_registers": block.consumer_registers(PRODUCER_REGISTERS),
         "shared_bytes": tile.shared_bytes,
+        **epilogue_constants(operands.epilogue),
     }

@@ -1,6 +1,7 @@
 // Sums on their way out, straight from registers: lanes have neighbouring pixels.
 #pragma once
 #include "hopper/gemm_planes/multiply.cuh"
+#include "include/epilogue.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -14,8 +15,11 @@ struct Storer {
   int row_ends[C::vector > 1 ? 1 : kRows];  // phases that are in the image
   int column_ends[C::vector > 1 ? 1 : kRows];
   int channel;  // of the thread's first column
+  Epilogue<C> epilogue;
 
-  __device__ Storer(const float* bias, float* output, const Tile& tile, int batch) : bias(bias) {
+  __device__ Storer(const float* bias, float* output, const Tile& tile, int batch,
+                    const Epilogue<C>& epilogue)
+      : bias(bias), epilogue(epilogue) {
     const int thread = static_cast<int>(threadIdx.x);
     channel = tile.column + thread % 4 * 2;
 #pragma unroll
@@ -37,17 +41,50 @@ struct Storer {
     return C::group_out % kColumns == 0 || channel + column < C::group_out;
   }
 
-  // Biases come some at a time, so that the thread does not wait for each.
+  // What is added to sums of a channel: the bias, and where there is a residual, so much of it.
+  struct Added {
+    float bias;
+    Vector<float, kAddsResidual ? kRows : 1> residual;
+  };
+
+  __device__ __forceinline__ Added load(int column) const {
+    Added added;
+    added.bias = load_or_zero(bias + channel + column, bias != nullptr && has(column));
+    if constexpr (kAddsResidual) {
+      static_assert(kRowPhases * kColumnPhases == 1, "forward passes have no phases");
+      if constexpr (C::vector > 1) {
+        using Loaded = Bits<4 * kRows>::type;
+        const auto* const source = epilogue.beside(rows[0] + column * kOutPlane);
+        reinterpret_cast<Loaded&>(added.residual) =
+            load_or_zero(reinterpret_cast<const Loaded*>(source), exist[0] && has(column));
+      } else {
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          added.residual.element[row] = load_or_zero(
+              epilogue.beside(rows[row] + column * kOutPlane), exist[row] && has(column));
+        }
+      }
+    }
+    return added;
+  }
+  __device__ __forceinline__ static float finished(float sum, const Added& added, int row) {
+    if constexpr (kAddsResidual) {
+      return Epilogue<C>::activated(sum + added.bias, added.residual.element[row]);
+    } else {
+      return Epilogue<C>::activated(sum + added.bias);
+    }
+  }
+
+  // What is added comes some at a time, so that the thread does not wait for each.
   __device__ __forceinline__ void store(const Sums& sums) const {
     constexpr int kOctets = kColumns / 8;
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = kAddsResidual ? 2 : 8;
 #pragma unroll
     for (int first = 0; first < kOctets; first += kAtOnce) {
-      float added[2 * kAtOnce];
+      Added added[2 * kAtOnce];
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
-        const int column = 8 * (first + i / 2) + i % 2;
-        added[i] = load_or_zero(bias + channel + column, bias != nullptr && has(column));
+        added[i] = load(8 * (first + i / 2) + i % 2);
       }
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
@@ -56,7 +93,8 @@ struct Storer {
     }
   }
 
-  __device__ __forceinline__ void store_column(const Sums& sums, int j, int i, float added) const {
+  __device__ __forceinline__ void store_column(const Sums& sums, int j, int i,
+                                               const Added& added) const {
     if constexpr (C::vector > 1) {
       store_vector(sums, j, i, added);
     } else {
@@ -68,14 +106,15 @@ struct Storer {
   }
 
   // All of a thread's rows.
-  __device__ __forceinline__ void store_vector(const Sums& sums, int j, int i, float added) const {
+  __device__ __forceinline__ void store_vector(const Sums& sums, int j, int i,
+                                               const Added& added) const {
     union {
       float values[kRows];
       Bits<4 * kRows>::type bits;
     };
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      values[row] = sums[row / 2][4 * j + row % 2 * 2 + i] + added;
+      values[row] = finished(sums[row / 2][4 * j + row % 2 * 2 + i], added, row);
     }
     store_if(reinterpret_cast<Bits<4 * kRows>::type*>(rows[0] + (8 * j + i) * kOutPlane), bits,
              exist[0] && has(8 * j + i));
@@ -84,15 +123,15 @@ struct Storer {
   // The pixels of a row's phases from one on, two neighbours at once where they are aligned.
   template <int kPhase = 0>
   __device__ __forceinline__ void store_phases(const Sums& sums, int row, int j, int i,
-                                               float added) const {
+                                               const Added& added) const {
     constexpr int kRow = kPhase / kColumnPhases;
     constexpr int kColumn = kPhase % kColumnPhases;
     constexpr int kNext = kPhase + (C::pairs ? 2 : 1);
     float* const target = rows[row] + (8 * j + i) * kOutPlane + kRow * C::out_width + kColumn;
-    const float value = value_of<kRow, kColumn>(sums, row, j, i) + added;
+    const float value = finished(value_of<kRow, kColumn>(sums, row, j, i), added, row);
     if (kRow == 0 || kRow < row_ends[row]) {
       if constexpr (C::pairs) {
-        const float next = value_of<kRow, kColumn + 1>(sums, row, j, i) + added;
+        const float next = finished(value_of<kRow, kColumn + 1>(sums, row, j, i), added, row);
         *reinterpret_cast<float2*>(target) = make_float2(value, next);
       } else {
         if (kColumn == 0 || kColumn < column_ends[row]) *target = value;

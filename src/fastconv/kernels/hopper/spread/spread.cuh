@@ -23,6 +23,7 @@
 // Warpgroups work independently of each other: while one loads, another multiplies.
 #pragma once
 #include "hopper/walk.cuh"
+#include "include/epilogue.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -347,8 +348,11 @@ struct Storer {
   int warpgroup;
   int column;
   int columns;
+  Epilogue<C> epilogue;
 
-  __device__ Storer(const Scalar* bias, Scalar* output, const Item& item) : bias(bias) {
+  __device__ Storer(const Scalar* bias, Scalar* output, const Item& item,
+                    const Epilogue<C>& epilogue)
+      : bias(bias), epilogue(epilogue) {
     warpgroup = static_cast<int>(threadIdx.x) / 128;
     stage = reinterpret_cast<float*>(shared_memory() + kStaging) + warpgroup * kStageFloats;
     image =
@@ -394,7 +398,8 @@ struct Storer {
 #pragma unroll 1
       for (int i = thread; i < columns * C::group_out; i += 128) {
         const int channel = i % C::group_out;
-        target[i] = narrow<Scalar>(output_at(i / C::group_out, channel) + bias_of(channel));
+        const float sum = output_at(i / C::group_out, channel) + bias_of(channel);
+        target[i] = epilogue(sum, target + i);
       }
     } else {
       // Four channels, some of which may not exist.
@@ -407,7 +412,7 @@ struct Storer {
 #pragma unroll
         for (int x = 0; x < C::strip_columns; x += 32) {
           if (x + lane < columns) {
-            target[x] = narrow<Scalar>(output_at(x + lane, channel) + bias);
+            target[x] = epilogue(output_at(x + lane, channel) + bias, target + x);
           }
         }
         target += 4 * kPlane;
@@ -427,7 +432,7 @@ __device__ __forceinline__ void advance(float (&sums)[kSums]) {
 }
 
 __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Scalar* output,
-                                     const Item& item) {
+                                     const Item& item, const Epilogue<C>& epilogue) {
   const Loader loader(input, item);
   float sums[kSums];
   float totals[kSums];  // of products of split numbers, unit by unit
@@ -465,7 +470,7 @@ __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Sc
     row = next_row;
     const int complete = step - (kSlots - 1);
     if (complete >= 0) {
-      Storer(bias, output, item).store(slots, item.row + complete * kRowStep);
+      Storer(bias, output, item, epilogue).store(slots, item.row + complete * kRowStep);
     }
     advance(slots);
     if constexpr (C::compensated) advance(sums);
@@ -473,7 +478,8 @@ __device__ __forceinline__ void walk(const Scalar* input, const Scalar* bias, Sc
 }
 
 __device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight,
-                                       const Scalar* bias, Scalar* output, int batch) {
+                                       const Scalar* bias, Scalar* output, int batch,
+                                       const Epilogue<C>& epilogue) {
   pack(weight);
   __syncthreads();
   const int items = batch * Item::kPerImage;
@@ -481,7 +487,7 @@ __device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight
       static_cast<int>(blockIdx.x) * C::warpgroups + static_cast<int>(threadIdx.x) / 128;
   for (int index = first; index < items; index += static_cast<int>(gridDim.x) * C::warpgroups) {
     const Item item(index);
-    if (item.rows > 0) walk(input, bias, output, item);
+    if (item.rows > 0) walk(input, bias, output, item, epilogue);
   }
 }
 
@@ -490,6 +496,6 @@ __device__ __forceinline__ void spread(const Scalar* input, const Scalar* weight
 
 extern "C" __global__ void __launch_bounds__(128 * Config::warpgroups, 1)
     spread(const Config::Scalar* input, const Config::Scalar* weight, const Config::Scalar* bias,
-           Config::Scalar* output, int batch) {
-  fastconv::hopper::spread(input, weight, bias, output, batch);
+           Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  fastconv::hopper::spread(input, weight, bias, output, batch, FASTCONV_EPILOGUE(output));
 }

@@ -12,6 +12,7 @@ from fastconv.kernels.family import (
     Kernel,
     Launch,
     Plan,
+    epilogue_constants,
     geometry_constants,
 )
 from fastconv.kernels.hopper import block
@@ -210,7 +211,7 @@ def plan(spread: Spread, gpu: Gpu) -> Plan:
         (min(ceil_div(items, spread.warpgroups), gpu.processors), 1, 1),
         128 * spread.warpgroups,
         spread.shared_bytes,
-        ("input", "weight", "bias", "output", layer.batch),
+        ("input", "weight", "bias", "output", layer.batch, *layer.operands.residuals),
     )
     why = (
         f"tensor cores: all taps of {PIXELS} pixels in products of {spread.columns} columns, "
@@ -245,4 +246,5 @@ def _constants(spread: Spread, band_rows: int) -> dict[str, Constant]:
         "unit_steps": spread.unit_steps,
         "warpgroups": spread.warpgroups,
         "shared_bytes": spread.shared_bytes,
+        **epilogue_constants(operands.epilogue),
     }

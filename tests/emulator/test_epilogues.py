@@ -1,0 +1,148 @@
+"""Epilogues of forward passes: every way of storing outputs, with activations and residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from emulator import net, precompile
+from emulator.works import (
+    ALL,
+    ODD_NUMBERS,
+    Case,
+    Tensors,
+    Work,
+    assert_correct,
+    assert_plain,
+    at_corners,
+    check,
+    float64,
+    run,
+)
+from fastconv.kernels import direct, planner
+from fastconv.kernels.classes import Class
+from fastconv.problem import ACTIVATIONS, Epilogue
+
+SLOPE = 0.3
+
+# What CI has time for: lines of the net, of each kernel one for each way that it adds residuals.
+LINES = """\
+sm_75/1 forward float64 nchw/nchw: 1x1x1x2 3x1x1x1
+sm_90a/1 forward float16 nchw/nhwc: 1x3x1x1 3x1x34x21 padding=16,17,23,24 groups=3
+sm_90a/1 forward float16 nchw/nchw: 1x4x1x16 2x2x10x26 stride=6,6 padding=7,7,12,13 groups=2
+sm_87/1 forward float16 nhwc/nhwc: 1x2x1x2 4x1x1x1 stride=2,2 groups=2
+sm_80/1 forward float16 nchw/nchw: 1x2x1x2 4x1x4x20 padding=7,9 groups=2
+sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8
+sm_80/1 forward* bfloat16 nhwc/nhwc: 1x16x1x1 16x8x1x1 padding=1,0,2,0 groups=2
+sm_121a/1 forward* tf32 nchw/nchw: 1x1x19x44 1x1x1x1
+sm_90a/3 forward float16 nchw/nchw: 1x2x19x12 16x2x1x1
+sm_90a/1 forward* float32 nchw/nchw: 1x4x2x201 37x4x2x1
+sm_90a/1 forward tf32 nhwc/nhwc: 1x2x1x1 7x2x3x1 stride=4,4 padding=4,1 dilation=4,1
+sm_90a/5 forward* bfloat16 nhwc/nhwc: 1x19x74x112 4x19x3x3 stride=2,2 padding=1,1
+sm_90a/2 forward*gemm bfloat16 nhwc/nhwc plain: 1x8x1x1 72x8x1x2 stride=2,2 padding=1,1
+sm_90a/1 forward*gemm1,192,1 float16 nhwc/nhwc: 1x8x1x1 384x8x1x1 padding=0,1
+sm_90a/2 forward*gemm tf32 nchw/nchw: 1x40x1x64 48x40x1x1 dilation=5,5
+sm_90a/1 forward*gemm tf32 nchw/nchw: 2x9x14x14 302x9x1x1 stride=2,2
+sm_90a/1 forward tf32 nchw/nchw: 1x4x1x1 8x4x1x1
+"""
+
+
+def _storing() -> list[Work]:
+    """Of the net's forward passes, the first that has each class of code that stores."""
+    found: dict[Class, Work] = {}
+    for work in net.read_works():
+        if work.direction == "forward":
+            for one in net.classes_of(work):
+                if one[1] == "store":
+                    found.setdefault(one, work)
+    return list(dict.fromkeys(found.values()))
+
+
+def _with_epilogues(works: Iterable[Work]) -> Iterator[Work]:
+    """Each with another activation, and three in four with a residual."""
+    for i, work in enumerate(works):
+        activation = ACTIVATIONS[(i + 1) % len(ACTIVATIONS)]
+        residual = i % 4 < 3 or activation == "identity"
+        yield replace(work, epilogue=Epilogue(activation, SLOPE, residual))
+
+
+WORKS = [*_with_epilogues(_storing() if ALL else map(net.work_of, LINES.splitlines()))]
+
+# Float32 as float16, on both families' tensor cores: what has no such range is computed again.
+REPAIRED = [
+    replace(net.work_of(line), epilogue=Epilogue("gelu", residual=True))
+    for line in (
+        "sm_90a/1 forward* tf32 nchw/nchw: 1x16x2x201 10x16x2x1",
+        "sm_86/1 forward* tf32 nchw/nhwc: 1x1x5x149 96x1x4x4 stride=4,4",
+    )
+]
+# Depthwise layers on tensor cores, where infinity is computed again.
+BANDS = [
+    replace(net.work_of(line), epilogue=Epilogue("leaky_relu", SLOPE, residual=True))
+    for line in (
+        "sm_90a/2 forward tf32 nchw/nchw: 1x2x61x61 2x1x2x29 padding=11,7,9,5 groups=2",
+        "sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8",
+    )
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = (*WORKS, *REPAIRED, *BANDS)
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_against_float64(work: Work) -> None:
+    check(work)
+
+
+def test_every_activation_and_kernel_is_run() -> None:
+    assert {work.epilogue.activation for work in WORKS} == {*ACTIVATIONS}
+    storing = {source for source, anatomy in planner.ANATOMIES.items() if "store" in anatomy.parts}
+    storing.remove("hopper/gemm_weights/gemm_weights.cuh")  # weight gradients'
+    assert {work.plan.launches[-1].kernel.source for work in WORKS} == storing
+
+
+@pytest.mark.parametrize("work", REPAIRED, ids=str)
+def test_what_is_repaired_has_its_epilogue_once(work: Work) -> None:
+    entries = [launch.kernel.entry for launch in work.plan.launches]
+    assert entries == ["scale", "pack", "correlate", "pack", "correlate"]
+    tensors = Tensors.random(work)
+    tensors.input.mul_(2.0**-80)
+    tensors.weight.mul_(2.0**80)  # beyond float16's range, however it is scaled
+    assert_correct(work, tensors, run(work, tensors))
+
+
+@pytest.mark.parametrize("work", BANDS, ids=str)
+def test_infinity_of_bands_has_its_epilogue(work: Work) -> None:
+    assert "bands" in work.plan.launches[-1].kernel.source
+    tensors = Tensors.random(work)
+    at_corners(tensors.input, ODD_NUMBERS[:3])
+    assert_plain(work, tensors)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS if ALL else ACTIVATIONS[1::3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_odd_numbers(activation: str, dtype: torch.dtype) -> None:
+    """NaN stays NaN; infinity and large numbers become what PyTorch makes of them."""
+    numbers = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e30, -1e30, 30.0, -30.0, 1e-30, 6.5]
+    case = Case("pointwise", (1, 1, 1, len(numbers)), (1, 1, 1, 1))
+    work = Work(case, direct.forward, dtype, bias=False, epilogue=Epilogue(activation, SLOPE))
+    tensors = replace(
+        Tensors.random(work),
+        input=torch.tensor(numbers, dtype=dtype).view(case.input),
+        weight=torch.ones(case.weight, dtype=dtype),
+    )
+    expected = float64(work, tensors).to(dtype)
+    torch.testing.assert_close(run(work, tensors), expected, equal_nan=True, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("plan", [planner.input_grad, planner.weight_grad])
+def test_gradients_refuse_an_epilogue(plan: planner.Pass) -> None:
+    work = Work(Case("pointwise", (1, 1, 1, 1), (1, 1, 1, 1)), plan, epilogue=Epilogue("relu"))
+    with pytest.raises(ValueError, match=r"gradient has no epilogue, but got .*'relu'"):
+        work.plan  # noqa: B018
