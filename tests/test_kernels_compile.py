@@ -30,7 +30,7 @@ from fastconv.kernels import ampere, direct, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.gpus import H200 as HOPPER
-from fastconv.problem import Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 from fastconv.workloads import FOUNDING, SUITES
 
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
@@ -67,7 +67,7 @@ class Work:
     aligned: bool = True
     precision: str = "ieee"
     bias_grad: bool = False
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = NO_EPILOGUE
 
     def planned(self, gpu: Gpu) -> Plan:
         return _planned(self, gpu)

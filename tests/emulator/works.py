@@ -14,7 +14,7 @@ from torch import Tensor
 from emulator.driver import run_both_orders
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.problem import Epilogue, Problem
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 SCALARS = {
     torch.float16: ("fastconv::float16", 2),
@@ -80,7 +80,7 @@ class Work:
     bias: bool = True
     bias_grad: bool = False
     plain_weight: bool = False
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = NO_EPILOGUE
 
     @property
     def direction(self) -> str:
