@@ -7,6 +7,7 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kOutPlane = C::out_height * C::out_width;
+static_assert(!kAddsResidual || kRowPhases * kColumnPhases == 1, "of a forward pass");
 
 struct Storer {
   const float* bias;
@@ -51,7 +52,6 @@ struct Storer {
     Added added;
     added.bias = load_or_zero(bias + channel + column, bias != nullptr && has(column));
     if constexpr (kAddsResidual) {
-      static_assert(kRowPhases * kColumnPhases == 1, "forward passes have no phases");
       if constexpr (C::vector > 1) {
         using Loaded = Bits<4 * kRows>::type;
         const auto* const source = epilogue.beside(rows[0] + column * kOutPlane);
