@@ -145,6 +145,7 @@ __device__ __forceinline__ void store_boxes(const TensorMap& map, int column, in
 }
 
 static_assert(kBoxes % (C::joined * C::buffers) == 0, "tiles take all buffers in turn");
+static_assert(!kAddsResidual || C::dense, "forward passes alone have a residual");
 
 // Residuals of the first boxes that a warp stages, as many as there are buffers: they come while
 // the tile is multiplied.
@@ -173,7 +174,6 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
     unsigned char* const staged = shared.staged(warp, box / C::joined % C::buffers);
     const int column = tile.column + box * kBoxColumns;
     if constexpr (kAddsResidual) {
-      static_assert(C::dense, "as forward passes are");
       if (box % C::joined == 0) {
         if (box >= C::joined * C::buffers) {
           bulk_store_wait_read<C::buffers - 1>();

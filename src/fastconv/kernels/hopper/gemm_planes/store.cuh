@@ -7,6 +7,7 @@ namespace fastconv {
 namespace hopper {
 
 constexpr int kOutPlane = C::out_height * C::out_width;
+static_assert(!kAddsResidual || kRowPhases * kColumnPhases == 1, "of a forward pass");
 
 struct Storer {
   const float* bias;
@@ -41,38 +42,37 @@ struct Storer {
     return C::group_out % kColumns == 0 || channel + column < C::group_out;
   }
 
-  // What is added to sums of a channel: the bias, and where there is a residual, so much of it.
-  struct Added {
+  // What is added to sums of a channel: the bias, and where there is a residual, the thread's.
+  struct BiasAndResidual {
     float bias;
-    Vector<float, kAddsResidual ? kRows : 1> residual;
+    Vector<float, kRows> residual;
   };
+  using Added = Either<kAddsResidual, BiasAndResidual, float>::type;
 
-  __device__ __forceinline__ Added load(int column) const {
-    Added added;
-    added.bias = load_or_zero(bias + channel + column, bias != nullptr && has(column));
-    if constexpr (kAddsResidual) {
-      static_assert(kRowPhases * kColumnPhases == 1, "forward passes have no phases");
-      if constexpr (C::vector > 1) {
-        using Loaded = Bits<4 * kRows>::type;
-        const auto* const source = epilogue.beside(rows[0] + column * kOutPlane);
-        reinterpret_cast<Loaded&>(added.residual) =
-            load_or_zero(reinterpret_cast<const Loaded*>(source), exist[0] && has(column));
-      } else {
+  __device__ __forceinline__ void load(float& added, int column) const {
+    added = load_or_zero(bias + channel + column, bias != nullptr && has(column));
+  }
+  __device__ __forceinline__ void load(BiasAndResidual& added, int column) const {
+    load(added.bias, column);
+    if constexpr (C::vector > 1) {
+      using Loaded = Bits<4 * kRows>::type;
+      const auto* const source = epilogue.beside(rows[0] + column * kOutPlane);
+      reinterpret_cast<Loaded&>(added.residual) =
+          load_or_zero(reinterpret_cast<const Loaded*>(source), exist[0] && has(column));
+    } else {
 #pragma unroll
-        for (int row = 0; row < kRows; ++row) {
-          added.residual.element[row] = load_or_zero(
-              epilogue.beside(rows[row] + column * kOutPlane), exist[row] && has(column));
-        }
+      for (int row = 0; row < kRows; ++row) {
+        added.residual.element[row] = load_or_zero(epilogue.beside(rows[row] + column * kOutPlane),
+                                                   exist[row] && has(column));
       }
     }
-    return added;
   }
-  __device__ __forceinline__ static float finished(float sum, const Added& added, int row) {
-    if constexpr (kAddsResidual) {
-      return Epilogue<C>::activated(sum + added.bias, added.residual.element[row]);
-    } else {
-      return Epilogue<C>::activated(sum + added.bias);
-    }
+  __device__ __forceinline__ static float finished(float sum, float added, int) {
+    return Epilogue<C>::activated(sum + added);
+  }
+  __device__ __forceinline__ static float finished(float sum, const BiasAndResidual& added,
+                                                   int row) {
+    return Epilogue<C>::activated(sum + added.bias, added.residual.element[row]);
   }
 
   // What is added comes some at a time, so that the thread does not wait for each.
@@ -84,7 +84,7 @@ struct Storer {
       Added added[2 * kAtOnce];
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
-        added[i] = load(8 * (first + i / 2) + i % 2);
+        load(added[i], 8 * (first + i / 2) + i % 2);
       }
 #pragma unroll
       for (int i = 0; i < 2 * kAtOnce && first + i / 2 < kOctets; ++i) {
@@ -93,8 +93,7 @@ struct Storer {
     }
   }
 
-  __device__ __forceinline__ void store_column(const Sums& sums, int j, int i,
-                                               const Added& added) const {
+  __device__ __forceinline__ void store_column(const Sums& sums, int j, int i, Added added) const {
     if constexpr (C::vector > 1) {
       store_vector(sums, j, i, added);
     } else {
@@ -106,8 +105,7 @@ struct Storer {
   }
 
   // All of a thread's rows.
-  __device__ __forceinline__ void store_vector(const Sums& sums, int j, int i,
-                                               const Added& added) const {
+  __device__ __forceinline__ void store_vector(const Sums& sums, int j, int i, Added added) const {
     union {
       float values[kRows];
       Bits<4 * kRows>::type bits;
@@ -123,7 +121,7 @@ struct Storer {
   // The pixels of a row's phases from one on, two neighbours at once where they are aligned.
   template <int kPhase = 0>
   __device__ __forceinline__ void store_phases(const Sums& sums, int row, int j, int i,
-                                               const Added& added) const {
+                                               Added added) const {
     constexpr int kRow = kPhase / kColumnPhases;
     constexpr int kColumn = kPhase % kColumnPhases;
     constexpr int kNext = kPhase + (C::pairs ? 2 : 1);
