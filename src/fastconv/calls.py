@@ -247,28 +247,34 @@ def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need,
 
 
 class Times(NamedTuple):
-    """Milliseconds by PyTorch's layers and by ours: medians, and half the interquartile ranges."""
+    """Milliseconds by PyTorch's layers and by ours: medians, and by how much these may be wrong."""
 
     theirs: float
     ours: float
-    theirs_spread: float
-    ours_spread: float
+    theirs_error: float
+    ours_error: float
 
     @classmethod
     def of(cls, theirs: Sequence[float], ours: Sequence[float]) -> Times:
         medians = statistics.median(theirs), statistics.median(ours)
-        spreads = timing.spread(theirs), timing.spread(ours)
-        return cls(*medians, *(m * s for m, s in zip(medians, spreads, strict=True)))
+        return cls(*medians, _error(theirs), _error(ours))
 
     @classmethod
     def sum(cls, several: Sequence[Times]) -> Times:
-        return cls(*map(math.fsum, zip(*several, strict=True)))
+        theirs, ours, *errors = zip(*several, strict=True)
+        return cls(sum(theirs), sum(ours), *(math.hypot(*error) for error in errors))
 
     @property
     def gains(self) -> bool:
-        """Whether ours take less, by more than both spreads together and :data:`LEAST_GAIN`."""
-        least = max(LEAST_GAIN * self.theirs, self.theirs_spread + self.ours_spread)
-        return self.theirs - self.ours > least
+        """Whether ours take less, by more than chance may explain and :data:`LEAST_GAIN`."""
+        error = math.hypot(self.theirs_error, self.ours_error)
+        return self.theirs - self.ours > max(LEAST_GAIN * self.theirs, error)
+
+
+def _error(samples: Sequence[float]) -> float:
+    """Two standard errors of the median, of which one is 1.25 standard deviations / sqrt(n)."""
+    deviation = statistics.median(samples) * timing.spread(samples) / 0.674  # half the quartiles'
+    return 2 * 1.25 * deviation / math.sqrt(len(samples))
 
 
 class Clock:

@@ -203,6 +203,8 @@ def call_without_data(
         allow_non_fake_inputs=True  # tensors that are neither parameters nor buffers
     )
     with ExitStack() as stack:
+        # Autocast would go on to give out fake weights that it has cast and kept.
+        stack.callback(torch.clear_autocast_cache)
         stack.enter_context(fake)
         example, named, state = tree_map_only(Tensor, fake.from_tensor, (example, named, state))
         try:

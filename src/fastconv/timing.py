@@ -7,9 +7,11 @@ host. A sample of :func:`take_wall_turns` is one call by the wall clock, the hos
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +54,11 @@ def take_wall_turns(
     def sample(run: Run, prepare: Run) -> float:
         prepare()
         synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        return (time.perf_counter() - start) * 1e3
+        with no_collections():
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            return (time.perf_counter() - start) * 1e3
 
     samplers = [
         lambda run=run, prepare=prepare: sample(run, prepare)
@@ -65,6 +68,18 @@ def take_wall_turns(
         for _ in range(WARM_UPS):
             sampler()
     return _in_turn(samplers, effort)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keeps the garbage collector, which comes when it likes, out of what is timed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def spread(samples: Sequence[float]) -> float:

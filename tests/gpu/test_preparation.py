@@ -45,7 +45,7 @@ def test_nothing_is_left_to_compile(
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         found = fastconv.prepare(model, example)
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before
     assert {one.name for one in found.passes} == {"forward", "input_grad", "weight_grad"}
 
     def fails(*_: object) -> None:

@@ -294,7 +294,7 @@ class TestMemory:
             assert extra <= 64 << 20
             assert _bytes_elsewhere() == elsewhere
             del result
-            assert torch.cuda.memory_allocated() == before
+            assert torch.cuda.memory_allocated() <= before  # less, if older garbage went
 
 
 def _bytes_elsewhere() -> int:

@@ -9,11 +9,9 @@ is that of computing.
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -141,24 +139,12 @@ def with_fastconv(network: nn.Module) -> nn.Module:
 def _sample_us(prepare: Contestant, device: torch.device) -> float:
     run = prepare()
     timing.synchronize(device)
-    with _no_collections():
+    with timing.no_collections():
         start = time.perf_counter_ns()
         run()
         taken = time.perf_counter_ns() - start
     timing.synchronize(device)
     return taken / 1e3
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keeps the garbage collector, which comes when it likes, out of what is timed."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)
