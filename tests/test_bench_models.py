@@ -211,7 +211,7 @@ def test_a_broken_library_is_told(
 @pytest.mark.parametrize(
     ("libraries", "arguments", "named"),
     [
-        ((), ["resnet50"], "--model needs torchvision or timm: pip install torchvision"),
+        ((), ["resnet50"], "resnet50 needs torchvision or timm: pip install torchvision"),
         ((TORCHVISION, None), ["resnet5"],
          "no model 'resnet5' in torchvision (timm is not installed): the closest are resnet50"),
         ((None, TIMM), ["zzz"],

@@ -17,6 +17,7 @@ from fastconv.bench.campaign import MOST_JOBS
 from fastconv.bench.cases import DTYPES, FORMAT_TRIPLES, FORMATS, PASSES, PRECISIONS, STEP
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.contestants import PEERS
+from fastconv.bench.networks import MODES, NETWORKS
 from fastconv.bench.results import ResultsError
 from fastconv.bench.trials import DATA, NORMAL
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
@@ -232,6 +233,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     instead.add_argument(
         "--host", action="store_true",
         help="measure how long the host takes to queue eager calls: a small convolution, networks",
+    )  # fmt: skip
+    instead.add_argument(
+        "--networks", nargs="*", metavar="NETWORK",
+        help="measure whole networks before and after fastconv.optimize: unet, or models of "
+        f"torchvision or timm (default: {', '.join(NETWORKS)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", nargs="+", choices=MODES, metavar="MODE",
+        help=f"of --networks: {', '.join(MODES)} (default: both)",
     )  # fmt: skip
     parser.add_argument(
         "--commands", action="store_true", help="print the command that reproduces each row"

@@ -28,6 +28,7 @@ from fastconv.bench import (
     host,
     limits,
     models,
+    networks,
     report,
     results,
     trials,
@@ -49,7 +50,8 @@ from fastconv.bench.cases import (
 from fastconv.bench.console import extra, follow, show, work_through
 from fastconv.bench.host import HostCase
 from fastconv.bench.measure import Bench
-from fastconv.bench.results import AnyResults, HostResults, Results
+from fastconv.bench.networks import NetworkCase
+from fastconv.bench.results import AnyResults, HostResults, NetworkResults, Results
 from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.exporter import export
@@ -57,6 +59,7 @@ from fastconv.jit import archive, cache, compile, trust
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.correlate import tuned
+from fastconv.preparation import is_gpu
 from fastconv.timing import Effort
 from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 
@@ -64,11 +67,14 @@ from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 CPU_DIVISOR = 4
 INTERRUPTED = 130
 
-# Options of `bench` that select or shape its rows; `--host` has rows of its own.
-_NOT_WITH_HOST = (
-    "shape", "suite", "model", "batch", "image", "divisor", "passes", "dtype", "precision",
-    "format", "peer", "repeats", "time_limit", "commands",
+# Options of `bench` that select or shape its rows; `--host` and `--networks` have others.
+_NOT_WITH_NETWORKS = (
+    "shape", "suite", "model", "divisor", "passes", "precision", "format", "commands"
 )  # fmt: skip
+_NOT_WITH_HOST = (
+    *_NOT_WITH_NETWORKS, "batch", "image", "dtype", "peer", "repeats", "time_limit"
+)  # fmt: skip
+_LATE = "not measured: the time limit was reached"
 
 
 class UsageError(ValueError):
@@ -80,6 +86,10 @@ def bench(arguments: Namespace) -> int:
     if arguments.output and (arguments.compare or arguments.dry_run):
         which = "--compare" if arguments.compare else "--dry-run"
         raise UsageError(f"{which} measures nothing: there is nothing to write to --output")
+    if arguments.mode and arguments.networks is None:
+        raise UsageError("--mode is that of --networks, which are not asked for")
+    if arguments.networks is not None:
+        return _bench_networks(arguments)
     if arguments.compare:
         return _compare(arguments)
     if arguments.host:
@@ -106,37 +116,42 @@ def report_results(arguments: Namespace) -> int:
     found = {path: results.read_any(path) for path in arguments.results}
     if not (arguments.json or arguments.quiet):
         extra("rich")
-    timings = _timings(arguments, found)
+    _check_makeable(arguments, found)
+    drawable = {path: one for path, one in found.items() if not isinstance(one, HostResults)}
     plots: Any = _plots() if arguments.plots or arguments.html else None
-    folders = _plot_folders(arguments.plots, list(timings)) if arguments.plots else {}
+    folders = _plot_folders(arguments.plots, list(drawable)) if arguments.plots else {}
     for folder in folders.values():
         files.make_folder(folder)
-    drawn = [path for folder in folders.values() for path in plots.outputs(folder)]
+    drawn = [
+        output
+        for path, folder in folders.items()
+        for output in plots.outputs(drawable[path], folder)
+    ]
     files.check_outputs([arguments.markdown, arguments.html, *drawn], list(found))
     for path, folder in folders.items():
-        plots.write(timings[path], folder)
+        plots.write(drawable[path], folder)
     if arguments.html:
         from fastconv.bench import page
 
+        timings = {path: one for path, one in found.items() if isinstance(one, Results)}
         files.write(arguments.html, page.html(timings))
     _tabulate(arguments, found)
     return 0
 
 
-def _timings(arguments: Namespace, found: Mapping[Path, AnyResults]) -> dict[Path, Results]:
-    """The results of which there are plots and pages; others only if neither is asked for."""
-    timings = {}
+def _check_makeable(arguments: Namespace, found: Mapping[Path, AnyResults]) -> None:
+    """Raises a UsageError if a plot or a page is asked for of results that have none."""
+    of_hosts = ("host times", ["plots", "html"], "--markdown and --json")
+    of_networks = ("times of networks", ["html"], "--plots, --markdown and --json")
     for path, one in found.items():
-        if not isinstance(one, HostResults):
-            timings[path] = one
+        if isinstance(one, Results):
             continue
-        for option in ("plots", "html"):
+        kind, lacking, made = of_hosts if isinstance(one, HostResults) else of_networks
+        for option in lacking:
             if getattr(arguments, option):
                 raise UsageError(
-                    f"{path} holds host times, of which --{option} makes nothing: only "
-                    "--markdown and --json"
+                    f"{path} holds {kind}, of which --{option} makes nothing: only {made}"
                 )
-    return timings
 
 
 def _plot_folders(folder: Path, paths: Sequence[Path]) -> dict[Path, Path]:
@@ -421,13 +436,8 @@ def _check_usable(path: Path, found: archive.Archive) -> None:
 
 def _bench_host(arguments: Namespace) -> int:
     """``fastconv bench --host``: measures how long the host takes to queue calls."""
-    for name in _NOT_WITH_HOST:
-        given = getattr(arguments, name)
-        if given is not None and given is not False:  # a time limit may be 0
-            raise UsageError(
-                f"--host has rows of its own, to which --{_option(name)} does not apply: it takes "
-                "--device, --row-seconds, --output, --json and --quiet"
-            )
+    takes = "it takes --device, --row-seconds, --output, --json and --quiet"
+    _check_apart(arguments, "--host has rows of its own", _NOT_WITH_HOST, takes)
     device = _device(arguments.device)
     if not arguments.json:
         extra("rich")
@@ -449,6 +459,77 @@ def _bench_host(arguments: Namespace) -> int:
     return 1 if any(row.error for row in found.rows) else 0
 
 
+def _bench_networks(arguments: Namespace) -> int:
+    """``fastconv bench --networks``: measures whole networks before and after ``optimize``."""
+    takes = (
+        "they take --mode, --dtype, --batch, --image, --peer, --device, --repeats, --row-seconds, "
+        "--time-limit, --output, --json and --quiet"
+    )
+    _check_apart(arguments, "--networks have rows of their own", _NOT_WITH_NETWORKS, takes)
+    selected, device = _select_networks(arguments), _device(arguments.device)
+    if not is_gpu(device):
+        raise UsageError(f"fastconv.optimize measures on a GPU, and {device} is none")
+    if not arguments.json:
+        extra("rich")
+    files.check_outputs([arguments.output])
+    contestants.settle(device)
+    found = NetworkResults(environment.describe(device))
+    deadline, effort = _deadline(arguments), _effort(arguments)
+    compile = arguments.peer == "compile"
+
+    def work(case: NetworkCase) -> str:
+        if time.perf_counter() >= deadline:
+            found.rows.append(networks.without(case, error=_LATE))
+        else:
+            found.rows.append(networks.row(case, device, effort, compile))
+        _write_row(arguments, found)
+        return report.network_brief(found.rows[-1])
+
+    try:
+        finished = work_through(selected, lambda case: case.label, work, arguments.quiet)
+    finally:
+        _hand_over(arguments, found)  # whatever ended it
+    if not finished:
+        return INTERRUPTED
+    return 1 if any(row.error for row in found.rows) else 0
+
+
+def _select_networks(arguments: Namespace) -> list[NetworkCase]:
+    """The rows of networks that the arguments ask for."""
+    for name in arguments.dtype or ():
+        if name not in networks.CONFIGURATIONS:
+            known = " and ".join(networks.CONFIGURATIONS)
+            raise UsageError(f"--networks are measured in {known}, not in {name}")
+    if arguments.peer == "best":
+        raise UsageError("--networks have the memory format of their row: --peer best has no other")
+    return networks.cases(
+        arguments.networks or networks.NETWORKS,
+        arguments.mode or networks.MODES,
+        arguments.dtype or list(networks.CONFIGURATIONS),
+        arguments.batch,
+        arguments.image,
+    )
+
+
+def _check_apart(arguments: Namespace, what: str, without: Sequence[str], takes: str) -> None:
+    """Raises a UsageError for options of other rows than those that are asked for."""
+    for name in without:
+        given = getattr(arguments, name)
+        if given is not None and given is not False:  # a time limit may be 0
+            raise UsageError(f"{what}, to which --{_option(name)} does not apply: {takes}")
+
+
+def _deadline(arguments: Namespace) -> float:
+    """When no further row begins."""
+    return time.perf_counter() + (
+        math.inf if arguments.time_limit is None else arguments.time_limit
+    )
+
+
+def _effort(arguments: Namespace) -> Effort:
+    return Effort(arguments.repeats or Effort.repeats, arguments.row_seconds)
+
+
 def _option(name: str) -> str:
     return "pass" if name == "passes" else name.replace("_", "-")
 
@@ -457,20 +538,20 @@ def _measure(
     arguments: Namespace, selected: Sequence[Case], device: torch.device, found: Results
 ) -> bool:
     """Fills in the results row by row; whether it got to the end."""
-    limit_s = math.inf if arguments.time_limit is None else arguments.time_limit
-    deadline = time.perf_counter() + limit_s
+    deadline = _deadline(arguments)
     gpu = configurations.device_gpu(device)
     compiled = {} if gpu is None else _build(arguments, selected, gpu, found)
     _say(arguments, "measuring the machine's ceilings")
     found.ceilings = limits.measure(selected, device)
     for doubt in found.doubts:
         _say(arguments, doubt)
-    effort = Effort(arguments.repeats or Effort.repeats, arguments.row_seconds)
-    measuring = Bench(device, arguments.peer or "pytorch", effort, found.ceilings, gpu, compiled)
+    measuring = Bench(
+        device, arguments.peer or "pytorch", _effort(arguments), found.ceilings, gpu, compiled
+    )  # fmt: skip
 
     def work(case: Case) -> str:
         if time.perf_counter() >= deadline:
-            found.rows.append(measuring.failed(case, "not measured: the time limit was reached"))
+            found.rows.append(measuring.failed(case, _LATE))
         else:
             found.rows.append(measuring.row(case))
         _write_row(arguments, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -82,7 +83,8 @@ class Bench:
 
 
 def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) -> list[Timing]:
-    first_calls = [timing.first_call_ms(compute, sets[0]) for compute in passes]
+    device = sets[0].input.device
+    first_calls = [timing.first_call_ms(partial(run, sets[0]), device) for run in passes]
     samples = timing.take_turns(passes, sets, effort)
     return [
         Timing(
@@ -91,7 +93,7 @@ def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) ->
             len(taken),
             first,
             timing.host_us(compute, sets, statistics.median(taken)),
-            timing.extra_mib(compute, sets[0]),
+            timing.extra_mib(partial(compute, sets[0]), device),
         )
         for compute, taken, first in zip(passes, samples, first_calls, strict=True)
     ]

@@ -32,9 +32,7 @@ def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Wo
     Images have the model's own size, or height and width ``side``. A WorkloadError says why where
     there is no such model, or it cannot be run on a batch of images.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about initial weights, which do not matter
-        network, (channels, *size) = _build(name)
+    network, (channels, *size) = build(name)
     if side is not None:
         size = [side, side]
     return layers(network, name, (batch, channels, *size))
@@ -123,11 +121,18 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, int]) -
     return (rows // 2, rows - rows // 2, columns // 2, columns - columns // 2)
 
 
-def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """The model and its channels, height and width.
+def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model of torchvision or else timm of that name, and its channels, height and width.
 
-    Built on the CPU, for constructors may compute with tensors what has to be a number.
+    Built on the CPU, for constructors may compute with tensors what has to be a number. A
+    WorkloadError says that there is no such model, a MissingExtra that neither is installed.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about initial weights, which do not matter
+        return _built(name)
+
+
+def _built(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     torchvision = _library("torchvision.models")
     if torchvision is not None and name in torchvision.list_models():
         return _of_torchvision(torchvision, name)
@@ -136,7 +141,7 @@ def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         network = timm.create_model(name, pretrained=False)
         return network, tuple(network.default_cfg.get("input_size", IMAGE))
     if torchvision is None and timm is None:
-        raise MissingExtra("--model needs torchvision or timm: pip install torchvision")
+        raise MissingExtra(f"{name} needs torchvision or timm: pip install torchvision")
     known = {one for library in (torchvision, timm) if library for one in library.list_models()}
     raise WorkloadError(_unknown(name, sorted(known), torchvision is not None, timm is not None))
 

@@ -3,39 +3,68 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastconv import files
 from fastconv.bench import report
 from fastconv.bench.cases import PASSES, STEP
 from fastconv.bench.console import extra
 from fastconv.bench.limits import Ceilings
-from fastconv.bench.results import Results, Row
+from fastconv.bench.networks import MODES
+from fastconv.bench.results import NetworkResults, NetworkRow, Results, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = dict(zip((*PASSES, STEP), ("#3b6fb6", "#d9822b", "#3d9970", "#8e5ea2"), strict=True))
+NETWORK_COLOURS = dict(zip(MODES, ("#8e5ea2", "#3b6fb6"), strict=True))
 MARKERS = ("o", "s", "^", "D", "v")  # of the modes in a roofline
 BAR_INCHES = 0.17
+
+AnyRow = TypeVar("AnyRow", Row, NetworkRow)
 
 
 def speedups(results: Results) -> Figure:
     """A bar for each row: how many times as fast as the peer, on a logarithmic scale."""
-    rows = results.measured
-    names = list(dict.fromkeys(_bar_name(row) for row in rows))
-    directions = [d for d in COLOURS if any(row.case.direction == d for row in rows)]
+    figure, axes = _bars(results.measured, _bar_name, lambda row: row.case.direction, COLOURS)
+    axes.set_xlabel("speed-up over the peer (right of 1: fastconv is faster)")
+    axes.set_title(_title(results), fontsize=9)
+    return figure
+
+
+def network_speedups(results: NetworkResults) -> Figure:
+    """A bar for each row: how many times as fast as PyTorch's network, on a logarithmic scale."""
+    figure, axes = _bars(
+        results.measured,
+        lambda row: f"{row.network} · {row.configuration}",
+        lambda row: row.mode,
+        NETWORK_COLOURS,
+    )
+    axes.set_xlabel("speed-up of whole networks by fastconv.optimize (right of 1: faster)")
+    axes.set_title(report.title(results), fontsize=9)
+    return figure
+
+
+def _bars(
+    rows: Sequence[AnyRow],
+    name: Callable[[AnyRow], str],
+    kind: Callable[[AnyRow], str],
+    colours: Mapping[str, str],
+) -> tuple[Figure, Axes]:
+    """Bars side by side for the kinds of rows that have a name in common."""
+    names = list(dict.fromkeys(map(name, rows)))
+    kinds = [one for one in colours if any(kind(row) == one for row in rows)]
     figure, axes = _figure(9, 1.6 + BAR_INCHES * (len(rows) + len(names)))
-    height = 0.85 / max(len(directions), 1)
-    for number, direction in enumerate(directions):
-        found = {_bar_name(row): row for row in rows if row.case.direction == direction}
-        places = [names.index(name) + (number + 0.5) * height - 0.425 for name in found]
+    height = 0.85 / max(len(kinds), 1)
+    for number, one in enumerate(kinds):
+        found = {name(row): row for row in rows if kind(row) == one}
+        places = [names.index(at) + (number + 0.5) * height - 0.425 for at in found]
         bars = axes.barh(
             places, [(row.speedup or 1) - 1 for row in found.values()], height, left=1,
-            color=COLOURS[direction], label=direction,
+            color=colours[one], label=one,
         )  # fmt: skip
         axes.bar_label(bars, list(map(report.speedup, found.values())), fontsize=6, padding=2)
     axes.axvline(1, color="black", linewidth=0.8)
@@ -43,12 +72,10 @@ def speedups(results: Results) -> Figure:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)
     _plain_ticks(axes.xaxis, [row.speedup or 1 for row in rows])
-    axes.set_xlabel("speed-up over the peer (right of 1: fastconv is faster)")
-    axes.set_title(_title(results), fontsize=9)
     axes.margins(x=0.12)
     if rows:
         axes.legend(fontsize=8, loc="best")
-    return figure
+    return figure, axes
 
 
 def roofline(results: Results) -> Figure:
@@ -72,23 +99,25 @@ def roofline(results: Results) -> Figure:
 
 
 PLOTS: dict[str, Callable[[Results], Figure]] = {"speedups": speedups, "roofline": roofline}
+NETWORK_PLOTS: dict[str, Callable[[NetworkResults], Figure]] = {"speedups": network_speedups}
 
 
-def write(results: Results, folder: Path) -> list[Path]:
-    """Every plot as PNG and as SVG; the files written."""
-    written = outputs(folder)
-    for name, draw in PLOTS.items():
-        figure = draw(results)
-        for path in (path for path in written if path.stem == name):
-            buffer, suffix = io.BytesIO(), path.suffix[1:]
-            figure.savefig(buffer, format=suffix, dpi=150, metadata=_undated(suffix))
-            files.write(path, buffer.getvalue())
-    return written
+def write(results: Results | NetworkResults, folder: Path) -> None:
+    """Every plot as PNG and as SVG."""
+    if isinstance(results, NetworkResults):
+        figures = {name: draw(results) for name, draw in NETWORK_PLOTS.items()}
+    else:
+        figures = {name: draw(results) for name, draw in PLOTS.items()}
+    for path in outputs(results, folder):
+        buffer, suffix = io.BytesIO(), path.suffix[1:]
+        figures[path.stem].savefig(buffer, format=suffix, dpi=150, metadata=_undated(suffix))
+        files.write(path, buffer.getvalue())
 
 
-def outputs(folder: Path) -> list[Path]:
+def outputs(results: Results | NetworkResults, folder: Path) -> list[Path]:
     """The files that :func:`write` writes there."""
-    return [folder / f"{name}.{suffix}" for name in PLOTS for suffix in ("png", "svg")]
+    names = NETWORK_PLOTS if isinstance(results, NetworkResults) else PLOTS
+    return [folder / f"{name}.{suffix}" for name in names for suffix in ("png", "svg")]
 
 
 def inline_svg(figure: Figure) -> str:

@@ -16,6 +16,9 @@ from fastconv.bench.results import (
     HostResults,
     HostRow,
     HostTiming,
+    NetworkResults,
+    NetworkRow,
+    Overall,
     Results,
     Row,
     Sum,
@@ -37,6 +40,13 @@ HOST_NOTE = (
     "time of the host to queue a call (on a CPU, to compute it): median of interleaved samples "
     "(quartiles); ratio: fastconv's over PyTorch's, below 1 is less"
 )
+NETWORKS_NOTE = (
+    "a step of the whole network, eager, the host's time included: median of interleaved samples ± "
+    "half the interquartile range; layers: convolutions that fastconv.optimize exchanged, of all; "
+    "layers' ms: GPU time of all convolutions one by one, by PyTorch / as chosen; difference: of "
+    "the results, in the norm; extra: peak memory beyond the results; first call: PyTorch's with "
+    "trying out algorithms, ours after optimize"
+)
 SUM_NOTE = (
     "count: how often the model has the layer, and its layers in all; sum: of each row's time so "
     "often, but a first layer has no input gradient"
@@ -52,6 +62,11 @@ RIGHT = (
 )  # fmt: skip
 _HOST_LEFT = ("row", "call")
 _HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
+_NETWORK_LEFT = ("network", "mode", "configuration", "images")
+_NETWORK_RIGHT = (
+    "fastconv ms", "PyTorch ms", "speed-up", "torch.compile ms", "over it", "layers", "layers' ms",
+    "optimize s", "difference", "extra MiB", "first call ms",
+)  # fmt: skip
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
 _STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
 _CHECK = ("compared", "error", "PyTorch's", "max. error", "PyTorch's", "of bound", "check")
@@ -156,13 +171,19 @@ class Brief:
 
 def table(results: AnyResults) -> Table:
     """A table for the terminal."""
-    return _host_table(results) if isinstance(results, HostResults) else _results_table(results)
+    if isinstance(results, HostResults):
+        return _host_table(results)
+    if isinstance(results, NetworkResults):
+        return _networks_table(results)
+    return _results_table(results)
 
 
 def markdown(results: AnyResults) -> str:
     """A table for the documentation, with its legend."""
     if isinstance(results, HostResults):
         return _host_markdown(results)
+    if isinstance(results, NetworkResults):
+        return _networks_markdown(results)
     return _results_markdown(results)
 
 
@@ -222,6 +243,62 @@ def _ratio(row: HostRow) -> str:
     return f"{row.ratio:.2f}" + ("?" if row.unsteady else "")
 
 
+def _networks_table(results: NetworkResults) -> Table:
+    lines = (_host_path(results), NETWORKS_NOTE, *_overall(results), *_unsteady(results))
+    caption = "\n".join((*lines, *_network_failures(results)))
+    rows = list(map(_network_cells, results.rows))
+    return _table(title(results), caption, _NETWORK_LEFT, _NETWORK_RIGHT, rows)
+
+
+def _networks_markdown(results: NetworkResults) -> str:
+    legend = f"{title(results)}; {_host_path(results)}; {NETWORKS_NOTE}."
+    rows = _markdown(_NETWORK_LEFT, _NETWORK_RIGHT, list(map(_network_cells, results.rows)))
+    after = [*_overall(results), *_network_failures(results)]
+    return _section(legend, _unsteady(results), rows, after)
+
+
+def _network_cells(row: NetworkRow) -> Cells:
+    """The cells of a network's row; those of one without times are empty but for the first."""
+    head, done = (row.network, row.mode, row.configuration, row.images), row.optimized
+    if not (row.ours and row.peer and done):
+        verdict = "skipped" if row.skipped else "failed"
+        return (*head, verdict, *[""] * (len(_NETWORK_RIGHT) - 1))
+    ours, peer, compiled = row.ours, row.peer, row.compiled
+    return (
+        *head,
+        _time(ours),
+        _time(peer),
+        speedup(row),
+        _time(compiled) if compiled else "",
+        f"{row.compiled_speedup:.2f}x" if compiled else "",
+        f"{done.exchanged} of {done.layers}" + (", fused" if done.fused else ""),
+        f"{done.before_ms:.4g} / {done.after_ms:.4g}",
+        f"{done.seconds:.1f}",
+        "" if row.difference is None else f"{row.difference:.1e}",
+        _pair(ours.extra_mib, peer.extra_mib),
+        _pair(ours.first_call_ms, peer.first_call_ms),
+    )
+
+
+def network_brief(row: NetworkRow) -> str:
+    """The outcome of a network's row in a few words."""
+    if not (row.ours and row.peer):
+        return str(row.complaint)
+    return f"{_time(row.ours)} ms, PyTorch {_time(row.peer)} ms, {speedup(row)}"
+
+
+def _overall(results: NetworkResults) -> list[str]:
+    return list(map(_overall_line, results.overall))
+
+
+def _overall_line(found: Overall) -> str:
+    return (
+        f"{found.mode}, {found.rows} rows: speed-up {found.mean:.2f}x in the geometric mean, "
+        f"{found.of_sums:.2f}x of the sums of times, at least {found.least:.2f}x "
+        f"({found.least_of})"
+    )
+
+
 def changes_table(changes: Sequence[Change]) -> Table:
     def cells(change: Change) -> Cells:
         case = change.case
@@ -274,12 +351,16 @@ def _unsteady(results: AnyResults) -> list[str]:
     return [UNSTEADY] if any(row.unsteady for row in results.rows) else []
 
 
-def _host_path(results: HostResults) -> str:
+def _host_path(results: HostResults | NetworkResults) -> str:
     return f"host path: {results.environment.get('host_path', 'unknown')}"
 
 
 def _host_failures(results: HostResults) -> list[str]:
     return [f"{row.name} {row.complaint}" for row in results.rows if row.complaint]
+
+
+def _network_failures(results: NetworkResults) -> list[str]:
+    return [f"{row.label} {row.complaint}" for row in results.rows if row.complaint]
 
 
 def _host_time(timing: HostTiming) -> str:
@@ -349,7 +430,7 @@ def _time(timing: Timing) -> str:
     return f"{timing.ms:.4g} ±{timing.spread:.0%}"
 
 
-def speedup(row: Row | Sum) -> str:
+def speedup(row: Row | Sum | NetworkRow) -> str:
     """A measured row's or a sum's speed-up, with a question mark where it says little."""
     return f"{row.speedup:.2f}x" + ("?" if row.unsteady else "")
 

@@ -20,6 +20,7 @@ from fastconv.workloads import from_dict, to_dict
 
 FORMAT = "fastconv bench 1"
 HOST_FORMAT = "fastconv bench --host 1"
+NETWORKS_FORMAT = "fastconv bench --networks 1"
 Kind = TypeVar("Kind")
 LEAST_CHANGE = 0.03  # what clocks and temperature do to the same code from run to run
 
@@ -228,9 +229,7 @@ class HostRow:
     @property
     def complaint(self) -> str | None:
         """Why there are no times, if there are none."""
-        if self.skipped is not None:
-            return f"skipped: {self.skipped}"
-        return None if self.error is None else f"failed: {self.error}"
+        return _complaint(self.skipped, self.error)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio}
@@ -269,7 +268,153 @@ class HostResults:
         files.write(path, self.json())
 
 
-AnyResults: TypeAlias = Results | HostResults
+@dataclass(frozen=True)
+class Optimized:
+    """What ``fastconv.optimize`` did to a network, and what it took for that."""
+
+    layers: int  # 2-D convolutions of the network
+    exchanged: int  # those of them that are ours now
+    folded: int  # BatchNorms that are part of weights now
+    fused: bool
+    measured: int  # of the layers' times; the others were kept from earlier
+    seconds: float
+    before_ms: float  # all calls of layers, one by one, by PyTorch
+    after_ms: float  # and as chosen
+    notes: str
+
+
+@dataclass(frozen=True)
+class NetworkRow:
+    """A step of one network: before and after ``fastconv.optimize``, or else why not."""
+
+    network: str
+    mode: str  # "training", "inference"
+    configuration: str
+    images: str = ""
+    ours: Timing | None = None
+    peer: Timing | None = None  # PyTorch, eager
+    compiled: Timing | None = None  # torch.compile, where it was asked for
+    compile_mode: str | None = None
+    optimized: Optimized | None = None
+    difference: float | None = None  # of the results in inference: the relative one, of the norm
+    skipped: str | None = None  # why it cannot be measured on this machine
+    error: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.network} {self.mode} {self.configuration}"
+
+    @property
+    def speedup(self) -> float | None:
+        return self.peer.ms / self.ours.ms if self.peer and self.ours else None
+
+    @property
+    def compiled_speedup(self) -> float | None:
+        """How many times as fast ours is as ``torch.compile``."""
+        return self.compiled.ms / self.ours.ms if self.compiled and self.ours else None
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether samples spread so much that the speed-ups say little."""
+        return any(one.unsteady for one in (self.ours, self.peer, self.compiled) if one)
+
+    @property
+    def complaint(self) -> str | None:
+        """Why there are no times, if there are none."""
+        return _complaint(self.skipped, self.error)
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"speedup": self.speedup, "compiled_speedup": self.compiled_speedup}
+        return asdict(self) | derived
+
+    @classmethod
+    def from_dict(cls, entry: Any) -> NetworkRow:
+        """Undoes :meth:`to_dict`; a ValueError or a KeyError if that cannot be done."""
+        _expect(entry, dict[str, Any], "a row")
+        for name in ("network", "mode", "configuration", "images"):
+            _expect(entry[name], str, name)
+        for name in ("compile_mode", "skipped", "error"):
+            _expect(entry[name], str | None, name)
+        _expect(entry["difference"], float | None, "difference")
+        ours, peer, compiled = (
+            _object(Timing, entry[name], name) for name in ("ours", "peer", "compiled")
+        )
+        made = cls(
+            entry["network"], entry["mode"], entry["configuration"], entry["images"],
+            ours, peer, compiled, entry["compile_mode"],
+            _object(Optimized, entry["optimized"], "optimized"),
+            entry["difference"], entry["skipped"], entry["error"],
+        )  # fmt: skip
+        measured = ours and peer and made.optimized and ours.ms and peer.ms
+        if not (made.complaint or measured):
+            raise ValueError(f"{made.label} has neither times nor a reason why not")
+        return made
+
+
+@dataclass(frozen=True)
+class Overall:
+    """What the networks' speed-ups in one mode come to."""
+
+    mode: str
+    rows: int
+    mean: float  # the geometric one
+    of_sums: float  # all times of PyTorch over all of ours
+    least: float
+    least_of: str
+
+    @classmethod
+    def of(cls, rows: Sequence[NetworkRow]) -> Overall:
+        """Of measured rows that have the mode in common."""
+        timed = [(row, row.ours.ms, row.peer.ms) for row in rows if row.ours and row.peer]
+        speedups = {row: peer / ours for row, ours, peer in timed}
+        least = min(speedups, key=speedups.__getitem__)
+        return cls(
+            least.mode,
+            len(timed),
+            statistics.geometric_mean(speedups.values()),
+            sum(peer for _, _, peer in timed) / sum(ours for _, ours, _ in timed),
+            speedups[least],
+            f"{least.network}, {least.configuration}",
+        )
+
+
+@dataclass
+class NetworkResults:
+    """The rows of a run of whole networks, and where they come from."""
+
+    environment: dict[str, str]
+    rows: list[NetworkRow] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[NetworkRow]:
+        return [row for row in self.rows if row.complaint is None]
+
+    @property
+    def overall(self) -> list[Overall]:
+        """Of each mode that has measured rows."""
+        modes = dict.fromkeys(row.mode for row in self.measured)
+        return [Overall.of([row for row in self.measured if row.mode == mode]) for mode in modes]
+
+    def json(self) -> str:
+        contents = {
+            "format": NETWORKS_FORMAT,
+            "environment": self.environment,
+            "overall": list(map(asdict, self.overall)),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+        return json.dumps(contents, indent=1) + "\n"
+
+    def write(self, path: Path) -> None:
+        files.write(path, self.json())
+
+
+def _complaint(skipped: str | None, error: str | None) -> str | None:
+    if skipped is not None:
+        return f"skipped: {skipped}"
+    return None if error is None else f"failed: {error}"
+
+
+AnyResults: TypeAlias = Results | HostResults | NetworkResults
 
 
 def read(path: Path) -> Results:
@@ -278,7 +423,7 @@ def read(path: Path) -> Results:
 
 
 def read_any(path: Path) -> AnyResults:
-    """The results that a file holds, of either kind."""
+    """The results that a file holds, of any kind."""
     return _load(path, _read_any)
 
 
@@ -294,11 +439,15 @@ def _load(path: Path, reader: Callable[[Any], Kind]) -> Kind:
 
 def _read_any(contents: Any) -> AnyResults:
     _expect(contents, dict[str, Any], "it")
-    if contents["format"] != HOST_FORMAT:
+    format = contents["format"]
+    if format not in (HOST_FORMAT, NETWORKS_FORMAT):
         return _read(contents)
-    _expect(contents["environment"], dict[str, str], "environment")
-    _expect(contents["rows"], list, "rows")
-    return HostResults(contents["environment"], list(map(HostRow.from_dict, contents["rows"])))
+    environment, rows = contents["environment"], contents["rows"]
+    _expect(environment, dict[str, str], "environment")
+    _expect(rows, list, "rows")
+    if format == HOST_FORMAT:
+        return HostResults(environment, list(map(HostRow.from_dict, rows)))
+    return NetworkResults(environment, list(map(NetworkRow.from_dict, rows)))
 
 
 def _read(contents: Any) -> Results:
@@ -346,7 +495,7 @@ def _words(hint: Any) -> str:
         return " or ".join(map(_words, get_args(hint)))
     names = {
         dict: "an object", list: "a list", str: "text", int: "a whole number",
-        float: "a number from 0 up", NoneType: "null",
+        float: "a number from 0 up", bool: "true or false", NoneType: "null",
     }  # fmt: skip
     return names[get_origin(hint) or hint]
 

@@ -52,12 +52,12 @@ def set_count(one: Tensors, device: torch.device) -> int:
     return max(1, min(wanted, MOST_SETS, int(free * MEMORY_SHARE) // one.bytes))
 
 
-def first_call_ms(compute: Pass, tensors: Tensors) -> float:
+def first_call_ms(run: Run, device: torch.device) -> float:
     """Milliseconds of a contestant's first call, all that it prepares included."""
-    synchronize(tensors.input.device)
+    synchronize(device)
     start = time.perf_counter()
-    compute(tensors)
-    synchronize(tensors.input.device)
+    run()
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -93,14 +93,13 @@ def host_us(compute: Pass, sets: Sequence[Tensors], ms: float) -> float | None:
     return best
 
 
-def extra_mib(compute: Pass, tensors: Tensors) -> float | None:
+def extra_mib(run: Run, device: torch.device) -> float | None:
     """The most memory that a call takes beyond its results, in MiB; None on a CPU."""
-    device = tensors.input.device
     if device.type != "cuda":
         return None
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    results = compute(tensors)  # alive while the memory is read, so that they count in both
+    results = run()  # alive while the memory is read, so that they count in both
     extra = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     del results
     return extra / 2**20

@@ -1,0 +1,478 @@
+"""``fastconv bench --networks``: whole networks. A CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import Loads
+from fastconv import calls, cli, preparation, timing
+from fastconv.bench import models, networks, report, results
+from fastconv.bench.console import MissingExtra
+from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
+from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
+from fastconv.bench.timing import Timing
+from test_optimization import Clock, ResNet, stand_in
+from test_report import _damaged
+
+FLOAT32, BFLOAT16 = (one.name for one in networks.CONFIGURATIONS.values())
+FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0", "--batch", "2"]
+
+
+class Heads(nn.Module):
+    """Two heads in training, as networks for segmentation have them, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 3)
+        self.out, self.aux = nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: Tensor) -> Any:
+        features = self.body(images)
+        found = OrderedDict(out=self.out(features))
+        if self.training:
+            found |= {"aux": self.aux(features), "count": torch.tensor(len(images))}
+        return found
+
+
+class Watched(nn.Module):
+    """Notes the circumstances of its calls."""
+
+    seen: set[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert all(parameter.grad is None for parameter in self.parameters())
+        found: Tensor = self.conv(images)
+        if type(images) is Tensor:  # with data
+            self.seen.add(
+                (
+                    self.training,
+                    found.requires_grad,
+                    found.dtype,
+                    images.dtype,
+                    self.conv.weight.dtype,
+                    images.is_contiguous(memory_format=torch.channels_last),
+                    self.conv.weight.is_contiguous(memory_format=torch.channels_last),
+                    torch.backends.cudnn.allow_tf32,
+                    torch.backends.cudnn.benchmark,
+                )
+            )
+        return found
+
+
+class Fails(nn.Module):
+    """Has too many images, and a reference to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.itself = nn.Conv2d(3, 4, 3), [self]
+
+    def forward(self, images: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture(autouse=True)
+def clock(loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stand_in(tmp_path / "cache", monkeypatch.setattr)
+    found = Clock()
+    monkeypatch.setattr(calls, "clock", found)
+    monkeypatch.setattr(timing, "WARM_UPS", 1)
+    return found
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Has models of these names, and no others."""
+
+    def install(**made: Callable[[], nn.Module]) -> None:
+        def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+            if name not in made:
+                raise MissingExtra(f"{name} needs torchvision")
+            return made[name](), (3, 8, 10)
+
+        monkeypatch.setattr(models, "build", build)
+
+    return install
+
+
+def measured(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> list[Any]:
+    assert cli.main(["bench", *FAST, "--json", "--quiet", "--networks", *arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    found: list[Any] = json.loads(captured.out)["rows"]
+    return found
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+def test_rows_network_by_network() -> None:
+    found = networks.cases(networks.NETWORKS)
+    assert len(found) == 7 * 2 * 2
+    assert [case.label for case in found[:5]] == [
+        f"resnet50 training {FLOAT32}",
+        f"resnet50 inference {FLOAT32}",
+        f"resnet50 training {BFLOAT16}",
+        f"resnet50 inference {BFLOAT16}",
+        f"convnext_tiny training {FLOAT32}",
+    ]
+    batches = {case.network: case.batch for case in found}
+    assert {name for name, batch in batches.items() if batch != 64} == {
+        "unet",
+        "deeplabv3_resnet50",
+    }
+    assert batches["unet"] == batches["deeplabv3_resnet50"] == 16
+    (one,) = networks.cases(["unet", "unet"], [INFERENCE], ["bfloat16"], 3, 32)
+    assert (one.label, one.batch, one.side) == (f"unet inference {BFLOAT16}", 3, 32)
+
+
+def test_every_row_of_two_networks(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(resnet=ResNet, heads=Heads)
+    path = tmp_path / "networks.json"
+    command = ["bench", "--networks", "resnet", "heads", *FAST, "--output", str(path)]
+    assert cli.main(command) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["format"] == results.NETWORKS_FORMAT
+    assert [(row["network"], row["configuration"], row["mode"]) for row in found["rows"]] == [
+        (name, configuration, mode)
+        for name in ("resnet", "heads")
+        for configuration in (FLOAT32, BFLOAT16)
+        for mode in MODES
+    ]
+    for row in found["rows"]:
+        assert row["images"] == "2x3x8x10"
+        assert row["speedup"] == row["peer"]["ms"] / row["ours"]["ms"]
+        assert row["compiled"] is row["compile_mode"] is row["error"] is row["skipped"] is None
+        for timed in (row["ours"], row["peer"]):
+            assert timed["samples"] == 1
+            assert timed["ms"] > 0
+            assert timed["first_call_ms"] > 0
+        optimized, training = row["optimized"], row["mode"] == TRAINING
+        layers, called = {"resnet": (8, 8), "heads": (3, 3 if training else 2)}[row["network"]]
+        assert (optimized["layers"], optimized["exchanged"]) == (layers, called)
+        assert optimized["fused"] == (row["network"] == "resnet" and not training)
+        assert optimized["folded"] == (7 if optimized["fused"] else 0)
+        assert optimized["measured"] > 0
+        assert optimized["seconds"] > 0
+        assert (
+            optimized["before_ms"] == 2 * optimized["after_ms"] == 2 * called
+        )  # as the clock says
+        if training:
+            assert row["difference"] is None
+        else:
+            assert row["difference"] < (1e-5 if row["configuration"] == FLOAT32 else 0.05)
+    read = results.read_any(path)
+    assert isinstance(read, NetworkResults)
+    assert json.loads(read.json()) == found
+    captured = capsys.readouterr()
+    assert "8 of 8, fused" in captured.out
+    assert "training, 4 rows: speed-up" in captured.out
+    assert "[8/8" in captured.err
+
+
+def test_a_row_is_called_as_it_says(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(watched=Watched)
+    for mode in MODES:
+        for dtype, computed in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+            Watched.seen = set()
+            (row,) = measured(capsys, "watched", "--mode", mode, "--dtype", dtype)
+            assert row["error"] is None
+            training, tf32 = mode == TRAINING, dtype == "float32"
+            assert Watched.seen == {
+                (
+                    training, training, computed, torch.float32, torch.float32,
+                    not tf32, not tf32, tf32, True,
+                )
+            }  # fmt: skip
+
+
+def test_a_training_step_is_of_all_float_outputs() -> None:
+    (case,) = networks.cases(["heads"], [TRAINING], ["float32"], 2)
+    network = Heads()
+    contestant = networks._Contestant(case, network, torch.randn(2, 3, 8, 8))
+    assert contestant.first_call_ms > 0
+    assert network.out.bias.grad is None
+    assert contestant.run() == []
+    for head in (network.out, network.aux):
+        torch.testing.assert_close(head.bias.grad, torch.tensor([0.5, 0.5]))
+    contestant.clear()
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_gradients_are_cleared_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = networks.cases(["heads"], [TRAINING], ["float32"], 2)
+    made = [Heads(), Heads()]
+    runs = [networks._Contestant(case, one, torch.randn(2, 3, 8, 8)) for one in made]
+
+    def take_wall_turns(steps: Any, device: Any, effort: Any, before: Any) -> list[list[float]]:
+        for step, prepare in zip(steps, before, strict=True):
+            step()
+            prepare()
+            assert all(p.grad is None for one in made for p in one.parameters())
+        return [[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]]
+
+    monkeypatch.setattr(timing, "take_wall_turns", take_wall_turns)
+    first, second = networks._timings(runs, torch.device("cpu"), timing.Effort())
+    assert (first.ms, first.spread, first.samples) == (2.0, 0.5, 3)
+    assert (second.ms, second.spread, second.first_call_ms) == (4.0, 0.0, runs[1].first_call_ms)
+
+
+def test_torch_compile_is_a_peer_in_inference(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def compile(network: nn.Module, mode: str) -> nn.Module:
+        asked.append((type(network), network.training, mode))
+        return network
+
+    monkeypatch.setattr(torch, "compile", compile)
+    install(heads=Heads)
+    training, inference = measured(capsys, "heads", "--dtype", "float32", "--peer", "compile")
+    assert asked == [(Heads, False, "default")]
+    assert training["compiled"] is training["compile_mode"] is training["compiled_speedup"] is None
+    assert inference["compile_mode"] == "default"
+    assert inference["compiled_speedup"] == inference["compiled"]["ms"] / inference["ours"]["ms"]
+
+
+def test_results_that_cannot_be_compared_are_a_failure() -> None:
+    one = torch.tensor([3.0, 4.0])
+    assert networks._difference([one, one], [one, one + torch.tensor([0.0, 0.5])]) == 0.1
+    for wrong in (torch.tensor([0.0, 0.0]), torch.tensor([torch.nan, 1.0])):
+        with pytest.raises(ValueError, match="outputs cannot be compared"):
+            networks._difference([wrong], [wrong])
+
+
+# --- What does not go well ------------------------------------------------------------------------
+
+
+def test_one_failing_network_loses_no_other(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(fails=Fails, heads=Heads)
+    arguments = ("fails", "absent", "heads", "--mode", "inference", "--dtype", "float32")
+    fails, absent, heads = measured(capsys, *arguments, status=1)
+    assert fails["error"] == "out of memory: a smaller --batch than 2 may fit"
+    assert absent["skipped"] == "absent needs torchvision"
+    assert heads["speedup"] > 0
+    assert measured(capsys, "absent", "--dtype", "bfloat16")  # which is no failure
+
+
+def test_networks_are_freed_before_the_next(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def build(kind: type[nn.Module]) -> nn.Module:
+        assert not any(one() for one in made)
+        network = kind()
+        made.append(weakref.ref(network))
+        return network
+
+    install(heads=partial(build, Heads), fails=partial(build, Fails))
+    rows = measured(capsys, "fails", "heads", "--dtype", "float32", status=1)
+    assert [row["error"] is None for row in rows] == [False, False, True, True]
+    assert len(made) == 4
+
+
+def test_no_row_begins_after_the_time_limit(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(heads=lambda: pytest.fail("begun"))
+    rows = measured(capsys, "heads", "--time-limit", "0", status=1)
+    assert {row["error"] for row in rows} == {"not measured: the time limit was reached"}
+    assert len(rows) == 4
+
+
+def test_a_cpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preparation, "_GPU", "cuda")
+    assert cli.main(["bench", "--networks", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said == "fastconv: fastconv.optimize measures on a GPU, and cpu is none\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        *(
+            (
+                ["--networks", *option],
+                "--networks have rows of their own, to which "
+                f"{option[0]} does not apply: they take --mode",
+            )
+            for option in (
+                ["--shape", "1x1x8x8 1x1x3x3"],
+                ["--suite", "real"],
+                ["--model", "resnet50"],
+                ["--divisor", "2"],
+                ["--pass", "forward"],
+                ["--precision", "tf32"],
+                ["--format", "nhwc"],
+                ["--commands"],
+            )
+        ),
+        (["--networks", "--dtype", "float16"], "measured in float32 and bfloat16, not in float16"),
+        (["--networks", "--peer", "best"], "--peer best has no other"),
+        (["--networks", "--mode", "step"], "invalid choice: 'step'"),
+        (["--networks", "--host"], "not allowed with"),
+        (["--networks", "--dry-run"], "not allowed with"),
+        (["--networks", "--compare", "a.json", "b.json"], "not allowed with"),
+        (["--mode", "training"], "--mode is that of --networks, which are not asked for"),
+        (["--host", "--mode", "training"], "--mode is that of --networks"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: Any = cli.main(["bench", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+# --- U-Net ----------------------------------------------------------------------------------------
+
+
+def test_the_unet_is_the_usual_one() -> None:
+    with torch.device("meta"):
+        network = UNet()
+        assert network(torch.empty(1, 3, 256, 256)).shape == (1, 2, 256, 256)
+    layers = [one for one in network.modules() if type(one) is nn.Conv2d]
+    assert sum(one.kernel_size == (3, 3) for one in layers) == len(layers) - 1 == 18
+    assert {one.out_channels for one in layers} == {64, 128, 256, 512, 1024, 2}
+    assert sum(parameter.numel() for parameter in network.parameters()) == 31_037_698
+
+
+def test_the_unet_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(networks, "UNet", partial(UNet, 4))
+    rows = measured(capsys, "unet", "--image", "32", "--dtype", "float32")
+    assert [row["optimized"]["fused"] for row in rows] == [False, True]
+    for row in rows:
+        assert row["images"] == "2x3x32x32"
+        assert row["optimized"]["layers"] == row["optimized"]["exchanged"] == 19
+    (row,) = measured(capsys, "unet", "--image", "20", "--mode", "training", "--dtype", "float32",
+                      status=1)  # fmt: skip
+    assert row["error"].startswith("RuntimeError: Sizes of tensors must match")
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+DONE = Optimized(53, 50, 49, True, 21, 12.25, 8.0, 6.0, "")
+
+
+def network_row(network: str, mode: str, ours: float, peer: float, **more: Any) -> NetworkRow:
+    return NetworkRow(
+        network, mode, FLOAT32, "64x3x224x224", Timing(ours, 0.01, 7, 20.0, extra_mib=100.0),
+        Timing(peer, 0.02, 7, 900.0, extra_mib=110.0), optimized=DONE, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Five rows as if measured on a GPU, the last ones skipped and failed."""
+    compiled = Timing(9.0, 0.01, 7, 30000.0)
+    rows = [
+        network_row("resnet50", TRAINING, 20.0, 25.0),
+        network_row("vgg16", TRAINING, 10.0, 10.0),
+        network_row("vgg16", INFERENCE, 6.0, 12.0, compiled=compiled, compile_mode="default",
+                    difference=2e-4),
+        NetworkRow("vgg19", TRAINING, FLOAT32, skipped="torchvision is not installed"),
+        NetworkRow("unet", TRAINING, BFLOAT16, error="out of memory"),
+    ]  # fmt: skip
+    environment = {"fastconv": "0", "torch": "2", "gpu": "Abacus", "host_path": "native"}
+    written = tmp_path / "networks.json"
+    NetworkResults(environment, rows).write(written)
+    return written
+
+
+def test_overall() -> None:
+    rows = [
+        network_row("a", INFERENCE, 10.0, 40.0),
+        network_row("b", INFERENCE, 30.0, 30.0),
+        NetworkRow("c", INFERENCE, FLOAT32, error="out of memory"),
+    ]
+    (found,) = NetworkResults({}, rows).overall
+    assert found == Overall(INFERENCE, 2, pytest.approx(2.0), 1.75, 1.0, f"b, {FLOAT32}")
+    assert NetworkResults({}, rows[2:]).overall == []
+
+
+def test_tables(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.md"
+    assert cli.main(["report", str(path), "--markdown", str(table)]) == 0
+    text = table.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line[:1] == "|"]
+    assert lines[2] == (
+        f"| resnet50 | training | {FLOAT32} | 64x3x224x224 | 20 ±1% | 25 ±2% | 1.25x |  |  "
+        "| 50 of 53, fused | 8 / 6 | 12.2 |  | 100 / 110 | 20 / 900 |"
+    )
+    assert lines[4].split(" | ")[7:13] == [
+        "9 ±1%", "1.50x", "50 of 53, fused", "8 / 6", "12.2", "2.0e-04"
+    ]  # fmt: skip
+    assert [line.split(" | ")[4] for line in lines[5:]] == ["skipped", "failed"]
+    shown = capsys.readouterr().out
+    for said in (shown, text):
+        assert "Abacus" in said
+        assert "host path: native" in said
+        assert "training, 2 rows: speed-up 1.12x in the geometric mean, 1.17x of the sums" in said
+        assert "vgg19 training float32 tf32 nchw skipped: torchvision is not installed" in said
+        assert "unet training bfloat16 autocast nhwc failed: out of memory" in said
+    assert f"at least 1.00x (vgg16, {FLOAT32})" in text
+    assert cli.main(["report", str(path), "--json"]) == 0
+    assert capsys.readouterr().out == path.read_text(encoding="utf-8")
+
+
+def test_unsteady_rows_are_marked() -> None:
+    slow = Timing(9.0, 0.2, 7, 1.0)
+    row = network_row("a", INFERENCE, 1.0, 2.0, compiled=slow)
+    assert report.network_brief(row) == "1 ±1% ms, PyTorch 2 ±2% ms, 2.00x?"
+
+
+def test_a_plot_and_no_page(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "plots"
+    assert cli.main(["report", str(path), "--quiet", "--plots", str(folder)]) == 0
+    assert {one.name for one in folder.iterdir()} == {"speedups.png", "speedups.svg"}
+    assert cli.main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 2
+    assert "holds times of networks, of which --html makes nothing" in capsys.readouterr().err
+    assert cli.main(["bench", "--compare", str(path), str(path)]) == 2
+    assert "its format is 'fastconv bench --networks 1'" in capsys.readouterr().err
+
+
+def test_damaged_results_are_refused(path: Path, tmp_path: Path) -> None:
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    contents["rows"] = contents["rows"][2:3]
+    wrong, refused = tmp_path / "damaged.json", []
+    for one in _damaged(contents):
+        wrong.write_text(json.dumps(one), encoding="utf-8")
+        try:
+            report.markdown(results.read_any(wrong))
+        except results.ResultsError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert not any(re.search(r"__|Error|typing|NoneType", said) for said in refused)
