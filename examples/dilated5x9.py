@@ -6936,7 +6936,7 @@ __device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned 
 struct Channels {
   float bias[2] = {0.0f, 0.0f};  // sums of what was loaded since the last flush
   float power[2];                // as float16: what numbers are multiplied by
-  unsigned lossy[2] = {0u, 0u};  // groups of numbers that float16 has not all bits of
+  bool looks = false;            // for numbers that float16 has not all bits of
 };
 
 // Of float32, a thread has one phase of two channels, 8 apart. Adds what it loads to their `bias`.
@@ -6972,7 +6972,14 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
     const auto odd =
         load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
     const float power = channels.power[half];
-    unsigned least = ~0u;
+    if (channels.looks) {
+      unsigned least = ~0u;
+#pragma unroll
+      for (int i = 0; i < kGroupColumns; ++i) {
+        least = min(least, min(magnitude_key(even.element[i]), magnitude_key(odd.element[i])));
+      }
+      if (least < least_key(power)) ++counters()[half];
+    }
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       const float first = even.element[i] * power;
@@ -6983,9 +6990,7 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
       if constexpr (C::parts == 2) {
         fragments[C::parts - 1][i / 2][at] = low_halves(first, second, high, kLowFactor);
       }
-      least = min(least, min(magnitude_key(even.element[i]), magnitude_key(odd.element[i])));
     }
-    channels.lossy[half] += least < least_key(power);
     if constexpr (C::bias) {
       channels.bias[half] +=
           even.element[0] + odd.element[0] + (even.element[1] + odd.element[1]) +
@@ -7101,19 +7106,30 @@ struct Consumer {
     }
   }
 
-  // Tells what it has found of its channels, unless another consumer with the same ones does.
+  // Whether it looks for numbers that float16 has not all bits of, in a step of this output row.
+  // Consumers of the same output channels see the same numbers, and take turns: those of a launch,
+  // for who adds up its sums wants to know of all of them.
+  __device__ static bool has_turn(const Work& work, int output_row) {
+    const int before = work.tile().number();
+    const int in_launch = static_cast<int>(blockIdx.x) % work.tiles;
+    const int turns = min(kSameOutputs, work.tiles - in_launch + before) * kSlices;
+    const int turn = before * kSlices + static_cast<int>(threadIdx.x) / 128 % kSlices;
+    return before <= in_launch && output_row % turns == turn;
+  }
+
+  // Tells what it has found of its channels.
   __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x) - 128;
-    if (!tile.has_bias() || (C::channel_groups == 1 && thread >= 128)) return;
-    const int first = tile.output + thread / 32 * 16 + thread % 32 / 4;
+    const int channel_group = C::channel_groups == 2 ? thread / 128 : 0;
+    const int first =
+        tile.output + channel_group * kOutputs + thread / 32 % 4 * 16 + thread % 32 / 4;
     unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // What is loaded of channels that do not exist is nobody's.
       const int channel = first + 8 * half;
-      if (channel < C::group_out && channels.lossy[half] > 0) {
-        add_to_memory(counts + channel, channels.lossy[half]);
-      }
+      const unsigned lossy = counters()[half];
+      if (channel < C::group_out && lossy > 0) add_to_memory(counts + channel, lossy);
     }
   }
 
@@ -7352,6 +7368,7 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
   // Where numbers are in two parts, `more` collects the sums.
   Sums& totals = C::parts == 2 ? more : sums;
   clear(totals);
+  if constexpr (C::halves) counters()[0] = counters()[1] = 0u;
   int steps = 0;  // since the last flush
   bool flushed = false;
   while (share.more()) {
@@ -7360,6 +7377,9 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
 #pragma unroll 1
     for (int step = 0; step < run.steps; ++step) {
       consumer.wait_for_rows<kOldRows, C::kernel_rows>();
+      if constexpr (C::halves) {
+        consumer.channels.looks = Consumer::has_turn(work, run.output_row(step));
+      }
       consumer.compute(sums, totals, run.image, run.output_row(step), columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {
@@ -8112,6 +8132,7 @@ constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
 constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
 constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
 constexpr int kOutputBlocks = ceil_div(C::group_out, C::channel_groups* kOutputs);
+constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;  // tiles, side by side
 
 // The weights that a block computes.
 struct Tile {
@@ -8133,8 +8154,12 @@ struct Tile {
   }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
-  // Whether no tile of the same output channels comes before this one.
-  __device__ bool has_bias() const { return segment == 0 && piece == 0 && kernel_row == 0; }
+  // How many tiles of the same output channels come before this one.
+  __device__ int number() const {
+    const int rows = kernel_row / C::kernel_rows;
+    return segment / kBlockSegments + kSegmentBlocks * (piece + kPieces * rows);
+  }
+  __device__ bool has_bias() const { return number() == 0; }
 };
 
 // --- The pixels: how blocks walk through images --------------------------------------------------
@@ -8300,10 +8325,16 @@ constexpr int kPixelBytes = kStageChannels * kScalarBytes;
 constexpr int kPhaseBytes = C::stage_columns * kPixelBytes + 8 * kScalarBytes;
 constexpr int kStageBytes = C::grad_channels_last ? kPhases * kPhaseBytes : kStageRows * kRowBytes;
 
-constexpr int kGradRing = 0;  // boxes begin at multiples of 1024 bytes
-constexpr int kInputRing = kGradRing + C::grad_stages * kStageBytes;
-constexpr int kBarriers = kInputRing + C::input_stages * kRowVectors * 16;
+// The cores of a product overlap, two columns of taps. compute-sanitizer takes them to lie one
+// behind the other, and what it believes that products read of the last input row must be shared
+// memory, too.
+constexpr int kInputRing = 0;
+constexpr int kGradRing = round_up(C::input_stages * kRowVectors * 16, C::grad_boxes ? 1024 : 16);
+constexpr int kBarriers = kGradRing + C::grad_stages * kStageBytes;
 static_assert(C::input_stages >= C::kernel_rows + kNewRows, "a step's rows, and some to come");
+
+// Of a consumer's thread and its two channels: groups of numbers that float16 has not all bits of.
+using Counters = unsigned[kConsumers * 128][2];
 
 struct Barriers {
   Barrier input_full[C::input_stages];
@@ -8312,10 +8343,15 @@ struct Barriers {
   Barrier grad_empty[C::grad_stages];
   Barrier box_full[C::grad_stages];  // before it is cleared
 };
-static_assert(kBarriers + sizeof(Barriers) <= C::shared_bytes, "");
+constexpr int kCounters = kBarriers + sizeof(Barriers);
+static_assert(kCounters + (C::halves ? sizeof(Counters) : 0) <= C::shared_bytes, "");
 
 __device__ __forceinline__ Barriers& barriers() {
   return *reinterpret_cast<Barriers*>(shared_memory() + kBarriers);
+}
+// The calling consumer's.
+__device__ __forceinline__ unsigned (&counters())[2] {
+  return (*reinterpret_cast<Counters*>(shared_memory() + kCounters))[threadIdx.x - 128];
 }
 
 // A position in two laps of a ring of stages, whose parities differ. Producers start a lap ahead:
@@ -10362,7 +10398,7 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     product_taps=9, product_octets=1, segments=5, phase_images=8, phase_strips=1, steps=254,
     stage_columns=16, strip_stages=4, strip_weight=990, last_strip_weight=753, input_stages=7,
     grad_stages=2, flush_steps=16, batch=1, producer_registers=56, consumer_registers=224,
-    shared_bytes=223392,
+    shared_bytes=226464,
 )
 SM_90A_WEIGHT_GRAD_FLOAT_TF32_1 = config(
     SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, grad_boxes=False,
@@ -10378,7 +10414,7 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
-            grid=132, block=384, shared_bytes=223392,
+            grid=132, block=384, shared_bytes=226464,
             arguments=(
                 TensorMap(
                     tensor="grad_output", scalar="float", sizes=(496, 4, 64, 2, 508),
@@ -10704,7 +10740,7 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
     SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, kernel_rows=2, segments=2, strip_stages=5,
     strip_weight=1466, last_strip_weight=365, input_stages=3, flush_steps=6,
-    producer_registers=72, consumer_registers=216, shared_bytes=225376,
+    producer_registers=72, consumer_registers=216, shared_bytes=228448,
 )
 SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1 = config(
     SM_90A_WEIGHT_GRAD_FLOAT_TF32_1, parts=2, segments=2, stage_columns=24, strip_stages=1,
@@ -10720,7 +10756,7 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
-            grid=132, block=384, shared_bytes=225376,
+            grid=132, block=384, shared_bytes=228448,
             arguments=(
                 TensorMap(
                     tensor="grad_output", scalar="float", sizes=(496, 4, 64, 2, 508),
