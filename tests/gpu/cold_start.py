@@ -57,7 +57,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = arguments.type == "tf32"
-    network, size = models._build(arguments.model)
+    network, size = models.build(arguments.model)
     if arguments.way != "pytorch":
         network = with_fastconv(network)
     format = torch.channels_last if arguments.channels_last else torch.contiguous_format

@@ -101,8 +101,11 @@ struct Octet {
   }
 };
 
-// Splits so many rows of a stage that the warp has written, in a loop of their own: of few
-// channels, warps have other instructions for each row already, and a cache holds so many.
+// Of few channels, a warp has instructions of its own for each row, and a cache holds so many: it
+// splits numbers in a loop, once they are written.
+constexpr bool kSplitsLater = C::parts == 2 && C::few;
+
+// Splits so many rows of a stage.
 template <int kRows, int kPitch>
 __device__ __forceinline__ void split_rows(unsigned char* first, int lane) {
   constexpr int kLaneBytes = 16, kPieceBytes = 32 * kLaneBytes;
@@ -146,11 +149,16 @@ struct Gatherer {
                         exists ? end : 0);
     }
   }
-  // Writes what was loaded for a row of a stage.
+  // Writes what was loaded for a row of a stage; float32 as it is in two parts, now or later.
   __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
     unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
-    if constexpr (C::parts == 2) {
+    if constexpr (kSplitsLater) {
       *reinterpret_cast<unsigned*>(target) = bits[index][0];
+    } else if constexpr (C::parts == 2) {
+      unsigned high, low;
+      tensor::split(__uint_as_float(bits[index][0]), high, low);
+      *reinterpret_cast<unsigned*>(target) = high;
+      *reinterpret_cast<unsigned*>(target + kPartBytes) = low;
     } else if constexpr (sizeof(Scalar) == 4) {
       *reinterpret_cast<float*>(target) = round_to_even_tf32(__uint_as_float(bits[index][0]));
     } else {
@@ -253,11 +261,9 @@ struct Gatherer {
 
   // Splits what it has written there.
   __device__ __forceinline__ void split(const Shared& shared, int stage) const {
-    constexpr int kPitch = 8 * C::team_warps;
     __syncwarp();
-    split_rows<kWarpRows, kPitch>(shared.rows(stage) + warp * 8 * kSpan, lane);
-    split_rows<kWarpColumns, C::few ? 8 : kPitch>(
-        shared.columns(stage) + warp * kFirstPitch * kSpan, lane);
+    split_rows<kWarpRows, 8 * C::team_warps>(shared.rows(stage) + warp * 8 * kSpan, lane);
+    split_rows<kWarpColumns, 8>(shared.columns(stage) + warp * kFirstPitch * kSpan, lane);
   }
 };
 
@@ -279,7 +285,7 @@ __device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, con
       }
     }
     gatherer.template move<true, kFirst>(shared, ring.stage);
-    if constexpr (C::parts == 2) gatherer.split(shared, ring.stage);
+    if constexpr (kSplitsLater) gatherer.split(shared, ring.stage);
     fence_async_shared();
     __syncwarp();
     if (gatherer.lane == 0) barrier_arrive(shared.full(ring.stage));
