@@ -418,7 +418,7 @@ def test_overall() -> None:
         NetworkRow("c", INFERENCE, FLOAT32, error="out of memory"),
     ]
     (found,) = NetworkResults({}, rows).overall
-    assert found == Overall(INFERENCE, 2, pytest.approx(2.0), 1.75, 1.0, f"b, {FLOAT32}")
+    assert found == Overall(INFERENCE, 2, pytest.approx(2.0), 1.75, 1.0, f"b, {FLOAT32}", None)
     assert NetworkResults({}, rows[2:]).overall == []
 
 
@@ -442,7 +442,8 @@ def test_tables(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert "training, 2 rows: speed-up 1.12x in the geometric mean, 1.17x of the sums" in said
         assert "vgg19 training float32 tf32 nchw skipped: torchvision is not installed" in said
         assert "unet training bfloat16 autocast nhwc failed: out of memory" in said
-    assert f"at least 1.00x (vgg16, {FLOAT32})" in text
+    assert f"at least 1.00x (vgg16, {FLOAT32})\n" in text
+    assert f"(vgg16, {FLOAT32}); 1.50x over torch.compile, in the geometric mean\n" in text
     assert cli.main(["report", str(path), "--json"]) == 0
     assert capsys.readouterr().out == path.read_text(encoding="utf-8")
 

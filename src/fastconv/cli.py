@@ -205,7 +205,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer", choices=PEERS,
         help="PyTorch in the same memory format (the default), the best of both formats, or "
-        "torch.compile with max-autotune",
+        "torch.compile with max-autotune; of --networks also torch.compile, in its default mode",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", type=_positive, metavar="N",

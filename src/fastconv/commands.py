@@ -479,7 +479,7 @@ def _bench_networks(arguments: Namespace) -> int:
 
     def work(case: NetworkCase) -> str:
         if time.perf_counter() >= deadline:
-            found.rows.append(networks.without(case, error=_LATE))
+            found.rows.append(case.outcome(error=_LATE))
         else:
             found.rows.append(networks.row(case, device, effort, compile))
         _write_row(arguments, found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
-from fastconv import calls
+from fastconv import calls, cli
+from fastconv.bench import networks
 from fastconv.optimization import Optimization
 
 pytestmark = pytest.mark.gpu
@@ -115,3 +118,17 @@ def test_another_process_takes_what_was_measured() -> None:
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout.split() == [*found.exchanged]
+
+
+def test_bench_of_networks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(networks, "UNet", partial(networks.UNet, 16, 3))
+    sizes = ["--batch", "4", "--image", "64", "--repeats", "3", "--row-seconds", "1"]
+    assert cli.main(["bench", "--networks", "unet", *sizes, "--json", "--quiet"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["optimized"]["layers"] == 11
+        assert min(row[which]["extra_mib"] for which in ("ours", "peer")) > 0
+        assert row["mode"] == "training" or row["difference"] < BOUNDS["bfloat16"]

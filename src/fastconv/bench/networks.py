@@ -71,7 +71,11 @@ class NetworkCase:
 
     @property
     def label(self) -> str:
-        return f"{self.network} {self.mode} {self.configuration.name}"
+        return self.outcome().label
+
+    def outcome(self, **found: Any) -> NetworkRow:
+        """The row, with what was found."""
+        return NetworkRow(self.network, self.mode, self.configuration.name, **found)
 
     @contextmanager
     def circumstances(self, device: torch.device) -> Iterator[None]:
@@ -107,21 +111,17 @@ def row(case: NetworkCase, device: torch.device, effort: Effort, compile: bool) 
     try:
         with contestants.settings(case.configuration.precision):
             return _measured(case, device, effort, compile and case.mode == INFERENCE)
-    except MissingExtra as why:
-        return without(case, skipped=str(why))
+    except MissingExtra as missing:
+        return case.outcome(skipped=str(missing))
     except Exception as error:  # whatever it is, the other rows are worth having
-        return without(case, error=reason(error, f"a smaller --batch than {case.batch} may fit"))
+        why = reason(error, f"a smaller --batch than {case.batch} may fit")
+        return case.outcome(error=why)
     finally:
+        if compile:
+            torch._dynamo.reset()  # compiled code keeps what it was compiled for
         gc.collect()  # networks are cycles of references, graphs above all
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def without(case: NetworkCase, skipped: str | None = None, error: str | None = None) -> NetworkRow:
-    """The row of a case that was not measured, and why."""
-    return NetworkRow(
-        case.network, case.mode, case.configuration.name, skipped=skipped, error=error
-    )
 
 
 def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: bool) -> NetworkRow:
@@ -131,15 +131,18 @@ def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: 
         optimized: Any = fastconv.optimize(network, images, progress=False)
     runs.append(_Contestant(case, optimized, images))
     if compile:
-        torch._dynamo.reset()
         runs.append(_Contestant(case, torch.compile(network, mode=COMPILE_MODE), images))
     difference = None if case.mode == TRAINING else _difference(runs[0].run(), runs[1].run())
     peer, ours, *compiled = _timings(runs, device, effort)
-    return NetworkRow(
-        case.network, case.mode, case.configuration.name, "x".join(map(str, images.shape)),
-        ours, peer, compiled[0] if compiled else None, COMPILE_MODE if compiled else None,
-        _summarised(network, optimized.fastconv_optimization), difference,
-    )  # fmt: skip
+    return case.outcome(
+        images="x".join(map(str, images.shape)),
+        ours=ours,
+        peer=peer,
+        compiled=compiled[0] if compiled else None,
+        compile_mode=COMPILE_MODE if compiled else None,
+        optimized=_summarised(network, optimized.fastconv_optimization),
+        difference=difference,
+    )
 
 
 def _made(case: NetworkCase, device: torch.device) -> tuple[nn.Module, Tensor]:

@@ -292,10 +292,12 @@ def _overall(results: NetworkResults) -> list[str]:
 
 
 def _overall_line(found: Overall) -> str:
+    over = found.over_compiled
+    compiled = "" if over is None else f"; {over:.2f}x over torch.compile, in the geometric mean"
     return (
         f"{found.mode}, {found.rows} rows: speed-up {found.mean:.2f}x in the geometric mean, "
         f"{found.of_sums:.2f}x of the sums of times, at least {found.least:.2f}x "
-        f"({found.least_of})"
+        f"({found.least_of}){compiled}"
     )
 
 

@@ -361,6 +361,7 @@ class Overall:
     of_sums: float  # all times of PyTorch over all of ours
     least: float
     least_of: str
+    over_compiled: float | None  # the geometric mean, over torch.compile where it was asked for
 
     @classmethod
     def of(cls, rows: Sequence[NetworkRow]) -> Overall:
@@ -368,6 +369,7 @@ class Overall:
         timed = [(row, row.ours.ms, row.peer.ms) for row in rows if row.ours and row.peer]
         speedups = {row: peer / ours for row, ours, peer in timed}
         least = min(speedups, key=speedups.__getitem__)
+        over_compiled = [row.compiled_speedup for row in rows if row.compiled_speedup]
         return cls(
             least.mode,
             len(timed),
@@ -375,6 +377,7 @@ class Overall:
             sum(peer for _, _, peer in timed) / sum(ours for _, ours, _ in timed),
             speedups[least],
             f"{least.network}, {least.configuration}",
+            statistics.geometric_mean(over_compiled) if over_compiled else None,
         )
 
 
