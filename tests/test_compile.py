@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,11 @@ def _assert_same(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_function(backend: str) -> None:
+def test_function(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled anew, and as in a continuous integration, where PyTorch is strict with itself."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CI", "1")
+
     def block(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return fastconv.conv2d(input.sin(), weight, bias, **OPTIONS)
 

@@ -53,6 +53,7 @@ PASSES = ("forward", "input_grad", "weight_grad")
 FORCED = "*"
 GEMM = "gemm"
 HALVES = "halves"
+MIRRORED = "mirrored"
 MOST_TILES = 1000
 
 
@@ -175,13 +176,26 @@ class Gemm(Forced):
                 return plan
         raise Declined("a tile that does not fit")
 
+    layer_of = staticmethod(gemm_weights.layer_of)  # of weight gradients
+
     def _weight_grad(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        layer = gemm_weights.layer_of(problem.without_idle_dilation, operands, gpu)
+        layer = self.layer_of(problem.without_idle_dilation, operands, gpu)
         for tile in gemm_weights.tiles_of(layer, gpu):
             plan = gemm_weights.plan(tile, gpu)
             if self.tile in ((), _tile_of(_main_kernel(plan))):
                 return plan
         raise Declined("a tile that does not fit")
+
+
+@dataclass(frozen=True)
+class Mirrored(Gemm):
+    """The same of a weight gradient whose rows are input channels."""
+
+    layer_of = staticmethod(gemm_weights.mirrored_layer_of)
+
+    @property
+    def word(self) -> str:
+        return f"{self.direction}{FORCED}{MIRRORED}{','.join(map(str, self.tile))}"
 
 
 def _main_kernel(plan: Plan) -> Kernel:
@@ -215,7 +229,7 @@ def planner_of(word: str) -> Planner:
     if not forced:
         chosen: Planner = getattr(planner, direction)
         return chosen
-    kinds = {GEMM: Gemm, HALVES: Halves}
+    kinds = {GEMM: Gemm, HALVES: Halves, MIRRORED: Mirrored}
     name = next((name for name in kinds if tile.startswith(name)), "")
     sizes = tile.removeprefix(name)
     kind = kinds.get(name, Forced)
@@ -253,16 +267,23 @@ GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE, gemm_weights.SOURCE)
 
 def _kind(kernel: Kernel) -> type[Forced]:
     if kernel.source in GEMMS:
-        return Gemm
+        # Taps in reverse are what tells.
+        mirrored = kernel.source == gemm_weights.SOURCE and _backwards(kernel)
+        return Mirrored if mirrored else Gemm
     is_weight_grad = kernel.source == "hopper/weight_grad/weight_grad.cuh"
     return Halves if is_weight_grad and dict(kernel.constants)["halves"] else Forced
+
+
+def _backwards(kernel: Kernel) -> bool:
+    constants: dict[str, Any] = dict(kernel.constants)
+    return bool(constants["weight_stride_width"] < 0)
 
 
 def _forced(work: Work) -> Iterator[Work]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
     kernel, family = _main_kernel(work.plan), work.plan.family
     kind = _kind(kernel)
-    if not isinstance(work.planner, kind):
+    if type(work.planner) is not kind:
         if family in ("hopper", "ampere"):
             yield replace(work, planner=kind(work.direction))
     elif kernel.source in NAMES and not (work.planner.tile or is_small(work)):

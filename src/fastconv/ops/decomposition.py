@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 
 from fastconv.backends.epilogue import applied
+from fastconv.ops.late import when_imported
 from fastconv.ops.schema import OPERATORS, Result, new_bias_grad
 
 Ints = Sequence[int]
@@ -33,6 +34,19 @@ def register() -> None:
         register_decomposition(operator.call)(decomposition)
         # Of symbolic sizes, fake tensors would else be what the decomposition makes of them.
         register_decomposition(operator.call, type="meta")(operator.fake)
+    when_imported("torch._inductor.lowering", _keep_for_inductor)
+
+
+def _keep_for_inductor() -> None:
+    """Has ``torch.compile`` call the operators as they are, without asking why.
+
+    It does anyway; but where the variable ``CI`` is set, it takes a decomposition that it does not
+    use for PyTorch's own mistake, and raises.
+    """
+    from torch._inductor import lowering
+
+    for operator in OPERATORS.values():
+        lowering.make_fallback(operator.call, warn=False)
 
 
 def _forward(

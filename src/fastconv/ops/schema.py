@@ -26,20 +26,20 @@ _DTYPES = frozenset((
 ))  # fmt: skip
 _GEOMETRY = "SymInt[2] stride, SymInt[4] padding, SymInt[2] dilation, SymInt groups, str? precision"
 
+# Results are laid out by how operands are: compilers must not lay these out anew.
+_TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
+
 library = torch.library.Library("fastconv", "DEF")
-library.define(f"forward(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor")
-library.define(
+for _schema in (
+    f"forward(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor",
     "input_grad(Tensor grad_output, Tensor weight, SymInt[2] input_size, "
-    f"{_GEOMETRY}, MemoryFormat? memory_format=None) -> Tensor"
-)
-library.define(
+    f"{_GEOMETRY}, MemoryFormat? memory_format=None) -> Tensor",
     "weight_grad(Tensor grad_output, Tensor input, SymInt[2] kernel_size, "
-    f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)"
-)
-library.define(
+    f"{_GEOMETRY}, bool bias, MemoryFormat? memory_format=None) -> (Tensor, Tensor)",
     "fused(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-    f"{_GEOMETRY}, str activation, float slope) -> Tensor"
-)
+    f"{_GEOMETRY}, str activation, float slope) -> Tensor",
+):
+    library.define(_schema, tags=_TAGS)
 
 # forward(input, weight, bias, stride, padding, dilation, groups, precision) -> output
 #   padding is (top, bottom, left, right); precision None follows PyTorch's setting when it runs.
