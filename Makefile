@@ -24,7 +24,7 @@ types: .venv/ready
 
 # Half of the time, mostly in the emulator: beside the others. What these say comes last. A shell has
 # what runs in the background ignore Ctrl-C, which test_command and test_jit are about.
-LONGEST := tests/emulator tests/test_export.py
+LONGEST := tests/emulator
 test-cpu: .venv/ready
 	@log=$$(mktemp); $(BIN)/pytest -m "not gpu" $(LONGEST) > $$log 2>&1 & emulator=$$!; \
 	$(BIN)/pytest -m "not gpu" $(addprefix --ignore ,$(LONGEST)); others=$$?; \
