@@ -217,7 +217,7 @@ WORKS += MIRRORED
 
 
 RUN = some(WORKS, one_in=4)
-RUN += [work for work in (*PARTS, *MIRRORED) if work not in RUN]
+RUN += [work for work in some([*PARTS, *MIRRORED], one_in=2) if work not in RUN]
 PLANE_WORK = next(work for work in WORKS if work.case == PLANES)
 
 
