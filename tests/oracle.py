@@ -17,6 +17,21 @@ _ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1}
 _OTHER_ROUNDINGS = 4
 
 
+# By their names in fastconv; leaky_relu with the slope that it has by default.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
 def conv2d(
     input: Tensor,
     weight: Tensor,

@@ -37,18 +37,9 @@ by_python = pytest.mark.parametrize("host_path", ["python"], indirect=True)
 
 FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
-    "identity": lambda x: x,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "leaky_relu": F.leaky_relu,
+    **oracle.ACTIVATIONS,
     ("leaky_relu", 0.2): lambda x: F.leaky_relu(x, 0.2),
     ("leaky_relu", -1): lambda x: F.leaky_relu(x, -1),
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "hardswish": F.hardswish,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
 }
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 INPUT, WEIGHT, BIAS = (2, 4, 5, 6), (6, 2, 3, 2), (6,)

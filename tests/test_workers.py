@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import pytest
 
 from fastconv.jit import launch
 from fastconv.jit.workers import Workers
+from test_jit import in_threads
 
 PATIENCE_S = 60
 
@@ -178,16 +178,7 @@ def test_many_threads() -> None:
             except BaseException as error:
                 wrong.append(error)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(use, 8)
     _idle(workers)
     assert not wrong
     assert max(at_once) <= most

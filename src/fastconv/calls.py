@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional
 
 from fastconv import _frozen, _precision, preparation, timing
 from fastconv._precision import Precision, precision
 from fastconv.backends import cuda
-from fastconv.functional import Activation
+from fastconv.backends.epilogue import applied
+from fastconv.functional import Activation, activation_of
 from fastconv.jit import cache as disk
 from fastconv.jit import compile
 from fastconv.kernels import planner
 from fastconv.kernels.family import Plan
 from fastconv.kernels.hopper.correlate import tuned
 from fastconv.modules import PYTORCHS, FusedConv2d
+from fastconv.problem import Epilogue
 from fastconv.timing import Effort, Run
 
 LEAST_GAIN = 0.01
@@ -149,19 +150,6 @@ def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Ite
 
 # --- Made again -----------------------------------------------------------------------------------
 
-_PYTORCHS_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "relu": functional.relu,
-    "relu6": functional.relu6,
-    "leaky_relu": functional.leaky_relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "hardswish": functional.hardswish,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-"""What a layer of PyTorch's is followed by in place of an activation of ours."""
-
 
 class Trial:
     """A call with random data, by PyTorch's layer and by ours.
@@ -190,10 +178,8 @@ class Trial:
 
     def pytorchs_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
         with self._settings():
-            output = self._pytorchs.forward(input)
-            if residual is not None:
-                output = output + residual
-            return _activated(output, self.call.activation)
+            epilogue = Epilogue(*activation_of(self.call.activation))
+            return applied(self._pytorchs.forward(input), residual, epilogue)
 
     def ours_forward(self, input: Tensor, residual: Tensor | None) -> Tensor:
         with self._settings():
@@ -228,19 +214,12 @@ def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
     return made
 
 
-def _activated(output: Tensor, activation: Activation | None) -> Tensor:
-    if activation is None:
-        return output
-    name, *slope = (activation,) if isinstance(activation, str) else activation
-    return _PYTORCHS_ACTIVATIONS[name](output, *slope)
-
-
 def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
     """How our passes of a call would be computed; nothing is."""
     with FakeTensorMode():
         trial = Trial(call, layer, device)
     needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
-    return {need: preparation.planned(need) for need in needs}
+    return {need: cuda.begun(need) for need in needs}
 
 
 # --- Timed ----------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def conv2d(
         return autograd.forward_here(input, weight, bias, stride, sides, dilation, groups, mode)
     return autograd.fused_here(
         _convolution, input, weight, bias, residual, stride, sides, dilation, groups, mode,
-        *_activation(activation),
+        *activation_of(activation),
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _batch_of_one(residual: Tensor) -> Tensor:
     return residual.unsqueeze(0)
 
 
-def _activation(value: Activation | None) -> tuple[str, float]:
+def activation_of(value: Activation | None) -> tuple[str, float]:
     """The activation's name and slope; names are checked where all arguments are."""
     if value is None:
         return "identity", 0.0

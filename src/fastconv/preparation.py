@@ -105,7 +105,7 @@ def prepare(
     """
     start = time.perf_counter()
     needs = needs_of(model, example, named)
-    plans = {need: planned(need) for need in needs}
+    plans = {need: cuda.begun(need) for need in needs}
     kernels, new = make_ready(plans, shower("compiled {} of {} kernels", progress))
     passes = (
         PreparedPass(
@@ -114,13 +114,6 @@ def prepare(
         for need, plan in plans.items()
     )
     return Preparation(tuple(passes), kernels, new, time.perf_counter() - start)
-
-
-def planned(need: cuda.Need) -> Plan:
-    """The plan; its kernels are compiled while others are planned."""
-    plan, device = cuda.planned(need), need.device
-    launch.begin((one.kernel for one in plan.launches), cuda.gpu(device).architecture, device)
-    return plan
 
 
 Show = Callable[[int, int], None]

@@ -19,18 +19,12 @@ import oracle
 from fastconv import native
 from gpu.helpers import CUDA, FORMATS, PLACES, precompile
 
+LEAKY = ("leaky_relu", 0.2)
 FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    ("leaky_relu", 0.2): lambda x: F.leaky_relu(x, 0.2),
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "hardswish": F.hardswish,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
+    LEAKY if name == "leaky_relu" else name: function
+    for name, function in oracle.ACTIVATIONS.items()
 }
+FUNCTIONS[LEAKY] = lambda x: F.leaky_relu(x, 0.2)
 Layer = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
 """Sizes of input and weight, and options."""
 

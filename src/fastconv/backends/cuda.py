@@ -7,7 +7,7 @@ workspace and launches.
 from __future__ import annotations
 
 import threading
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -264,16 +264,17 @@ def take_latest() -> Need | None:
 
 def begin(need: Need) -> None:
     """Has a pass planned and its kernels compiled in the background, for :func:`ready` to find."""
-    if need in _made:
-        return
-    architecture = gpu(need.device).architecture
+    if need not in _made:
+        gpu(need.device)  # is asked here, once, and not in the background
+        launch.begin_work(need, partial(begun, need))
 
-    def work() -> Plan:
-        plan = planned(need)
-        launch.begin((one.kernel for one in plan.launches), architecture, need.device)
-        return plan
 
-    launch.begin_work(need, work)
+def begun(need: Need) -> Plan:
+    """The plan; its kernels are compiled in the background, while others are planned."""
+    plan = planned(need)
+    kernels = (one.kernel for one in plan.launches)
+    launch.begin(kernels, gpu(need.device).architecture, need.device)
+    return plan
 
 
 def planned(need: Need) -> Plan:

@@ -29,7 +29,6 @@ from fastconv.kernels.hopper.correlate import tuned
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import Problem
 
-KIND = "plan"
 _FORMAT = (1, 0)
 _CLASSES = {one.__name__: one for one in (Plan, Launch, Kernel, TensorMap, Im2colMap)}
 _CLASS = "class"
@@ -39,12 +38,12 @@ def kept(plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Swi
     """The plan of a pass: the one that is kept, or a new one, which is kept from now on."""
     asked = repr((plan.__name__, problem, operands, gpu, switch))
     key = disk.key(asked, {}, (_sources(), repr(tuned.table())), _FORMAT)
-    encoded = disk.load(KIND, key)
+    encoded = disk.load(disk.PLAN, key)
     found = None if encoded is None else decode(encoded)
     if found is None:
         found = plan(problem, operands, gpu, switch)
         about = {"source": f"{plan.__name__}, {found.family}", "architecture": gpu.architecture}
-        disk.store(KIND, key, encode(found), about)
+        disk.store(disk.PLAN, key, encode(found), about)
     return found
 
 

@@ -126,9 +126,9 @@ class Layer:
 
     @property
     def sums_bias(self) -> bool:
-        """Whether products give the bias's gradient: not if operands are rounded."""
-        exact = self.operands.scalar_bytes == 2 and not self.mirrored
-        return self.operands.bias_grad and exact
+        """Whether products give the bias's gradient: not if operands are rounded, or mirrored."""
+        rounded = self.operands.scalar_bytes == 4
+        return self.operands.bias_grad and not (rounded or self.mirrored)
 
     @property
     def grad_output(self) -> tuple[int, tuple[int, int], bool]:
