@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,6 +58,29 @@ def _in_stages_of(columns: int) -> Planner:
 BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
 
 
+def _in_boxes_of(columns: int, halves: bool) -> Planner:
+    """With stages that one tensor copy brings, even where others are faster."""
+    ways = by_tiles._products
+
+    def of_images(*arguments: Any) -> Iterator[by_tiles.Tile]:
+        tiles = ways(*arguments)
+        return (tile for tile in tiles if tile.layer.has_boxes and tile.phase_strips == 1)
+
+    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        with (
+            mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
+            mock.patch.object(by_tiles, "_products", of_images),
+        ):
+            tile = by_tiles.choose_tile(problem, operands, gpu, halves=halves)
+        assert tile.grad_boxes
+        return by_tiles.plan(tile, gpu)
+
+    return weight_grad
+
+
+IN_BOXES = {kind: _in_boxes_of(*kind) for kind in product((16, 32, 64), (False, True))}
+
+
 # Dtype, precision, and the relative error allowed.
 MODES = {
     "tf32": (torch.float32, "tf32", 5e-7),
@@ -106,6 +130,18 @@ LEADS = (
 )
 
 
+# Of all types: whole rows, and rows of pixels that follow each other; planes that begin at two,
+# four or eight distances from a multiple of 16 bytes, a tile for each.
+BOXES = (
+    ("tf32", Case("boxes", (6, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 32, 1),
+    ("ieee", Case("boxes that are cleared", (5, 9, 6, 40), (70, 9, 3, 3)), 16, 1),
+    ("bfloat16", Case("boxes of pairs of images", (10, 9, 4, 66), (24, 9, 1, 3)), 64, 1),
+    ("float16", Case("boxes of two classes", (8, 16, 12, 44), (136, 16, 3, 3)), 32, 2),
+    ("bfloat16", Case("boxes of eight", (8, 9, 7, 41), (24, 9, 1, 1)), 32, 8),
+    ("tf32", Case("boxes of four, of groups", (3, 18, 5, 42), (40, 9, 3, 2), groups=2), 32, 4),
+)
+
+
 def _work(
     case: Case, mode: str, channels_last: bool = False, aligned: bool = True, bias: bool = False
 ) -> Work:
@@ -133,6 +169,12 @@ def _works() -> list[Work]:
 
 WORKS = _works()
 RUN = some(WORKS, one_in=7)
+BOX_WORKS = [
+    replace(_work(case, mode, bias=i % 2 == 0), planner=IN_BOXES[columns, False])
+    for i, (mode, case, columns, _) in enumerate(BOXES)
+]
+WORKS += BOX_WORKS
+RUN += BOX_WORKS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -272,6 +314,46 @@ def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
     assert begins[:, 1].max() < c["steps"]
     steps = (ends - begins) @ torch.tensor([c["steps"], 1])
     assert 0 < steps.min() <= steps.max() < 2 * walks * c["steps"] / workers
+
+
+def test_classes_of_planes() -> None:
+    found = [dict(work.plan.launches[0].kernel.constants)["plane_classes"] for work in BOX_WORKS]
+    assert found == [classes for *_, classes in BOXES]
+
+
+CLEARED = """
+#include "hopper/weight_grad/copy.cuh"
+extern "C" __global__ void cleared(int* others, int* columns) {
+  using namespace fastconv;
+  using namespace fastconv::hopper;
+  for (int i = 0; i < 3 * kStageBytes; ++i) shared_memory()[i] = 1;
+  unsigned char* const stage = shared_memory() + kStageBytes;
+  clear_box(stage, {0, 0, 48, 8}, 0);
+  *others = *columns = 0;
+  for (int i = 0; i < 3 * kStageBytes; ++i) {
+    const int row = i % kStageBytes / kRowBytes;
+    const int column = (i % kRowBytes ^ swizzle_of(row)) / kScalarBytes;
+    const bool of_stage = i / kStageBytes == 1 && column < 8;
+    if (shared_memory()[i] == 0) ++(of_stage ? *columns : *others);
+  }
+}
+"""
+
+
+def test_a_stage_that_begins_beyond_its_row(tmp_path: Path) -> None:
+    """It has zeros alone, and its neighbours in shared memory stay as they are."""
+    work = replace(_work(Case("beyond", (4, 9, 4, 47), (20, 9, 1, 1)), "tf32"), gpu=H200)
+    launch = replace(work, planner=IN_BOXES[16, False]).plan.launches[0]
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    assert round_up(c["out_width"] + c["lead"], 8) == 56
+    source = tmp_path / "cleared.cuh"
+    source.write_text(CLEARED)
+    cleared = Kernel(str(source), "cleared", launch.kernel.constants)
+    found = {name: torch.zeros(1, dtype=torch.int32) for name in ("others", "columns")}
+    stage = 64 * 4 * 64
+    run_launches([Launch(cleared, (1, 1, 1), 1, 3 * stage, ("others", "columns"))], found)
+    assert found["others"].item() == 0
+    assert found["columns"].item() == stage // 32 // 64 * 8 * 4
 
 
 # An arrival after copies alone (1) says nothing of what the thread has written itself. No memory of

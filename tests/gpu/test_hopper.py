@@ -56,7 +56,7 @@ from gpu.helpers import (
 from strategies import Convolution
 
 pytestmark = [
-    pytest.mark.usefixtures("_poisoned_memory"),
+    pytest.mark.usefixtures("_poisoned_memory", "_plans_made_anew"),
     pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 
@@ -114,7 +114,13 @@ def _run_work(work: Work, tensors: Tensors) -> Tensor:
     """The pass on the GPU, from and to tensors that lie in memory as the work says."""
     input, weight, bias, grad_output, output = (
         tensor.to(CUDA) if work.aligned else placed(tensor.to(CUDA), _format(tensor), False)
-        for tensor in (*vars(tensors).values(), new_output(work))
+        for tensor in (
+            tensors.input,
+            tensors.weight,
+            tensors.bias,
+            tensors.grad_output,
+            new_output(work),
+        )
     )
     problem = work.case.problem
     with _planned_as(work):

@@ -174,7 +174,9 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "grouped": c["groups"] > 1,
         "lead": c["lead"] > 0,
         "shifted": not last and c["grad_vector"] < vector,
-        "copied": c["grad_vector"] if last else gcd(c["out_width"], c["grad_vector"]),
+        "copied": 0
+        if c["grad_boxes"]
+        else gcd(c["grad_vector"], vector if last else c["out_width"]),
         "row step": row_step > 1,
         "old rows": phases < c["kernel_rows"],
         "whole pixels": last and c["groups"] * c["group_out"] == c["channel_groups"] * OUTPUTS,
@@ -202,13 +204,13 @@ WEIGHT_GRAD = Anatomy(
     parts={
         "load": ("16 bits", "parts", "halves", "ties_to_even", "in_channels_last",
                  "vector_input", "old rows", "phases", "across", "grad_boxes"),
-        "copy": ("16 bits", "grad_channels_last", "grad_bulk", "grad_boxes", "lead", "shifted",
-                 "copied", "whole pixels", "phases"),
+        "copy": ("16 bits", "grad_channels_last", "grad_bulk", "grad_boxes", "plane_classes",
+                 "lead", "shifted", "copied", "whole pixels", "phases"),
         "multiply": ("Scalar", "parts", "halves", "ties_to_even", "bias", "grad_channels_last",
                      "channel_groups", "whole planes", "several segments", "across", "lead",
-                     "shifted", "whole stages", "grad_boxes"),
+                     "shifted", "whole stages", "grad_boxes", "plane_classes"),
         "reduce": ("Scalar", "parts", "halves", "repairs", "bias", "grouped", "channel_groups",
-                   "across"),
+                   "plane_classes", "across"),
     },
 )  # fmt: skip
 

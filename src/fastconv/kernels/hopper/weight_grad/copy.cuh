@@ -19,12 +19,12 @@ static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < k
 static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
               "");
 
-// By how many columns a step begins early: all phases and channels of a row are aligned alike.
-__device__ __forceinline__ int early(int output_row) {
+// By how many columns a step begins early: all phases and channels of a class are aligned alike.
+__device__ __forceinline__ int early(int output_row, int of_class = 0) {
   // The row may be beyond the image, but the last bits are right in any case.
-  return C::lead == 0 ? 0
-                      : static_cast<int>(static_cast<unsigned>(output_row) * C::out_width %
-                                         static_cast<unsigned>(kVector));
+  const unsigned first = static_cast<unsigned>(output_row) * C::out_width +
+                         static_cast<unsigned>(of_class) * kOutChannel;
+  return C::lead == 0 ? 0 : static_cast<int>(first % static_cast<unsigned>(kVector));
 }
 
 // Where a phase of a step lies in grad_output.
@@ -340,14 +340,16 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
 __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const Work& work) {
   tensor_map_prefetch(grad_output);
   const Tile tile = work.tile();
-  const int channel = tile.group * C::group_out + tile.output;
+  const int channel = (tile.group * C::group_out + tile.output) / kClasses;
+  const int plane = tile.of_class() * kOutChannel;
   for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     Barrier* const full = (kClears ? barriers().box_full : barriers().grad_full) + at.stage();
     const int images = place.image / kLanePhases;
     barrier_arrive_expect(full, kStageBytes);
     if constexpr (kClears) {
       fence_async_shared();  // the stage was written to
-      const int pixel = place.row * C::out_width + place.column - early(place.row);
+      const int first = place.column - early(place.row, tile.of_class());
+      const int pixel = plane + place.row * C::out_width + first;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
     } else {
       tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);
@@ -357,6 +359,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
 
 // Writes zeros to columns of a lane's rows.
 __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, int end) {
+  if (begin >= end) return;  // as in most stages, which consumers wait for
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) % 32; row < kStageRows; row += 32) {
 #pragma unroll 1
@@ -367,13 +370,21 @@ __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, i
   }
 }
 
-// A warp: clears every box beyond its row's ends, and hands it over.
+// What a box has beyond its row's ends.
+__device__ __forceinline__ void clear_box(unsigned char* stage, const StagePlace& place,
+                                          int of_class) {
+  const int first = place.column - early(place.row, of_class);
+  clear_columns(stage, 0, -first);
+  // It may begin beyond the row's end.
+  clear_columns(stage, max(C::out_width - first, 0), place.columns);
+}
+
+// A warp: clears every box, and hands it over.
 __device__ __forceinline__ void clear_boxes(const Work& work) {
+  const int of_class = work.tile().of_class();
   for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     barrier_wait(&barriers().box_full[at.stage()], 1u - at.parity());
-    const int first = place.column - early(place.row);
-    clear_columns(grad_stage(at), 0, -first);
-    clear_columns(grad_stage(at), C::out_width - first, place.columns);
+    clear_box(grad_stage(at), place, of_class);
     fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().grad_full[at.stage()]);

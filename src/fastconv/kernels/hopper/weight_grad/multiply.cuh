@@ -16,30 +16,36 @@ constexpr int kGroupColumns = 4;
 constexpr int kGroupProducts = 2;
 using Fragments = unsigned[C::parts][kGroupProducts][4];
 
-// Where a thread's rows begin: of two channels, 8 apart, in its phases.
+// Where a thread's rows begin, in bytes of a stage: of two channels, 8 apart, in its phases.
+constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
+constexpr int kNextPhase = kStageChannels * 4 * kRowBytes;
 struct FragmentRows {
-  int offsets[2][kLanePhases];  // bytes, in a stage
-  int swizzle;                  // of their columns: the same for all of them
+  int first;                   // with its swizzle, which is the same for all of them
+  int shifts[2][kLanePhases];  // of rows that begin as far beyond it as in global memory
 };
 
 // 4 columns of a channel and phase, in pieces as wide as its start allows.
 template <class T>
-__device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
-                                                                 int column, int swizzle) {
+__device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* stage,
+                                                                 const FragmentRows& rows, int half,
+                                                                 int phase, int column) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
-      columns.element[i] = *reinterpret_cast<const T*>(row + (column + i) * kPixelBytes);
+      columns.element[i] = *reinterpret_cast<const T*>(stage + rows.first + half * kNextHalf +
+                                                       (column + i) * kPixelBytes);
     }
   } else {
     constexpr int kPiece = gcd(C::grad_vector, kGroupColumns);
     using Piece = Vector<T, kPiece>;
+    const int at = column * kScalarBytes;
+    const unsigned char* const row = stage + (C::grad_boxes ? rows.first ^ at : rows.first + at) +
+                                     half * kNextHalf + phase * kNextPhase +
+                                     rows.shifts[half][phase];
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
-      const int at = (column + i) * kScalarBytes;
-      const Piece piece =
-          *reinterpret_cast<const Piece*>(row + (C::grad_boxes ? at ^ swizzle : at));
+      const Piece piece = *reinterpret_cast<const Piece*>(row + i * kScalarBytes);
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
     }
@@ -60,7 +66,7 @@ __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& cha
                                              int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
+    const auto columns = load_columns<float>(stage, rows, half, 0, column);
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
@@ -83,9 +89,8 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto even = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
-    const auto odd =
-        load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
+    const auto even = load_columns<float>(stage, rows, half, 0, column);
+    const auto odd = load_columns<float>(stage, rows, half, kLanePhases - 1, column);
     const float power = channels.power[half];
     if (channels.looks) {
       unsigned least = ~0u;
@@ -123,14 +128,13 @@ __device__ __forceinline__ void load_halves(Fragments& fragments, Channels& chan
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int k = 0; k < kGroupProducts; ++k) {
-      load_transposed(fragments[0][k], stage + rows.offsets[0][0] + (column + 2 * k) * kPixelBytes);
+      load_transposed(fragments[0][k], stage + rows.first + (column + 2 * k) * kPixelBytes);
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column, rows.swizzle);
-      const auto odd =
-          load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
+      const auto even = load_columns<Half>(stage, rows, half, 0, column);
+      const auto odd = load_columns<Half>(stage, rows, half, kLanePhases - 1, column);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -169,7 +173,8 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& c
 // Where in a stage a thread's fragments begin; `channel` is the warp's first.
 __device__ __forceinline__ int first_fragment(int channel, int lane) {
   if constexpr (!C::grad_channels_last) {
-    return stage_row(channel + lane / 4, lane % 4 * kLanePhases) * kRowBytes;
+    const int row = stage_row(channel + lane / 4, lane % 4 * kLanePhases);
+    return row * kRowBytes + swizzle_of(row);
   } else if constexpr (kScalarBytes == 4) {
     return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
   } else {
@@ -207,8 +212,10 @@ struct Consumer {
     if constexpr (C::halves) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool exists = tile.output + channel + thread % 32 / 4 + 8 * half < C::group_out;
-        channels.power[half] = load_or_zero(tables.powers() + kInputs + first + 8 * half, exists);
+        const int of_group = tile.channel(channel + thread % 32 / 4 + 8 * half);
+        channels.power[half] =
+            load_or_zero(tables.powers() + kInputs + tile.group * C::group_out + of_group,
+                         of_group < C::group_out);
       }
     }
   }
@@ -236,13 +243,12 @@ struct Consumer {
   __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int channel_group = C::channel_groups == 2 ? thread / 128 : 0;
-    const int first =
-        tile.output + channel_group * kOutputs + thread / 32 % 4 * 16 + thread % 32 / 4;
+    const int first = channel_group * kOutputs + thread / 32 % 4 * 16 + thread % 32 / 4;
     unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // What is loaded of channels that do not exist is nobody's.
-      const int channel = first + 8 * half;
+      const int channel = tile.channel(first + 8 * half);
       const unsigned lossy = counters()[half];
       if (channel < C::group_out && lossy > 0) add_to_memory(counts + channel, lossy);
     }
@@ -256,21 +262,17 @@ struct Consumer {
 
   // The thread's rows in the stages of a step.
   __device__ FragmentRows fragment_rows(int image, int output_row) const {
-    constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
     const unsigned moved =
         static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
-    rows.swizzle = swizzle_of(static_cast<int>(threadIdx.x) % 8);
+    rows.first = fragment;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kLanePhases; ++i) {
-        rows.offsets[half][i] = fragment + half * kNextHalf + i * (kStageChannels * 4 * kRowBytes);
-        if constexpr (kShifted) {
-          const unsigned element =
-              origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
-          rows.offsets[half][i] += static_cast<int>(element % kVector) * kScalarBytes;
-        }
+        const unsigned element =
+            origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
+        rows.shifts[half][i] = kShifted ? static_cast<int>(element % kVector) * kScalarBytes : 0;
       }
     }
     return rows;
@@ -423,10 +425,10 @@ struct Consumer {
 
   // The products of a step.
   __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int image, int output_row,
-                                          int columns) {
+                                          int of_class, int columns) {
     unsigned starts[C::segments];
     Fragments fragments[2];
-    find_segments(starts, early(output_row));
+    find_segments(starts, early(output_row, of_class));
     const FragmentRows rows = fragment_rows(image, output_row);
 #pragma unroll 1
     for (int column = 0; column < columns; column += C::stage_columns) {
@@ -495,7 +497,8 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
       if constexpr (C::halves) {
         consumer.channels.looks = Consumer::has_turn(work, run.output_row(step));
       }
-      consumer.compute(sums, totals, run.image, run.output_row(step), columns_of(run.strip));
+      consumer.compute(sums, totals, run.image, run.output_row(step), work.tile().of_class(),
+                       columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {
         flush(totals, slots, !flushed);

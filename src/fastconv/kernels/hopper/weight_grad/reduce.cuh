@@ -17,8 +17,8 @@ struct Weight {
         tile.segment + slot * 4 / kSums + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const int core = slot * 4 % kSums / 4;  // of the product: octets of taps
     const int lane = thread % 32;
-    output = tile.output + (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
-             lane / 4 + element / 2 * 8;
+    output = tile.channel((C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
+                          lane / 4 + element / 2 * 8);
     input = segment / C::kernel_rows * kPlaneChannels + core % C::product_octets * kOctet +
             lane % 4 * 2 + element % 2;
     row = tile.kernel_row + segment % C::kernel_rows;
@@ -113,17 +113,17 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kStageChannels; i += step) {
     const int block = i / kStageChannels;
-    const int channel = i % kStageChannels;
+    const int place = i % kStageChannels;
     const Tile tile(first_tile + block);
-    if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
+    const int channel = tile.channel(place);
+    if (!tile.has_bias() || channel >= C::group_out) continue;
     float total = 0.0f;
 #pragma unroll 8
     for (int worker = 0; worker < workers; ++worker) {
-      const long long slots =
-          bias_slots(tiles * workers, worker * tiles + block, channel / kOutputs);
-      total += reinterpret_cast<const float*>(workspace)[slots + channel % kOutputs];
+      const long long slots = bias_slots(tiles * workers, worker * tiles + block, place / kOutputs);
+      total += reinterpret_cast<const float*>(workspace)[slots + place % kOutputs];
     }
-    bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
+    bias_grad[tile.group * C::group_out + channel] = narrow<Scalar>(total);
   }
 }
 

@@ -81,17 +81,28 @@ constexpr int kSamplePieces = 2048;  // of 32 numbers each, of a channel
 template <int kPixels>
 __device__ __forceinline__ float power_of(const Scalar* channel, long long image, int batch) {
   constexpr int kAll = ceil_div(kPixels, 32);
-  constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;   // where the last piece begins
+  constexpr unsigned kLast = kPixels > 32 ? kPixels - 32 : 0;    // where the last piece begins
   const int pieces = min(ceil_div(kSamplePieces, batch), kAll);  // of an image
+  const unsigned distance = pieces > 1 ? ceil_div(static_cast<int>(kLast), pieces - 1) : 0;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
+  // Pieces follow each other image by image. To divide for each would take longer than to load it.
+  const int more_images = warps % batch;
+  const int more_pieces = warps / batch;
+  int of_image = warp % batch;
+  unsigned piece = warp / batch;
   float largest = 0.0f;
-#pragma unroll 8
-  for (int i = threadIdx.x / 32; i < pieces * batch; i += warps) {
-    const int piece = i / batch;
-    const long long first = pieces > 1 ? kLast * piece / (pieces - 1) : 0;
-    const Scalar* const source = channel + (i % batch * image + first + lane);
+#pragma unroll 16
+  for (int i = warp; i < pieces * batch; i += warps) {
+    const Scalar* const source = channel + (of_image * image + min(piece * distance, kLast) + lane);
     largest = larger(largest, fabsf(widen(load_element(source, lane < kPixels))));
+    of_image += more_images;
+    piece += more_pieces;
+    if (of_image >= batch) {
+      of_image -= batch;
+      ++piece;
+    }
   }
   largest = block_largest(largest);
   const float power = largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
@@ -155,16 +166,18 @@ __device__ __forceinline__ bool fits(const ScaledChannel& input, const ScaledCha
 
 // Whether a filter of a tile is marked. All lanes of a warp ask, and get the same answer.
 __device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile) {
+  constexpr int kBlockInputs = kBlockPlanes * kPlaneChannels;
   const int first_input = tile.plane() * kPlaneChannels;
-  const int inputs = min(kBlockPlanes * kPlaneChannels, C::group_in - first_input);
-  const int outputs = min(kStageChannels, C::group_out - tile.output);
-  bool found = false;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < outputs * inputs; i += 32) {
-    const int output = tile.group * C::group_out + tile.output + i / inputs;
-    found = found || tables.marks()[Tables::filter(output, first_input + i % inputs)] != 0;
+  int found = 0;
+#pragma unroll 16
+  for (int i = threadIdx.x % 32; i < kStageChannels * kBlockInputs; i += 32) {
+    const int output = tile.channel(i / kBlockInputs);
+    const int input = first_input + i % kBlockInputs;
+    const bool exists = output < C::group_out && input < C::group_in;
+    // No load waits for what another one finds.
+    found |= exists ? tables.marks()[Tables::filter(tile.group * C::group_out + output, input)] : 0;
   }
-  return __any_sync(~0u, found);
+  return __any_sync(~0u, found != 0);
 }
 
 }  // namespace hopper

@@ -54,7 +54,12 @@ constexpr int kBlockPlanes = kBlockSegments % C::kernel_rows == 0 ? kBlockSegmen
 constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
 constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
 constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
-constexpr int kOutputBlocks = ceil_div(C::group_out, C::channel_groups* kOutputs);
+// Planes of grad_output that begin equally far from a multiple of 16 bytes: every so many-th, the
+// channels of a tile.
+constexpr int kClasses = C::plane_classes;
+static_assert(C::group_out % kClasses == 0, "the same in all groups");
+constexpr int kOutputBlocks =
+    kClasses * ceil_div(C::group_out / kClasses, C::channel_groups* kOutputs);
 constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;  // tiles, side by side
 
 // The weights that a block computes.
@@ -72,9 +77,14 @@ struct Tile {
     index /= kPieces;
     kernel_row = index % kRowBlocks * C::kernel_rows;
     index /= kRowBlocks;
-    output = index % kOutputBlocks * (C::channel_groups * kOutputs);
+    const int block = index % kOutputBlocks;
+    output = block / kClasses * (C::channel_groups * kOutputs * kClasses) + block % kClasses;
     group = index / kOutputBlocks;
   }
+
+  __device__ int of_class() const { return output % kClasses; }
+  // The n-th of its output channels, in the group; it may not exist.
+  __device__ int channel(int n) const { return output + n * kClasses; }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
   // How many tiles of the same output channels come before this one.

@@ -54,6 +54,7 @@ PIXEL_STAGE_COLUMNS = (16,)
 MOST_STRIP_COLUMNS = 128
 LANES = 4  # of a warp, that share the phases of a channel
 BOX_BYTES = (64, 128)  # of a row that tensor copies swizzle
+LINE_BYTES = 128  # that memory is read by
 BOX_ALIGNMENT = 1024  # of what they write
 COUNTER_BYTES = 2048  # of numbers that consumers find float16 has not all bits of
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
@@ -68,18 +69,23 @@ PRODUCT_CYCLES = 1.0  # of a product, beyond its multiplications
 NARROW_CYCLES = 8.0  # more of one of few columns
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each of its parts
 SCALED_LOSS = 1.6  # of twice as many numbers, that become float16
+THIRD_WARP = {True: 0.67, False: 0.7}  # what three warps take; by `halves`
 HALVES_CYCLES = 4e4  # of launches that find scales, and of those that repair nothing
-HALVES_SHARE = 1.35  # of what it was taken for, as measured: 1.1 to 1.6, of raft1x5 3.7
+HALVES_SHARE = 1.25  # of what it was taken for, as measured: 1.1 to 1.3, of asym5x7 in ieee 1.7
 HALVES_LOSS = 1.05  # to be worth what it takes if there is something to repair
 STRIDED_LOSS = 2.0  # of strides above 2
+ROWS_LOSS = 1.35  # of steps that have several rows of their own
 COPY_CYCLES = 8.0  # to issue a bulk copy of the output's gradient
 BOX_ROW_CYCLES = 4.0  # the same of a row of a tensor copy
 SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # by bytes of an element: rows whose ends are copied by lanes
 PIXEL_COPY_CYCLES = 16.0  # the same of a single pixel's channels
-PIECE_CYCLES = 1.2  # of a copy by a lane, of up to 16 bytes
+PIECE_CYCLES = 1.2  # of a copy by a lane, at a row's ends or of less than 16 bytes
+LANE_CYCLES = 5.0  # the same of 16 bytes, inside
 BYTES_PER_CYCLE = 15.0  # that arrive from memory if all processors load
 LATENCY_CYCLES = 1500.0  # of memory
 STEP_CYCLES = 300.0
+SAME_LINE_LOSS = 0.25  # of lines that two strips read at different times
+PART_LINE_LOSS = 0.08  # of those that a stage has half of
 BLOCK_CYCLES = 6000.0  # to start and to end
 FFMA_PRODUCTS = 70.0  # multiply-adds a cycle that the portable kernels reach
 FEW = "so few channels or pixels that most of the products would not count"
@@ -138,17 +144,18 @@ def _grad_map(tile: Tile) -> TensorMap:
     """A stage: of an output row's columns, all channels and phases.
 
     Rows in shared memory come as ``stage_row`` in ``tile.cuh`` has them. Where image rows are no
-    multiple of 16 bytes, an image is a single one.
+    multiple of 16 bytes, a plane is a single one, or as many planes as are a multiple of it.
     """
     problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
     height, width = problem.output_size
-    plane = height * width * bytes_
-    image, lane_phases = problem.out_channels * plane, tile.layer.phases // LANES
-    sizes: tuple[int, ...] = (problem.batch // lane_phases, problem.out_channels, lane_phases)
-    strides: tuple[int, ...] = (lane_phases * image, plane, image)
+    classes, lane_phases = tile.layer.plane_classes, tile.layer.lane_phases
+    planes = classes * height * width * bytes_
+    image = problem.out_channels // classes * planes
+    sizes: tuple[int, ...] = (problem.batch // lane_phases, image // planes, lane_phases)
+    strides: tuple[int, ...] = (lane_phases * image, planes, image)
     box: tuple[int, ...] = (LANES, tile.channel_groups * OUTPUTS, lane_phases)
     if tile.layer.lead:
-        sizes = (height * width, *sizes)
+        sizes = (classes * height * width, *sizes)
     else:
         sizes, strides, box = (width, *sizes, height), (*strides, width * bytes_), (*box, 1)
     return TensorMap(
@@ -158,7 +165,7 @@ def _grad_map(tile: Tile) -> TensorMap:
         strides,
         (tile.stage_columns, *box),
         swizzle=tile.stage_columns * bytes_,
-        promotion=128,
+        promotion=LINE_BYTES,
     )
 
 
@@ -169,6 +176,9 @@ class Layer:
     problem: Problem
     operands: Operands
     halves: bool  # float32 multiplied as float16, see scale.cuh
+    # Every so many-th plane of the output's gradient begins at a multiple of 16 bytes. A tile's are
+    # all alike.
+    plane_classes: int = 1
 
     @lazy
     def parts(self) -> int:
@@ -188,12 +198,21 @@ class Layer:
         return 8 if self.halves else self.vector
 
     @lazy
+    def lane_phases(self) -> int:
+        return self.phases // LANES
+
+    @lazy
     def group_in(self) -> int:
         return self.problem.in_channels // self.problem.groups
 
     @lazy
     def group_out(self) -> int:
         return self.problem.out_channels // self.problem.groups
+
+    @lazy
+    def class_out(self) -> int:
+        """Of a group's output channels, those whose planes are alike."""
+        return self.group_out // self.plane_classes
 
     @lazy
     def channels(self) -> int:
@@ -219,8 +238,8 @@ class Layer:
         height, width = self.problem.output_size
         if self.operands.output_channels_last:
             return self.operands.widest_vector(self.group_out)
-        # All rows with the same number begin equally far from a multiple of 16 bytes.
-        if self.operands.aligned and height * width % self.vector == 0:
+        # All rows with the same number, of a class, begin equally far from a multiple of 16 bytes.
+        if self.operands.aligned and self.plane_classes * height * width % self.vector == 0:
             return self.vector
         return self.operands.widest_vector(width)
 
@@ -235,6 +254,16 @@ class Layer:
     def shifted(self) -> bool:
         """Whether rows of one stage begin at different distances from multiples of 16 bytes."""
         return not self.operands.output_channels_last and self.grad_vector < self.vector
+
+    @lazy
+    def has_boxes(self) -> bool:
+        """Whether a tensor copy can bring a stage of the output's gradient, of some width."""
+        return (
+            not self.operands.output_channels_last
+            and self.problem.batch % self.lane_phases == 0
+            and self.group_out % self.plane_classes == 0
+            and self.grad_vector == self.vector
+        )
 
     @lazy
     def row_columns(self) -> int:
@@ -257,6 +286,7 @@ class Tile:
     strip_stages: int = 0
     input_stages: int = 0
     grad_stages: int = 0
+    in_step: bool = False
 
     @lazy
     def columns(self) -> int:
@@ -287,7 +317,8 @@ class Tile:
         height, width = self.layer.problem.kernel_size
         return (
             self.layer.problem.groups
-            * ceil_div(self.layer.group_out, self.channel_groups * OUTPUTS)
+            * self.layer.plane_classes
+            * ceil_div(self.layer.class_out, self.channel_groups * OUTPUTS)
             * ceil_div(height, self.kernel_rows)
             * ceil_div(width, self.product_taps)
             * ceil_div(self.planes * self.kernel_rows, self.block_segments)
@@ -342,10 +373,8 @@ class Tile:
         """Whether one tensor copy brings a stage of the output's gradient."""
         layer = self.layer
         return (
-            layer.halves
+            layer.has_boxes
             and self.phase_strips == 1
-            and layer.problem.batch % (layer.phases // LANES) == 0
-            and layer.grad_vector == layer.vector
             and self.stage_columns * layer.operands.scalar_bytes in BOX_BYTES
         )
 
@@ -453,11 +482,13 @@ class Tile:
         """What it takes to get so many columns of a step's gradient of the output."""
         layer = self.layer
         problem, operands = layer.problem, layer.operands
-        channels = min(self.channel_groups * OUTPUTS, layer.group_out)
+        channels = min(self.channel_groups * OUTPUTS, layer.class_out)
         stages = ceil_div(columns, self.stage_columns)
         issue, pieces = 0.0, 0.0
         if self.grad_boxes:
             issue = channels * layer.phases * stages * BOX_ROW_CYCLES
+        elif not self.grad_bulk and layer.grad_vector == layer.vector:
+            issue = channels * layer.phases * columns / layer.vector * LANE_CYCLES
         elif not self.grad_bulk:
             pieces = channels * layer.phases * columns / layer.grad_vector
         elif operands.output_channels_last:
@@ -474,7 +505,22 @@ class Tile:
         bytes_ = channels * layer.phases * columns * operands.scalar_bytes
         under_way = (self.grad_stages - 1) * self.stage_bytes / LATENCY_CYCLES
         issue += pieces * PIECE_CYCLES
-        return max(issue, bytes_ / min(BYTES_PER_CYCLE, under_way))
+        memory = bytes_ / min(BYTES_PER_CYCLE, under_way)
+        if memory > self.multiply_cycles(columns):
+            memory *= self.lines
+        return max(issue, memory)
+
+    @lazy
+    def lines(self) -> float:
+        """By how much longer reading takes for lines of memory that are read twice, or in parts."""
+        operands = self.layer.operands
+        row_bytes = self.layer.problem.output_size[1] * operands.scalar_bytes
+        if operands.output_channels_last or row_bytes % LINE_BYTES == 0:
+            return 1.0
+        stage = LINE_BYTES / (self.stage_columns * operands.scalar_bytes)
+        strip = LINE_BYTES / (self.strip_columns * operands.scalar_bytes)
+        again = 0.0 if self.in_step else SAME_LINE_LOSS * strip
+        return 1.0 + PART_LINE_LOSS * max(stage - 1, 0.0) + again
 
     def input_cycles(self, columns: int) -> float:
         """What it takes to load a step's new rows of so many columns of the input."""
@@ -483,8 +529,9 @@ class Tile:
         vectors = channels * columns * self.new_rows * (1 + layer.parts) / 2
         cycles = vectors * INPUT_CYCLES * (1 if self.vector_input else 1.5)
         cycles *= SCALED_LOSS if layer.halves else 1
-        # Three warps instead of two, where none has to clear boxes.
-        cycles *= 2 / 3 if self.grad_boxes and layer.lead == 0 else 1
+        if self.grad_boxes and layer.lead == 0:
+            cycles *= THIRD_WARP[layer.halves]
+        cycles *= ROWS_LOSS if self.new_rows > 1 and not layer.operands.input_channels_last else 1
         return cycles * (STRIDED_LOSS if layer.problem.stride[1] > 2 else 1)
 
     def step_cycles(self, columns: int) -> float:
@@ -550,7 +597,7 @@ class Tile:
             replace(one, strip_stages=ceil_div(columns, one.stage_columns))
             for one in _with_stages(most)
         )
-        return min(one.grad_cycles(columns) for one in stages)
+        return min((one.grad_cycles(columns) for one in stages), default=math.inf)
 
     def workers(self, gpu: Gpu) -> int:
         """Blocks that share the pixels: so many that few processors are idle at the end."""
@@ -563,7 +610,18 @@ class Tile:
             return waves * (steps / workers + self.kernel_rows)
 
         # As many as some number of waves has room for.
-        return min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
+        best = min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
+        return best // self.walks * self.walks if self.in_step else best
+
+    def fastest_steps(self, gpu: Gpu) -> Tile:
+        """With workers that go down neighbouring strips in step, if that takes less.
+
+        Each of them has the same part of a walk, and lines of memory that strips share are read
+        once.
+        """
+        if self.lines == 1.0 or self.workers(gpu) < self.walks:
+            return self
+        return min(self, replace(self, in_step=True), key=lambda tile: tile.cycles(gpu))
 
 
 def takes_halves(problem: Problem, operands: Operands) -> bool:
@@ -591,14 +649,14 @@ def choose_tile(
     least = most_cycles
     # Best products first: most of the others need not be looked at.
     bounds = []
-    grad_cycles: dict[tuple[int, bool], float] = {}  # by what alone decides
-    kinds = [False, True] if takes_halves(problem, operands) else [False]
-    layers = (Layer(problem, operands, one) for one in kinds if halves in (None, one))
-    ways = chain.from_iterable(_products(layer, gpu) for layer in layers)
+    grad_cycles: dict[tuple[int, int, Layer], float] = {}  # by what alone decides
+    ways = chain.from_iterable(_products(one, gpu) for one in _layers(problem, operands, halves))
     for i, products in enumerate(ways):
-        key = (products.channel_groups, products.layer.halves)
+        key = (products.channel_groups, products.phase_images, products.layer)
         if key not in grad_cycles:
             grad_cycles[key] = products.least_grad_cycles
+        if grad_cycles[key] == math.inf:
+            continue  # rows so short that there is no stage
         bound = products.least_cycles(gpu, grad_cycles[key])
         bounds.append((bound * _loss(products, halves), i, products))
     for bound, _, products in sorted(bounds):
@@ -608,6 +666,7 @@ def choose_tile(
             tile = candidate.fitted(gpu.shared_bytes_per_block)
             if tile is None or tile.block_bytes > WORKSPACE_BYTES:
                 continue
+            tile = tile.fastest_steps(gpu)
             cycles = tile.cycles(gpu) * _loss(tile, halves)
             if cycles < least or (cycles == least and best is None):
                 best, least = tile, cycles
@@ -621,6 +680,18 @@ def choose_tile(
     return best
 
 
+def _layers(problem: Problem, operands: Operands, halves: bool | None) -> Iterator[Layer]:
+    """All that the problem can be."""
+    for one in (False, True) if takes_halves(problem, operands) else (False,):
+        if halves in (None, one):
+            layer = Layer(problem, operands, one)
+            yield layer
+            classes = layer.vector // math.gcd(layer.vector, math.prod(problem.output_size))
+            of_classes = replace(layer, plane_classes=classes)
+            if layer.shifted and operands.aligned and of_classes.has_boxes:
+                yield of_classes
+
+
 def _loss(tile: Tile, halves: bool | None) -> float:
     """By how much a tile is taken to be slower than it is, where there is a choice."""
     return HALVES_LOSS if tile.layer.halves and halves is None else 1.0
@@ -629,9 +700,9 @@ def _loss(tile: Tile, halves: bool | None) -> float:
 def _products(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
     """All ways to cut the weights into products, without strips and stages."""
     octets = ceil_div(layer.group_in, OCTET)
-    many_outputs = layer.group_out > OUTPUTS
     most_columns = MOST_BLOCK_COLUMNS[layer.parts]
-    all_images = (1, layer.phases)[: min(layer.problem.batch, 2)]
+    all_groups = (1, 2) if layer.class_out > OUTPUTS else (1,)
+    all_images = (1, layer.phases)[layer.plane_classes > 1 : min(layer.problem.batch, 2)]
     for taps, rows in _taps(layer, gpu):
         # Taps that are further apart than octets of channels make a product of one octet.
         joined = taps == 1 or layer.problem.dilation[1] == 1
@@ -640,7 +711,7 @@ def _products(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
             if columns > min(MOST_COLUMNS, most_columns):
                 break
             planes = ceil_div(octets, product_octets)
-            for channel_groups, images in product((1, 2)[: 1 + many_outputs], all_images):
+            for channel_groups, images in product(all_groups, all_images):
                 needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
                 most = min(most_columns // columns, MOST_SEGMENTS, needed)
                 for segments in range(1, most + 1):
@@ -664,7 +735,9 @@ def _with_stages(tile: Tile) -> Iterator[Tile]:
     """With stages of any width."""
     last = tile.layer.operands.output_channels_last
     for columns in PIXEL_STAGE_COLUMNS if last else ROW_STAGE_COLUMNS:
-        yield replace(tile, stage_columns=min(columns, tile.layer.row_columns))
+        staged = replace(tile, stage_columns=min(columns, tile.layer.row_columns))
+        if staged.grad_boxes or tile.layer.plane_classes == 1:
+            yield staged
         if columns >= tile.layer.row_columns:
             break
 
@@ -696,6 +769,7 @@ def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
         "grad_vector": tile.layer.grad_vector,
         "grad_bulk": tile.grad_bulk,
         "grad_boxes": tile.grad_boxes,
+        "plane_classes": tile.layer.plane_classes,
         "lead": tile.layer.lead,
         "channel_groups": tile.channel_groups,
         "kernel_rows": tile.kernel_rows,
