@@ -6769,8 +6769,8 @@ struct Weight {
         tile.segment + slot * 4 / kSums + (C::channel_groups == 2 ? 0 : warpgroup * C::segments);
     const int core = slot * 4 % kSums / 4;  // of the product: octets of taps
     const int lane = thread % 32;
-    output = tile.output + (C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
-             lane / 4 + element / 2 * 8;
+    output = tile.channel((C::channel_groups == 2 ? warpgroup * kOutputs : 0) + thread / 32 * 16 +
+                          lane / 4 + element / 2 * 8);
     input = segment / C::kernel_rows * kPlaneChannels + core % C::product_octets * kOctet +
             lane % 4 * 2 + element % 2;
     row = tile.kernel_row + segment % C::kernel_rows;
@@ -6865,17 +6865,17 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
   const int step = static_cast<int>(gridDim.x * blockDim.x);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kStageChannels; i += step) {
     const int block = i / kStageChannels;
-    const int channel = i % kStageChannels;
+    const int place = i % kStageChannels;
     const Tile tile(first_tile + block);
-    if (!tile.has_bias() || tile.output + channel >= C::group_out) continue;
+    const int channel = tile.channel(place);
+    if (!tile.has_bias() || channel >= C::group_out) continue;
     float total = 0.0f;
 #pragma unroll 8
     for (int worker = 0; worker < workers; ++worker) {
-      const long long slots =
-          bias_slots(tiles * workers, worker * tiles + block, channel / kOutputs);
-      total += reinterpret_cast<const float*>(workspace)[slots + channel % kOutputs];
+      const long long slots = bias_slots(tiles * workers, worker * tiles + block, place / kOutputs);
+      total += reinterpret_cast<const float*>(workspace)[slots + place % kOutputs];
     }
-    bias_grad[tile.group * C::group_out + tile.output + channel] = narrow<Scalar>(total);
+    bias_grad[tile.group * C::group_out + channel] = narrow<Scalar>(total);
   }
 }
 
@@ -6901,30 +6901,36 @@ constexpr int kGroupColumns = 4;
 constexpr int kGroupProducts = 2;
 using Fragments = unsigned[C::parts][kGroupProducts][4];
 
-// Where a thread's rows begin: of two channels, 8 apart, in its phases.
+// Where a thread's rows begin, in bytes of a stage: of two channels, 8 apart, in its phases.
+constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
+constexpr int kNextPhase = kStageChannels * 4 * kRowBytes;
 struct FragmentRows {
-  int offsets[2][kLanePhases];  // bytes, in a stage
-  int swizzle;                  // of their columns: the same for all of them
+  int first;                   // with its swizzle, which is the same for all of them
+  int shifts[2][kLanePhases];  // of rows that begin as far beyond it as in global memory
 };
 
 // 4 columns of a channel and phase, in pieces as wide as its start allows.
 template <class T>
-__device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* row,
-                                                                 int column, int swizzle) {
+__device__ __forceinline__ Vector<T, kGroupColumns> load_columns(const unsigned char* stage,
+                                                                 const FragmentRows& rows, int half,
+                                                                 int phase, int column) {
   Vector<T, kGroupColumns> columns;
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
-      columns.element[i] = *reinterpret_cast<const T*>(row + (column + i) * kPixelBytes);
+      columns.element[i] = *reinterpret_cast<const T*>(stage + rows.first + half * kNextHalf +
+                                                       (column + i) * kPixelBytes);
     }
   } else {
     constexpr int kPiece = gcd(C::grad_vector, kGroupColumns);
     using Piece = Vector<T, kPiece>;
+    const int at = column * kScalarBytes;
+    const unsigned char* const row = stage + (C::grad_boxes ? rows.first ^ at : rows.first + at) +
+                                     half * kNextHalf + phase * kNextPhase +
+                                     rows.shifts[half][phase];
 #pragma unroll
     for (int i = 0; i < kGroupColumns; i += kPiece) {
-      const int at = (column + i) * kScalarBytes;
-      const Piece piece =
-          *reinterpret_cast<const Piece*>(row + (C::grad_boxes ? at ^ swizzle : at));
+      const Piece piece = *reinterpret_cast<const Piece*>(row + i * kScalarBytes);
 #pragma unroll
       for (int j = 0; j < kPiece; ++j) columns.element[i + j] = piece.element[j];
     }
@@ -6945,7 +6951,7 @@ __device__ __forceinline__ void load_rounded(Fragments& fragments, Channels& cha
                                              int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto columns = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
+    const auto columns = load_columns<float>(stage, rows, half, 0, column);
 #pragma unroll
     for (int i = 0; i < kGroupColumns; ++i) {
       unsigned& target = fragments[0][i / 2][half + i % 2 * 2];
@@ -6968,9 +6974,8 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
                                             int column) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto even = load_columns<float>(stage + rows.offsets[half][0], column, rows.swizzle);
-    const auto odd =
-        load_columns<float>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
+    const auto even = load_columns<float>(stage, rows, half, 0, column);
+    const auto odd = load_columns<float>(stage, rows, half, kLanePhases - 1, column);
     const float power = channels.power[half];
     if (channels.looks) {
       unsigned least = ~0u;
@@ -7008,14 +7013,13 @@ __device__ __forceinline__ void load_halves(Fragments& fragments, Channels& chan
   if constexpr (C::grad_channels_last) {
 #pragma unroll
     for (int k = 0; k < kGroupProducts; ++k) {
-      load_transposed(fragments[0][k], stage + rows.offsets[0][0] + (column + 2 * k) * kPixelBytes);
+      load_transposed(fragments[0][k], stage + rows.first + (column + 2 * k) * kPixelBytes);
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto even = load_columns<Half>(stage + rows.offsets[half][0], column, rows.swizzle);
-      const auto odd =
-          load_columns<Half>(stage + rows.offsets[half][kLanePhases - 1], column, rows.swizzle);
+      const auto even = load_columns<Half>(stage, rows, half, 0, column);
+      const auto odd = load_columns<Half>(stage, rows, half, kLanePhases - 1, column);
 #pragma unroll
       for (int i = 0; i < kGroupColumns; ++i) {
         fragments[0][i / 2][half + i % 2 * 2] =
@@ -7054,7 +7058,8 @@ __device__ __forceinline__ void load_fragments(Fragments& fragments, Channels& c
 // Where in a stage a thread's fragments begin; `channel` is the warp's first.
 __device__ __forceinline__ int first_fragment(int channel, int lane) {
   if constexpr (!C::grad_channels_last) {
-    return stage_row(channel + lane / 4, lane % 4 * kLanePhases) * kRowBytes;
+    const int row = stage_row(channel + lane / 4, lane % 4 * kLanePhases);
+    return row * kRowBytes + swizzle_of(row);
   } else if constexpr (kScalarBytes == 4) {
     return lane % 4 * kPhaseBytes + (channel + lane / 4) * kScalarBytes;
   } else {
@@ -7092,8 +7097,10 @@ struct Consumer {
     if constexpr (C::halves) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool exists = tile.output + channel + thread % 32 / 4 + 8 * half < C::group_out;
-        channels.power[half] = load_or_zero(tables.powers() + kInputs + first + 8 * half, exists);
+        const int of_group = tile.channel(channel + thread % 32 / 4 + 8 * half);
+        channels.power[half] =
+            load_or_zero(tables.powers() + kInputs + tile.group * C::group_out + of_group,
+                         of_group < C::group_out);
       }
     }
   }
@@ -7121,13 +7128,12 @@ struct Consumer {
   __device__ __forceinline__ void count_lossy(const Tables& tables, const Tile& tile) const {
     const int thread = static_cast<int>(threadIdx.x) - 128;
     const int channel_group = C::channel_groups == 2 ? thread / 128 : 0;
-    const int first =
-        tile.output + channel_group * kOutputs + thread / 32 % 4 * 16 + thread % 32 / 4;
+    const int first = channel_group * kOutputs + thread / 32 % 4 * 16 + thread % 32 / 4;
     unsigned* const counts = tables.lossy() + kInputs + tile.group * C::group_out;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // What is loaded of channels that do not exist is nobody's.
-      const int channel = first + 8 * half;
+      const int channel = tile.channel(first + 8 * half);
       const unsigned lossy = counters()[half];
       if (channel < C::group_out && lossy > 0) add_to_memory(counts + channel, lossy);
     }
@@ -7141,21 +7147,17 @@ struct Consumer {
 
   // The thread's rows in the stages of a step.
   __device__ FragmentRows fragment_rows(int image, int output_row) const {
-    constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRowBytes;
     const unsigned moved =
         static_cast<unsigned>(image) * kOutImage + static_cast<unsigned>(output_row) * C::out_width;
     FragmentRows rows;
-    rows.swizzle = swizzle_of(static_cast<int>(threadIdx.x) % 8);
+    rows.first = fragment;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kLanePhases; ++i) {
-        rows.offsets[half][i] = fragment + half * kNextHalf + i * (kStageChannels * 4 * kRowBytes);
-        if constexpr (kShifted) {
-          const unsigned element =
-              origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
-          rows.offsets[half][i] += static_cast<int>(element % kVector) * kScalarBytes;
-        }
+        const unsigned element =
+            origin + moved + half * 8u * kOutChannel + (i > 0 ? phase_distance(1) : 0u);
+        rows.shifts[half][i] = kShifted ? static_cast<int>(element % kVector) * kScalarBytes : 0;
       }
     }
     return rows;
@@ -7308,10 +7310,10 @@ struct Consumer {
 
   // The products of a step.
   __device__ __forceinline__ void compute(Sums& sums, Sums& totals, int image, int output_row,
-                                          int columns) {
+                                          int of_class, int columns) {
     unsigned starts[C::segments];
     Fragments fragments[2];
-    find_segments(starts, early(output_row));
+    find_segments(starts, early(output_row, of_class));
     const FragmentRows rows = fragment_rows(image, output_row);
 #pragma unroll 1
     for (int column = 0; column < columns; column += C::stage_columns) {
@@ -7380,7 +7382,8 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
       if constexpr (C::halves) {
         consumer.channels.looks = Consumer::has_turn(work, run.output_row(step));
       }
-      consumer.compute(sums, totals, run.image, run.output_row(step), columns_of(run.strip));
+      consumer.compute(sums, totals, run.image, run.output_row(step), work.tile().of_class(),
+                       columns_of(run.strip));
       consumer.release_rows(kNewRows);
       if (++steps == C::flush_steps) {
         flush(totals, slots, !flushed);
@@ -7423,12 +7426,12 @@ static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < k
 static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
               "");
 
-// By how many columns a step begins early: all phases and channels of a row are aligned alike.
-__device__ __forceinline__ int early(int output_row) {
+// By how many columns a step begins early: all phases and channels of a class are aligned alike.
+__device__ __forceinline__ int early(int output_row, int of_class = 0) {
   // The row may be beyond the image, but the last bits are right in any case.
-  return C::lead == 0 ? 0
-                      : static_cast<int>(static_cast<unsigned>(output_row) * C::out_width %
-                                         static_cast<unsigned>(kVector));
+  const unsigned first = static_cast<unsigned>(output_row) * C::out_width +
+                         static_cast<unsigned>(of_class) * kOutChannel;
+  return C::lead == 0 ? 0 : static_cast<int>(first % static_cast<unsigned>(kVector));
 }
 
 // Where a phase of a step lies in grad_output.
@@ -7744,14 +7747,16 @@ __device__ __forceinline__ void load_grad(const Scalar* grad_output, const Work&
 __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const Work& work) {
   tensor_map_prefetch(grad_output);
   const Tile tile = work.tile();
-  const int channel = tile.group * C::group_out + tile.output;
+  const int channel = (tile.group * C::group_out + tile.output) / kClasses;
+  const int plane = tile.of_class() * kOutChannel;
   for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     Barrier* const full = (kClears ? barriers().box_full : barriers().grad_full) + at.stage();
     const int images = place.image / kLanePhases;
     barrier_arrive_expect(full, kStageBytes);
     if constexpr (kClears) {
       fence_async_shared();  // the stage was written to
-      const int pixel = place.row * C::out_width + place.column - early(place.row);
+      const int first = place.column - early(place.row, tile.of_class());
+      const int pixel = plane + place.row * C::out_width + first;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
     } else {
       tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);
@@ -7761,6 +7766,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
 
 // Writes zeros to columns of a lane's rows.
 __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, int end) {
+  if (begin >= end) return;  // as in most stages, which consumers wait for
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) % 32; row < kStageRows; row += 32) {
 #pragma unroll 1
@@ -7771,13 +7777,21 @@ __device__ __forceinline__ void clear_columns(unsigned char* stage, int begin, i
   }
 }
 
-// A warp: clears every box beyond its row's ends, and hands it over.
+// What a box has beyond its row's ends.
+__device__ __forceinline__ void clear_box(unsigned char* stage, const StagePlace& place,
+                                          int of_class) {
+  const int first = place.column - early(place.row, of_class);
+  clear_columns(stage, 0, -first);
+  // It may begin beyond the row's end.
+  clear_columns(stage, max(C::out_width - first, 0), place.columns);
+}
+
+// A warp: clears every box, and hands it over.
 __device__ __forceinline__ void clear_boxes(const Work& work) {
+  const int of_class = work.tile().of_class();
   for_stages(work, [&](const Ring<C::grad_stages>& at, const StagePlace& place) {
     barrier_wait(&barriers().box_full[at.stage()], 1u - at.parity());
-    const int first = place.column - early(place.row);
-    clear_columns(grad_stage(at), 0, -first);
-    clear_columns(grad_stage(at), C::out_width - first, place.columns);
+    clear_box(grad_stage(at), place, of_class);
     fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&barriers().grad_full[at.stage()]);
@@ -7883,17 +7897,28 @@ constexpr int kSamplePieces = 2048;  // of 32 numbers each, of a channel
 template <int kPixels>
 __device__ __forceinline__ float power_of(const Scalar* channel, long long image, int batch) {
   constexpr int kAll = ceil_div(kPixels, 32);
-  constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;   // where the last piece begins
+  constexpr unsigned kLast = kPixels > 32 ? kPixels - 32 : 0;    // where the last piece begins
   const int pieces = min(ceil_div(kSamplePieces, batch), kAll);  // of an image
+  const unsigned distance = pieces > 1 ? ceil_div(static_cast<int>(kLast), pieces - 1) : 0;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
+  // Pieces follow each other image by image. To divide for each would take longer than to load it.
+  const int more_images = warps % batch;
+  const int more_pieces = warps / batch;
+  int of_image = warp % batch;
+  unsigned piece = warp / batch;
   float largest = 0.0f;
-#pragma unroll 8
-  for (int i = threadIdx.x / 32; i < pieces * batch; i += warps) {
-    const int piece = i / batch;
-    const long long first = pieces > 1 ? kLast * piece / (pieces - 1) : 0;
-    const Scalar* const source = channel + (i % batch * image + first + lane);
+#pragma unroll 16
+  for (int i = warp; i < pieces * batch; i += warps) {
+    const Scalar* const source = channel + (of_image * image + min(piece * distance, kLast) + lane);
     largest = larger(largest, fabsf(widen(load_element(source, lane < kPixels))));
+    of_image += more_images;
+    piece += more_pieces;
+    if (of_image >= batch) {
+      of_image -= batch;
+      ++piece;
+    }
   }
   largest = block_largest(largest);
   const float power = largest == 0.0f ? 0.0f : scale_to(largest, kSampleExponent);
@@ -7957,16 +7982,18 @@ __device__ __forceinline__ bool fits(const ScaledChannel& input, const ScaledCha
 
 // Whether a filter of a tile is marked. All lanes of a warp ask, and get the same answer.
 __device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile) {
+  constexpr int kBlockInputs = kBlockPlanes * kPlaneChannels;
   const int first_input = tile.plane() * kPlaneChannels;
-  const int inputs = min(kBlockPlanes * kPlaneChannels, C::group_in - first_input);
-  const int outputs = min(kStageChannels, C::group_out - tile.output);
-  bool found = false;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < outputs * inputs; i += 32) {
-    const int output = tile.group * C::group_out + tile.output + i / inputs;
-    found = found || tables.marks()[Tables::filter(output, first_input + i % inputs)] != 0;
+  int found = 0;
+#pragma unroll 16
+  for (int i = threadIdx.x % 32; i < kStageChannels * kBlockInputs; i += 32) {
+    const int output = tile.channel(i / kBlockInputs);
+    const int input = first_input + i % kBlockInputs;
+    const bool exists = output < C::group_out && input < C::group_in;
+    // No load waits for what another one finds.
+    found |= exists ? tables.marks()[Tables::filter(tile.group * C::group_out + output, input)] : 0;
   }
-  return __any_sync(~0u, found);
+  return __any_sync(~0u, found != 0);
 }
 
 }  // namespace hopper
@@ -8131,7 +8158,12 @@ constexpr int kBlockPlanes = kBlockSegments % C::kernel_rows == 0 ? kBlockSegmen
 constexpr int kRowBlocks = ceil_div(C::kernel_height, C::kernel_rows);
 constexpr int kPieces = ceil_div(C::kernel_width, C::product_taps);
 constexpr int kSegmentBlocks = ceil_div(kSegments, kBlockSegments);
-constexpr int kOutputBlocks = ceil_div(C::group_out, C::channel_groups* kOutputs);
+// Planes of grad_output that begin equally far from a multiple of 16 bytes: every so many-th, the
+// channels of a tile.
+constexpr int kClasses = C::plane_classes;
+static_assert(C::group_out % kClasses == 0, "the same in all groups");
+constexpr int kOutputBlocks =
+    kClasses * ceil_div(C::group_out / kClasses, C::channel_groups* kOutputs);
 constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;  // tiles, side by side
 
 // The weights that a block computes.
@@ -8149,9 +8181,14 @@ struct Tile {
     index /= kPieces;
     kernel_row = index % kRowBlocks * C::kernel_rows;
     index /= kRowBlocks;
-    output = index % kOutputBlocks * (C::channel_groups * kOutputs);
+    const int block = index % kOutputBlocks;
+    output = block / kClasses * (C::channel_groups * kOutputs * kClasses) + block % kClasses;
     group = index / kOutputBlocks;
   }
+
+  __device__ int of_class() const { return output % kClasses; }
+  // The n-th of its output channels, in the group; it may not exist.
+  __device__ int channel(int n) const { return output + n * kClasses; }
 
   __device__ int plane() const { return segment / C::kernel_rows; }
   // How many tiles of the same output channels come before this one.
@@ -10394,16 +10431,16 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_0 = config(
     padding_left=4, weight_stride_out=1440, weight_stride_in=45, weight_stride_height=9,
     weight_stride_width=1, in_channels_last=False, grad_channels_last=False, parts=1,
     halves=True, repairs=False, ties_to_even=True, slots_at=560, vector_input=True,
-    grad_vector=4, grad_bulk=True, grad_boxes=True, lead=0, channel_groups=1, kernel_rows=5,
-    product_taps=9, product_octets=1, segments=5, phase_images=8, phase_strips=1, steps=254,
-    stage_columns=16, strip_stages=4, strip_weight=990, last_strip_weight=753, input_stages=7,
-    grad_stages=2, flush_steps=16, batch=1, producer_registers=56, consumer_registers=224,
-    shared_bytes=226464,
+    grad_vector=4, grad_bulk=True, grad_boxes=True, plane_classes=1, lead=0, channel_groups=1,
+    kernel_rows=5, product_taps=9, product_octets=1, segments=5, phase_images=8, phase_strips=1,
+    steps=254, stage_columns=16, strip_stages=4, strip_weight=990, last_strip_weight=754,
+    input_stages=7, grad_stages=2, flush_steps=16, batch=1, producer_registers=56,
+    consumer_registers=224, shared_bytes=226464,
 )
 SM_90A_WEIGHT_GRAD_FLOAT_TF32_1 = config(
-    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, grad_boxes=False,
-    phase_images=4, stage_columns=32, strip_stages=2, strip_weight=916, last_strip_weight=710,
-    shared_bytes=231584,
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, halves=False, repairs=True, phase_images=4, strip_stages=5,
+    strip_weight=1102, last_strip_weight=249, input_stages=6, grad_stages=4, flush_steps=12,
+    shared_bytes=226496,
 )
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
@@ -10436,8 +10473,20 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
-            grid=132, block=384, shared_bytes=231584,
-            arguments=("grad_output", "input", "scratch", 0, 2, 66, 8),
+            grid=132, block=384, shared_bytes=226496,
+            arguments=(
+                TensorMap(
+                    tensor="grad_output", scalar="float", sizes=(496, 8, 64, 1, 508),
+                    strides=(64503808, 1007872, 64503808, 1984), box=(16, 4, 64, 1, 1),
+                    element_strides=(1, 1, 1, 1, 1), swizzle=64, promotion=128,
+                ),
+                "input",
+                "scratch",
+                0,
+                2,
+                66,
+                8,
+            ),
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
@@ -10739,13 +10788,13 @@ TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
 
 SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
     SM_90A_WEIGHT_GRAD_FLOAT_TF32_0, parts=2, kernel_rows=2, segments=2, strip_stages=5,
-    strip_weight=1466, last_strip_weight=365, input_stages=3, flush_steps=6,
+    strip_weight=1467, last_strip_weight=366, input_stages=3, flush_steps=6,
     producer_registers=72, consumer_registers=216, shared_bytes=228448,
 )
 SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1 = config(
-    SM_90A_WEIGHT_GRAD_FLOAT_TF32_1, parts=2, segments=2, stage_columns=24, strip_stages=1,
-    strip_weight=456, last_strip_weight=347, flush_steps=21, producer_registers=72,
-    consumer_registers=216, shared_bytes=229536,
+    SM_90A_WEIGHT_GRAD_FLOAT_TF32_1, parts=2, segments=2, strip_stages=2, strip_weight=556,
+    last_strip_weight=300, grad_stages=3, flush_steps=16, producer_registers=72,
+    consumer_registers=216, shared_bytes=222376,
 )
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
@@ -10778,16 +10827,28 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
-            grid=395, block=384, shared_bytes=229536,
-            arguments=("grad_output", "input", "scratch", 0, 5, 79, 8),
+            grid=130, block=384, shared_bytes=222376,
+            arguments=(
+                TensorMap(
+                    tensor="grad_output", scalar="float", sizes=(496, 8, 64, 1, 508),
+                    strides=(64503808, 1007872, 64503808, 1984), box=(16, 4, 64, 1, 1),
+                    element_strides=(1, 1, 1, 1, 1), swizzle=64, promotion=128,
+                ),
+                "input",
+                "scratch",
+                0,
+                5,
+                26,
+                8,
+            ),
         ),
         Launch(
             "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
             grid=90, block=256, shared_bytes=0,
-            arguments=("scratch", "output", "bias_grad", 0, 5, 79),
+            arguments=("scratch", "output", "bias_grad", 0, 5, 26),
         ),
     ),
-    scratch_bytes=29131520,
+    scratch_bytes=9741056,
 )
 
 SM_80_WEIGHT_GRAD_FLOAT_IEEE_0 = config(

@@ -59,7 +59,7 @@ PROBLEMS = {
 
 # The same, for tensor cores where there are any: rows that blocks walk down, several rows at once,
 # rows stacked in a product, strides, gradients in phases and with zeros, weights that do not stay,
-# blocks of pixels, strips, lines that lanes copy.
+# blocks of pixels, strips, lines that lanes copy, images that a tensor copy has together.
 TENSOR_CORE_PROBLEMS = {
     "rolling": ((1, 16, 7, 130), (32, 16, 3, 2), (1, 1), (1, 1, 1, 0), (1, 1), 1),
     "narrow": ((2, 24, 9, 7), (72, 24, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
@@ -76,6 +76,8 @@ TENSOR_CORE_PROBLEMS = {
     "few inputs": ((2, 5, 24, 70), (72, 5, 3, 3), (1, 1), (0, 0, 0, 0), (2, 1), 1),
     "rows that go on": ((1, 16, 5, 301), (128, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "short lines": ((1, 40, 12, 56), (48, 40, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
+    "boxes": ((8, 12, 5, 44), (70, 12, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
+    "boxes that are cleared": ((8, 16, 12, 76), (136, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
 }
 
 # The same, for matrix products: tiles across images, whole planes, rows of taps, phases, zeros.
