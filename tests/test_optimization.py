@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -719,6 +720,34 @@ def test_a_residual_network(model: ResNet, clock: Clock) -> None:
         again = fastconv.optimize(optimized, EXAMPLE)
     assert report(again) is found
     assert str(again.graph) == str(optimized.graph)
+
+
+class Segmentation(nn.Module):
+    """Results by name, as torchvision's models have them, and of a size that the input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> OrderedDict[str, Tensor]:
+        features = OrderedDict(low=F.relu(self.norm(self.conv(x))))
+        out = F.interpolate(self.head(features["low"]), size=x.shape[-2:])
+        return OrderedDict(out=out, low=features["low"])
+
+
+def test_results_by_name() -> None:
+    model = Segmentation().eval()
+    optimized = fused(model, EXAMPLE)
+    assert report(optimized).fused, report(optimized)
+    assert activations(optimized) == {"conv": "relu"}
+    other = torch.randn(5, 3, 14, 10)
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        found, expected = one(other), model(other)
+        assert type(found) is OrderedDict
+        assert [*found] == [*expected]
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_are_slower_fused(model: ResNet, clock: Clock) -> None:

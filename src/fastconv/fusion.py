@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -76,6 +77,12 @@ class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = isinstance(m, PYTORCHS) or has_hooks(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
+
+    def create_arg(self, a: Any) -> Any:
+        """OrderedDicts, in which segmentation models return results, stay what they are."""
+        if type(a) is OrderedDict:
+            return self.create_proxy("call_function", OrderedDict, (dict(a),), {}).node
+        return super().create_arg(a)
 
 
 @dataclass(frozen=True)
