@@ -649,10 +649,11 @@ def choose_tile(
     least = most_cycles
     # Best products first: most of the others need not be looked at.
     bounds = []
-    grad_cycles: dict[tuple[int, int, Layer], float] = {}  # by what alone decides
-    ways = chain.from_iterable(_products(one, gpu) for one in _layers(problem, operands, halves))
+    grad_cycles: dict[tuple[int, int, int], float] = {}  # by what alone decides
+    layers = list(_layers(problem, operands, halves))
+    ways = chain.from_iterable(_products(one, gpu) for one in layers)
     for i, products in enumerate(ways):
-        key = (products.channel_groups, products.phase_images, products.layer)
+        key = (products.channel_groups, products.phase_images, id(products.layer))
         if key not in grad_cycles:
             grad_cycles[key] = products.least_grad_cycles
         if grad_cycles[key] == math.inf:
