@@ -39,6 +39,7 @@ class Clock(calls.Clock):
     def __init__(self) -> None:
         self.gains: Callable[[Call], Times] = lambda call: times(2.0, 1.0)
         self.whole = times(10.0, 8.0)
+        self.wholes: list[Times] = []  # before that
         self.seen: list[Call] = []
         self.models = 0
         self.watch: Callable[[], Any] = lambda: None
@@ -58,7 +59,7 @@ class Clock(calls.Clock):
             prepare()
             run()
             self.watched.append(self.watch())
-        return self.whole
+        return self.wholes.pop(0) if self.wholes else self.whole
 
 
 @pytest.fixture(autouse=True)
@@ -776,6 +777,16 @@ def test_a_fused_model_that_is_not_faster(model: ResNet, clock: Clock) -> None:
     assert type(optimized) is ResNet
     assert ours(optimized) == []
     assert not report(optimized).fused
+
+
+def test_a_model_that_is_faster_unfused(model: ResNet, clock: Clock) -> None:
+    clock.wholes = [times(10, 11)]
+    optimized = fused(model, EXAMPLE)
+    assert type(optimized) is ResNet
+    assert len(ours(optimized)) == 8
+    found = report(optimized)
+    assert (found.fused, found.folded, found.after_ms) == (False, 0, 8.0)
+    assert found.notes == ("not fused: the model as a whole is not faster so",)
 
 
 @pytest.mark.parametrize(

@@ -362,10 +362,13 @@ class _Work:
         if proposal.changes:
             self._make_ready({call: layers[name] for name in ours for call in seen[name]})
             whole, trouble = _agreed(lambda: self._whole(proposal, seen))
+            gains = whole is not None and whole.gains
+            if trouble is None and not gains and proposal.model is not self.model:
+                trouble = "the model as a whole is not faster so"
             if trouble is not None:
                 self.notes.append(f"not fused: {trouble}")
                 return self.done(fuse=False)
-            if whole is None or not whole.gains:
+            if not gains:
                 self.notes.append("the model as a whole is not faster: it was left as it was")
                 proposal = _Proposal(self.model, (), (), 0)
         _exchange(proposal.plain)
