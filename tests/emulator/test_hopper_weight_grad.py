@@ -316,6 +316,15 @@ def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
     assert 0 < steps.min() <= steps.max() < 2 * walks * c["steps"] / workers
 
 
+def test_planes_beyond_32_bits_are_not_boxes() -> None:
+    """Of eight, that is: alone, each has fewer pixels."""
+    operands = Operands("fastconv::bfloat16", 2, False, False, (8, 1, 1, 1), True)
+    for height, expected in ((2**15 - 9, True), (2**15 + 1, False)):
+        problem = Case("vast", (8, 8, height, 2**13 + 1), (64, 8, 1, 1)).problem
+        (*_, layer) = by_tiles._layers(problem, operands, None)
+        assert layer.has_boxes == (layer.plane_classes == 8) == expected
+
+
 def test_classes_of_planes() -> None:
     found = [dict(work.plan.launches[0].kernel.constants)["plane_classes"] for work in BOX_WORKS]
     assert found == [classes for *_, classes in BOXES]

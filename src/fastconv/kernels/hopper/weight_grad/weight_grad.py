@@ -60,6 +60,7 @@ COUNTER_BYTES = 2048  # of numbers that consumers find float16 has not all bits 
 LEAST_BULK_BYTES = 64  # of a row: below, lanes are faster
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_WALKS = 2**30  # of what a launch computes: 32-bit numbers
+MOST_PIXELS = 2**31  # of the planes that a map takes for a row
 MOST_FILTERS = 2**28  # that are judged one by one, in a table
 MOST_GRAD_STAGES = 4
 FEWEST_GRAD_STAGES = 2
@@ -263,6 +264,7 @@ class Layer:
             and self.problem.batch % self.lane_phases == 0
             and self.group_out % self.plane_classes == 0
             and self.grad_vector == self.vector
+            and self.plane_classes * math.prod(self.problem.output_size) < MOST_PIXELS
         )
 
     @lazy
@@ -591,7 +593,7 @@ class Tile:
     @property
     def least_grad_cycles(self) -> float:
         """What it takes at least to get a row of the output's gradient, with any stages."""
-        most = replace(self, grad_stages=MOST_GRAD_STAGES)
+        most = replace(self, grad_stages=MOST_GRAD_STAGES, in_step=True)
         columns = self.layer.row_columns
         stages = (
             replace(one, strip_stages=ceil_div(columns, one.stage_columns))
