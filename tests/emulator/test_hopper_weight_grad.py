@@ -42,13 +42,27 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=False), gpu)
 
 
-def _in_stages_of(columns: int) -> Planner:
-    """The same with stages of so many columns, even where others are faster."""
+def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Planner:
+    """The same with stages of so many columns, even where others are faster.
+
+    With ``boxes``, each is one that a tensor copy brings.
+    """
+    ways = by_tiles._products
+
+    def wanted(*arguments: Any) -> Iterator[by_tiles.Tile]:
+        tiles = ways(*arguments)
+        if not boxes:
+            return tiles
+        return (tile for tile in tiles if tile.layer.has_boxes and tile.phase_strips == 1)
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)):
-            tile = by_tiles.choose_tile(problem, operands, gpu, halves=False)
+        with (
+            mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
+            mock.patch.object(by_tiles, "_products", wanted),
+        ):
+            tile = by_tiles.choose_tile(problem, operands, gpu, halves=halves)
         assert tile.stage_columns == columns
+        assert tile.grad_boxes or not boxes
         return by_tiles.plan(tile, gpu)
 
     return weight_grad
@@ -56,29 +70,10 @@ def _in_stages_of(columns: int) -> Planner:
 
 # Stages of so few columns that lanes copy them, and of enough for bulk copies.
 BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
-
-
-def _in_boxes_of(columns: int, halves: bool) -> Planner:
-    """With stages that one tensor copy brings, even where others are faster."""
-    ways = by_tiles._products
-
-    def of_images(*arguments: Any) -> Iterator[by_tiles.Tile]:
-        tiles = ways(*arguments)
-        return (tile for tile in tiles if tile.layer.has_boxes and tile.phase_strips == 1)
-
-    def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with (
-            mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
-            mock.patch.object(by_tiles, "_products", of_images),
-        ):
-            tile = by_tiles.choose_tile(problem, operands, gpu, halves=halves)
-        assert tile.grad_boxes
-        return by_tiles.plan(tile, gpu)
-
-    return weight_grad
-
-
-IN_BOXES = {kind: _in_boxes_of(*kind) for kind in product((16, 32, 64), (False, True))}
+IN_BOXES = {
+    (columns, halves): _in_stages_of(columns, halves, boxes=True)
+    for columns, halves in product((16, 32, 64), (False, True))
+}
 
 
 # Dtype, precision, and the relative error allowed.

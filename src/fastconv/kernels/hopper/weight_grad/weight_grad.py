@@ -615,16 +615,6 @@ class Tile:
         best = min({min(max(n * processors // count, 1), most) for n in (1, 2, 3)}, key=cost)
         return best // self.walks * self.walks if self.in_step else best
 
-    def fastest_steps(self, gpu: Gpu) -> Tile:
-        """With workers that go down neighbouring strips in step, if that takes less.
-
-        Each of them has the same part of a walk, and lines of memory that strips share are read
-        once.
-        """
-        if self.lines == 1.0 or self.workers(gpu) < self.walks:
-            return self
-        return min(self, replace(self, in_step=True), key=lambda tile: tile.cycles(gpu))
-
 
 def takes_halves(problem: Problem, operands: Operands) -> bool:
     """Whether float32 can be multiplied as float16."""
@@ -666,13 +656,13 @@ def choose_tile(
         if bound > least:
             break
         for candidate in _with_strips(products):
-            tile = candidate.fitted(gpu.shared_bytes_per_block)
-            if tile is None or tile.block_bytes > WORKSPACE_BYTES:
+            fitted = candidate.fitted(gpu.shared_bytes_per_block)
+            if fitted is None or fitted.block_bytes > WORKSPACE_BYTES:
                 continue
-            tile = tile.fastest_steps(gpu)
-            cycles = tile.cycles(gpu) * _loss(tile, halves)
-            if cycles < least or (cycles == least and best is None):
-                best, least = tile, cycles
+            for tile in _with_steps(fitted, gpu):
+                cycles = tile.cycles(gpu) * _loss(tile, halves)
+                if cycles < least or (cycles == least and best is None):
+                    best, least = tile, cycles
     if best is None:
         fits = least < math.inf
         raise Declined(FEW if fits else "input rows that do not fit shared memory")
@@ -752,6 +742,16 @@ def _with_strips(tile: Tile) -> Iterator[Tile]:
         wanted = range(1, MOST_STRIP_COLUMNS // staged.stage_columns + 1)
         for strip in sorted({ceil_div(stages, ceil_div(stages, n)) for n in wanted}):
             yield replace(staged, strip_stages=strip)
+
+
+def _with_steps(tile: Tile, gpu: Gpu) -> Iterator[Tile]:
+    """And with workers that go down neighbouring strips in step, where these share lines of memory.
+
+    Each of them has the same part of a walk, and such lines are read once.
+    """
+    yield tile
+    if tile.lines > 1.0 and tile.workers(gpu) >= tile.walks:
+        yield replace(tile, in_step=True)
 
 
 def _constants(tile: Tile, slots_at: int, repairs: bool) -> dict[str, Constant]:
