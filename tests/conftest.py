@@ -96,8 +96,9 @@ class Loads(list[Kernel]):
         super().__init__()
         self.begun: set[Kernel] = set()
 
-    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
+    def begin(self, kernels: Iterable[Kernel], arch: str, index: int, soon: bool) -> None:
         assert arch == H200.architecture
+        assert soon  # somebody waits
         self.begun.update(kernels)
 
     def load(self, kernels: Iterable[Kernel], index: int, show: Any = None) -> int:

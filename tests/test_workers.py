@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastconv.jit import launch
-from fastconv.jit.workers import Workers
+from fastconv.jit.workers import Workers, is_ahead
 from test_jit import in_threads
 
 PATIENCE_S = 60
@@ -77,6 +77,20 @@ def test_one_thread_is_left_to_who_asks() -> None:
         gate.may_end.set()
     _idle(workers)
     assert all(gate.began.is_set() for gate in gates)
+
+
+def test_threads_that_work_ahead_are_no_more_than_they_may_be() -> None:
+    workers, gates = Workers(), [Gate() for _ in range(3)]
+    for number, gate in enumerate(gates):
+        workers.begin(number, gate, 8, 1)
+    asked = [workers.ask(name, is_ahead, 8).result(PATIENCE_S) for name in "ab"]
+    assert asked == [False, False]
+    assert sum(gate.began.is_set() for gate in gates) <= 1
+    workers.begin("last", is_ahead, 8, 2)
+    assert workers._pieces["last"].future.result(PATIENCE_S)
+    for gate in gates:
+        gate.may_end.set()
+    _idle(workers)
 
 
 def test_what_is_asked_for_comes_first() -> None:

@@ -269,11 +269,14 @@ def begin(need: Need) -> None:
         launch.begin_work(need, partial(begun, need))
 
 
-def begun(need: Need) -> Plan:
-    """The plan; its kernels are compiled in the background, while others are planned."""
+def begun(need: Need, soon: bool = False) -> Plan:
+    """The plan; its kernels are compiled in the background, while others are planned.
+
+    By more threads if somebody is going to ask for them ``soon``.
+    """
     plan = planned(need)
     kernels = (one.kernel for one in plan.launches)
-    launch.begin(kernels, gpu(need.device).architecture, need.device)
+    launch.begin(kernels, gpu(need.device).architecture, need.device, soon)
     return plan
 
 

@@ -18,10 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fastconv.jit import cache
+from fastconv.jit import cache, nvrtc, processes, workers
 from fastconv.kernels.family import FOLDER, Kernel
 
 _KIND = cache.KERNEL
+MOST_HERE = 4  # threads that compile in this process, if others can do so elsewhere
 _SOURCE = re.compile(r"\w+(/\w+)*\.cuh")  # as an include has it
 _OPTIONS = (
     "-std=c++17",
@@ -113,37 +114,35 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
         GpuUnavailable: there is no compiler here, or none that knows the architecture.
         SystemExit: the interpreter is shutting down.
     """
-    nvrtc = _nvrtc()
-    text, options = kernel.text, [option.encode() for option in _options(arch)]
-    headers = {name.encode(): contents.encode() for name, contents in included(text).items()}
+    text = kernel.text
+    program = nvrtc.Program(text, f"{kernel.entry}.cu", included(text), _options(arch))
     with _compiling():
         _check_supported(arch)
-        _compile_nothing()
-        program = _value(
-            nvrtc.nvrtcCreateProgram(
-                text.encode(),
-                f"{kernel.entry}.cu".encode(),
-                len(headers),
-                [*headers.values()],
-                [*headers],
-            )
-        )
-        try:
-            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-            log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-            log_text = log.rstrip(b"\0").decode(errors="replace")
-            if status:
-                raise CompilationError(f"{describe(kernel)} for {arch}: {status.name}\n{log_text}")
-            cubin = _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-        finally:
-            nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(kernel.entry, cubin, log_text)
+        outcome = _outcome(program)
+    if outcome.error:
+        raise CompilationError(f"{describe(kernel)} for {arch}: {outcome.error}\n{outcome.log}")
+    return Compiled(kernel.entry, outcome.cubin, outcome.log)
+
+
+def _outcome(program: nvrtc.Program) -> nvrtc.Outcome:
+    """Compiled in this process or, ahead and while some threads are at that, in another one."""
+    if workers.is_ahead() or len(_here) >= MOST_HERE:
+        outcome = processes.compiled(program, nvrtc_version())
+        if outcome is not None:
+            return outcome
+    _compile_nothing()
+    _here.add(thread := threading.current_thread())
+    try:
+        return nvrtc.compiled(program, _nvrtc())
+    finally:
+        _here.discard(thread)
 
 
 # Who is in the compiler. As a process exits, the compiler's own data is destroyed, and a thread
 # that still uses it ends the process by SIGABRT or SIGSEGV; Python waits for no daemon thread.
 # No lock and no count: a fork or an interrupt could leave one behind as it must not be.
 _compilers: set[threading.Thread] = set()
+_here: set[threading.Thread] = set()  # those whose compiler is this process's
 _exiting = False
 
 
@@ -181,10 +180,7 @@ def _compile_nothing() -> None:
     For as long as that takes, SIGINT and SIGTERM are the compiler's, which ends the process by a
     crash or a status of its own, and not Python's.
     """
-    nvrtc = _nvrtc()
-    program = _value(nvrtc.nvrtcCreateProgram(b"", b"nothing.cu", 0, [], []))
-    nvrtc.nvrtcCompileProgram(program, 0, [])
-    nvrtc.nvrtcDestroyProgram(program)
+    nvrtc.compiled(nvrtc.Program("", "nothing.cu", {}, ()), _nvrtc())
     if hasattr(signal, "siginterrupt"):
         for number in (signal.SIGINT, signal.SIGTERM):
             if callable(signal.getsignal(number)):
@@ -237,12 +233,12 @@ _MISSING = (
 
 @functools.cache
 def _nvrtc() -> Any:
-    nvrtc = binding("nvrtc")
+    bindings = binding("nvrtc")
     try:
-        _value(nvrtc.nvrtcVersion())  # finds and loads the library
+        _value(bindings.nvrtcVersion())  # finds and loads the library
     except RuntimeError as error:
         raise GpuUnavailable(_MISSING.format("NVRTC")) from error
-    return nvrtc
+    return bindings
 
 
 def _check_supported(arch: str) -> None:
@@ -274,12 +270,6 @@ def _contents(name: str) -> str | None:
         return (FOLDER / name).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-
-
-def _output(program: Any, size: Any, fill: Any) -> bytes:
-    buffer = bytearray(_value(size(program)))
-    _value(fill(program, buffer))
-    return bytes(buffer)
 
 
 def _value(answer: tuple[Any, ...]) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastconv.jit import maps
+from fastconv.jit import maps, processes
 from fastconv.jit.compile import GpuUnavailable, binding, build, describe, kept, nvrtc_version
 from fastconv.jit.workers import Workers
 from fastconv.kernels.family import AnyMap, Argument, Kernel, Launch
@@ -85,22 +85,25 @@ def _asked(kernel: Kernel, arch: str) -> bytes | Future[bytes]:
     return _workers.claim(key) or kept(kernel, arch) or _workers.ask(key, work, _most_jobs())
 
 
-def begin(kernels: Iterable[Kernel], arch: str, index: int) -> None:
+def begin(kernels: Iterable[Kernel], arch: str, index: int, soon: bool = False) -> None:
     """Has kernels compiled in the background, those that are not on the device yet.
 
-    :func:`load` finds them there. One of the processors is left alone; with
-    ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing: whoever asks for a kernel that
-    cannot be made is told.
+    :func:`load` finds them there. They are left a quarter of the processors, or all but one if they
+    are to be there ``soon``; with ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing:
+    whoever asks for a kernel that cannot be made is told.
     """
     missing = {kernel.text: kernel for kernel in kernels if (index, kernel) not in _loaded}
     for kernel in missing.values():
-        begin_work(*_piece(kernel, arch))
+        begin_work(*_piece(kernel, arch), soon)
 
 
-def begin_work(key: Hashable, work: Callable[[], Any]) -> None:
+def begin_work(key: Hashable, work: Callable[[], Any], soon: bool = False) -> None:
     """Has any other work done there, for :func:`claim` to find it by its key. Raises nothing."""
     with suppress(ValueError):  # who asks for a kernel is told of a variable that is no number
-        _workers.begin(key, work, _most_jobs())
+        jobs = _most_jobs()
+        # A backward pass's two kernels are there before the next forward pass's one, which is
+        # waited for, and would take longer beside more of them.
+        _workers.begin(key, work, jobs, None if soon else max(1, jobs // 4))
 
 
 def claim(key: Hashable) -> Any:
@@ -117,13 +120,13 @@ def _most_jobs() -> int:
     return compile_threads or compile_jobs() or 1
 
 
-_workers = Workers()
+_workers = Workers(processes.allowed)
 
 
 def _after_fork() -> None:
     """A forked process has none of the threads, and maybe a lock that one of them held."""
     global _workers
-    _workers = Workers()
+    _workers = Workers(processes.allowed)
 
 
 if hasattr(os, "register_at_fork"):

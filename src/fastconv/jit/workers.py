@@ -11,17 +11,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
 class Workers:
     """Threads that end when there is nothing left to do.
 
-    ``most`` of them work at once. Of these, one is left to whoever asks next by those that work
-    ahead; so where there may be only one, nothing is done ahead.
+    ``most`` of them work at once. Of these, one at least is left to whoever asks next by those that
+    work ahead; so where there may be only one, nothing is done ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._around = around  # all that a thread does
         self._lock = threading.Lock()
         self._pieces: dict[Hashable, _Piece] = {}  # to be done, under way, or done ahead
         self._asked: deque[_Piece] = deque()
@@ -30,6 +32,7 @@ class Workers:
         self._threads: set[threading.Thread] = set()
         self._threads_ahead = 0  # those that work ahead
         self._most = 1
+        self._most_ahead = 0
 
     def ask(self, key: Hashable, work: Callable[[], Any], most: int) -> Future[Any]:
         """What comes of the work, before all that is to be done ahead."""
@@ -53,15 +56,17 @@ class Workers:
         self._serve()
         return piece.future
 
-    def begin(self, key: Hashable, work: Callable[[], Any], most: int) -> None:
-        """Has work done ahead."""
+    def begin(
+        self, key: Hashable, work: Callable[[], Any], most: int, ahead: int | None = None
+    ) -> None:
+        """Has work done ahead, by no more than ``ahead`` threads from now on; None: all but one."""
         with self._lock:
-            self._most = most
+            self._most, self._most_ahead = most, most - 1 if ahead is None else ahead
             if most < 2 or key in self._pieces:
                 return
             piece = self._pieces[key] = _Piece(key, work)
             self._ahead.append(piece)
-            if self._at_work() < most and self._threads_ahead < most - 1:
+            if self._at_work() < most and self._threads_ahead < self._most_ahead:
                 self._start()  # or else whoever works next does it, or who asks for it
 
     def _claim(self, piece: _Piece) -> None:
@@ -99,14 +104,15 @@ class Workers:
         return True
 
     def _work(self) -> None:
-        while piece := self._next(ahead=True):
-            self._do(piece)
+        with self._around():
+            while piece := self._next(ahead=True):
+                self._do(piece)
 
     def _next(self, ahead: bool) -> _Piece | None:
         with self._lock:
             if self._asked:
                 return self._asked.popleft()
-            if ahead and self._ahead and self._threads_ahead < self._most - 1:
+            if ahead and self._ahead and self._threads_ahead < self._most_ahead:
                 piece = self._ahead.pop()  # backward passes go from the last layer to the first
                 piece.ahead = True
                 self._threads_ahead += 1
@@ -115,11 +121,26 @@ class Workers:
             return None
 
     def _do(self, piece: _Piece) -> None:
+        _now.ahead = piece.ahead
         piece.do()
         with self._lock:
             self._threads_ahead -= piece.ahead
             if piece.asked or piece.failed:
                 self._forget(piece)
+
+
+class _Now(threading.local):
+    """What a thread is doing."""
+
+    ahead = False
+
+
+_now = _Now()
+
+
+def is_ahead() -> bool:
+    """Whether this thread does what nobody had asked for when it was begun."""
+    return _now.ahead
 
 
 class _Piece:
