@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import product
+from math import inf
+from random import Random
 
 import pytest
 import torch
 
+from effort import calls
 from fastconv import workloads
 from fastconv.backends import cuda
+from fastconv.bench import population
 from fastconv.kernels import depthwise, gpus, planner
 from fastconv.kernels.depthwise import plain
 from fastconv.kernels.depthwise.layer import Layer
+from fastconv.kernels.depthwise.tiles import best
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
@@ -22,6 +30,7 @@ from nvrtc import compiled
 weight_grad = importlib.import_module(depthwise.weight_grad.__module__)
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
 LAYERS = workloads.suite("depthwise")
+MOST_CALLS = 100_000  # of functions, to plan a pass: about 30 ms
 KINDS = tuple(product((torch.float32, torch.bfloat16), (False, True)))
 
 
@@ -59,19 +68,51 @@ def test_plans_fit(gpu: Gpu) -> None:
         assert plan.scratch_bytes <= 64 << 20
 
 
+def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]:
+    """Some of the suite's layers, and others of any types, for any GPU."""
+    draw = Random(channels_last + 2 * transposed)
+    problems = [layer.problem for layer in LAYERS[::6]]
+    problems += [population.narrow(draw, 1e11, 1e9).problem for _ in range(24)]
+    for problem in problems:
+        dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        operands = replace(
+            _operands(problem, dtype, channels_last),
+            aligned=draw.random() < 0.8,
+            bias_grad=draw.random() < 0.5,
+        )
+        processors = draw.choice((1, 3, 40, 132))
+        with suppress(Declined):
+            layer = Layer.of(problem, operands, transposed)
+            yield layer, replace(draw.choice((H200, *GPUS.values())), processors=processors)
+
+
 @pytest.mark.parametrize("transposed", [None, False, True], ids=["weight", "forward", "input"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_last: bool) -> None:
-    """Or the best one might not be looked at."""
+    """Or the best one, the first of those that take least, might not be looked at."""
     kind = weight_grad if transposed is None else plain
     tiles = vars(kind)[("_" if kind is weight_grad else "") + ("planes", "pixels")[channels_last]]
-    for layer, gpu in product(LAYERS[::6], (GPUS["sm_75"], H200)):
-        operands = _operands(layer.problem, torch.float32, channels_last)
-        found = tiles(Layer.of(layer.problem, operands, bool(transposed)))
-        fitting = [tile for tile in found if tile.fits(gpu)]
-        assert fitting or gpu is not H200
-        for tile in fitting:
-            assert 0 < tile.least_cycles(gpu) < tile.cycles(gpu)
+    count = 0
+    for layer, gpu in _drawn(channels_last, bool(transposed)):
+        takes = {}
+        for candidate in tiles(layer):
+            for tile in candidate.variants(gpu, inf):
+                if tile.fits(gpu):
+                    takes[tile] = cycles = tile.cycles(gpu)
+                    assert 0 < candidate.least_cycles(gpu) < cycles
+                    assert tile in candidate.variants(gpu, cycles)
+        if takes:
+            assert best(tiles(layer), gpu) == min(takes, key=lambda tile: takes[tile])
+            count += 1
+    assert count >= 15
+
+
+@pytest.mark.parametrize("plan", PASSES)
+def test_planning_takes_no_time(plan: planner.Planner) -> None:
+    """Of more than a thousand tiles, few are looked at closely."""
+    for layer, (dtype, channels_last) in product(LAYERS[::2], KINDS):
+        operands = _operands(layer.problem, dtype, channels_last)
+        assert calls(partial(plan, layer.problem, operands, H200)) < MOST_CALLS
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))

@@ -203,14 +203,14 @@ class Planes(PlanesTile, Correlation):
         cycles = windows * self.window_cycles + fours * ceil_div(slots, 8)
         return windows + widened + fours, cycles
 
-    @property
+    @lazy
     def store_vector(self) -> int:
         layer = self.layer
         if layer.columns.out_step > 1:
             return 1
         return layer.operands.widest_vector(layer.out_size[1], self.area.columns)
 
-    @property
+    @lazy
     def stores(self) -> int:
         return self.channels * self.area.rows * self.area.columns // self.store_vector
 

@@ -20,6 +20,7 @@ MOST_WEIGHT_BYTES = 32768  # of 16 lanes' channels, channels-last: beyond, kerne
 MOST_BLOCKS_PER_PROCESSOR = 8
 THREADS_OF_PROCESSOR = 1536  # the least that a GPU has
 REGISTERS_OF_PROCESSOR = 65536
+RESERVED_BYTES = 1024  # of shared memory, by the system, for each block
 BANK_BYTES = 128  # of shared memory, in a cycle
 
 
@@ -112,6 +113,9 @@ class Area:
         return self.columns * columns.times // columns.over
 
 
+_Any = TypeVar("_Any", bound="Tile")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tile(ABC):
     """An area, and threads of a block; ``slots`` are planes, or images, that it has at once."""
@@ -146,8 +150,12 @@ class Tile(ABC):
         """What the whole layer takes, estimated."""
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """No more than that, and soon known: what there is no way around."""
+        """No more than that of any variant, and soon known: what there is no way around."""
         return 0.0
+
+    def variants(self: _Any, gpu: Gpu, most: float) -> Iterable[_Any]:
+        """All that the bound is of, but for those that are known to take more than ``most``."""
+        return (self,)
 
     @property
     @abstractmethod
@@ -168,9 +176,8 @@ class Tile(ABC):
 
     def blocks_per_processor(self, gpu: Gpu) -> int:
         """That fit at once; 0 if none does."""
-        reserved = 1024
         fit = min(
-            gpu.shared_bytes_per_processor // (self.shared_bytes + reserved),
+            gpu.shared_bytes_per_processor // (self.shared_bytes + RESERVED_BYTES),
             THREADS_OF_PROCESSOR // self.threads,
             REGISTERS_OF_PROCESSOR // (self.threads * round_up(self.registers, 8)),
             MOST_BLOCKS_PER_PROCESSOR,
@@ -387,9 +394,6 @@ class PixelsTile(Tile):
         }
 
 
-_Any = TypeVar("_Any", bound=Tile)
-
-
 def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
     """The one that takes least; of several, the first.
 
@@ -400,11 +404,12 @@ def best(candidates: Iterable[_Any], gpu: Gpu) -> _Any:
     least = (inf, 0)
     # In the order of what they take at least: most of them need not be looked at.
     bounds = ((tile.least_cycles(gpu), i, tile) for i, tile in enumerate(candidates))
-    for bound, i, tile in sorted(bounds):
+    for bound, i, alike in sorted(bounds):
         if bound > least[0]:
             break
-        if tile.fits(gpu) and (cycles := (tile.cycles(gpu), i)) < least:
-            found, least = tile, cycles
+        for tile in alike.variants(gpu, least[0]):
+            if tile.fits(gpu) and (cycles := (tile.cycles(gpu), i)) < least:
+                found, least = tile, cycles
     if found is None:
         raise Declined("a halo tile that does not fit shared memory")
     return found

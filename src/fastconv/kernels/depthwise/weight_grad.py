@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import gcd, lcm
+from math import gcd, inf, lcm
+from typing import TypeVar
 
 from fastconv.kernels import gpus
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
 from fastconv.kernels.depthwise.tiles import (
     FAMILY,
+    RESERVED_BYTES,
     WHY,
     Area,
     Channels,
@@ -116,16 +118,50 @@ def _reduce_rows(splits: int) -> int:
     return MOST_REDUCE_ROWS if splits > MOST_REDUCE_ROWS else 1
 
 
+@dataclass(frozen=True)
+class Taps:
+    """Kernel rows of a thread, blocks that share a kernel's, and lanes of some channels each.
+
+    What follows from these is the same for all patches.
+    """
+
+    layer: Layer
+    rows: int
+    blocks: int
+    lanes: int = 1
+    channels: int = 1
+
+    @lazy
+    def count(self) -> int:
+        return self.rows * self.layer.columns.kernel
+
+    @lazy
+    def block_groups(self) -> int:
+        """Of kernel rows, in a block."""
+        return ceil_div(ceil_div(self.layer.rows.kernel, self.rows), self.blocks)
+
+    @lazy
+    def threads(self) -> int:
+        """Of a block, that share a patch."""
+        return self.block_groups * self.lanes
+
+    @lazy
+    def sums(self) -> int:
+        """Of a thread: so many products has a pixel."""
+        return self.channels * self.count
+
+
+_Walk = TypeVar("_Walk", bound="Walk")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Walk(Tile):
     """A patch of a thread, patches of a unit, and how a block's threads share them.
 
-    ``slots`` are images of a unit, ``tap_rows`` kernel rows of a thread, ``tap_blocks`` blocks that
-    share a kernel's.
+    ``slots`` are images of a unit.
     """
 
-    tap_rows: int
-    tap_blocks: int
+    taps: Taps
 
     source = ""
     entries = ("weight_grad", "reduce")
@@ -134,11 +170,6 @@ class Walk(Tile):
     def patches(self) -> int:
         """Of a unit."""
         return self.slots * self.area.threads
-
-    @lazy
-    def block_groups(self) -> int:
-        """Of kernel rows, in a block."""
-        return ceil_div(ceil_div(self.layer.rows.kernel, self.tap_rows), self.tap_blocks)
 
     @lazy
     def units(self) -> int:
@@ -159,6 +190,10 @@ class Walk(Tile):
         least = min(most, ceil_div(chain, CHAIN))
         filling = (rounds * fit * gpu.processors // self.blocks for rounds in (1, 2, 4, 8))
         return {least, *(min(most, max(least, splits)) for splits in filling)}
+
+    @abstractmethod
+    def teams(self: _Walk) -> Iterator[_Walk]:
+        """With all of these threads, and with half of them, rounded up."""
 
     @property
     @abstractmethod
@@ -206,21 +241,39 @@ class Walk(Tile):
     @lazy
     def registers(self) -> int:
         words = max(1, self.layer.operands.scalar_bytes // 4)
-        taps = self.tap_rows * self.layer.columns.kernel
-        numbers = taps + self.area.rows * self.area.columns + self.area.window_columns
+        numbers = self.taps.count + self.area.rows * self.area.columns + self.area.window_columns
         return min(255, words * self.channels * numbers + OTHER_REGISTERS)
 
     def least_cycles(self, gpu: Gpu) -> float:
-        """Without copies, and with units that blocks share equally."""
-        taps = self.tap_rows * self.layer.columns.kernel
-        loads, bank_cycles = self.loads
-        patch = self.channels * self.area.rows * self.area.columns * taps + loads + PATCH
-        warps = self.threads / 32 * self.blocks * self.units / gpu.processors
-        start = START + TURN * self.turns
-        multiplied = together(
-            warps * (self.rounds * patch + UNIT) / ISSUED, warps * self.rounds * bank_cycles
+        """No more than that of any team: with half of the threads, and none of them idle."""
+        return self._least(self.threads / 2, self.taps.threads * self.patches, self.turns / 2, gpu)
+
+    def variants(self: _Walk, gpu: Gpu, most: float) -> Iterator[_Walk]:
+        for tile in self.teams():
+            if tile._least(tile.threads, tile.threads * tile.rounds, tile.turns, gpu) <= most:
+                yield tile
+
+    def _least(self, threads: float, in_rounds: int, turns: float, gpu: Gpu) -> float:
+        """No more than it takes with so many threads, those of a unit's rounds, and turns.
+
+        It is what ``_cycles`` adds up, but units, and blocks, are shared out equally: rounding up,
+        more splits than one, and writing their sums only add to it. And as many warps issue as
+        there is room for what is copied: other limits only leave fewer.
+        """
+        fit = gpu.shared_bytes_per_processor // (2 * self.stage_bytes + RESERVED_BYTES)
+        if fit == 0:
+            return inf
+        instructions, bank_cycles = self._patch
+        issued = in_rounds * instructions + COPY * self.copies + threads * UNIT
+        blocks = self.blocks / gpu.processors
+        units = blocks * self.units
+        one_round = together(
+            (units * issued + blocks * threads * END * self.taps.sums)
+            / (32 * min(ISSUED, ISSUED_BY_WARP * self.threads / 32 * fit)),
+            units * in_rounds / 32 * bank_cycles,
+            units * self.stage_bytes / gpus.rates(gpu).l2_bytes,
         )
-        return start + multiplied + REDUCE
+        return START + TURN * turns + one_round + REDUCE
 
     def cycles(self, gpu: Gpu) -> float:
         return self.best_splits(gpu)[0]
@@ -238,7 +291,7 @@ class Walk(Tile):
         units = ceil_div(self.units, splits)
         warps = self.threads / 32 * resident
         one_round = together(
-            warps * (units * issued + self._end) / min(ISSUED, ISSUED_BY_WARP * warps),
+            warps * (units * issued + END * self.taps.sums) / min(ISSUED, ISSUED_BY_WARP * warps),
             warps * units * bank_cycles,
             resident * units * self.stage_bytes / rates.l2_bytes,
         )
@@ -250,21 +303,21 @@ class Walk(Tile):
     @lazy
     def _unit(self) -> tuple[float, float]:
         """Instructions of a thread for a unit, and cycles of shared memory."""
-        taps = self.tap_rows * self.layer.columns.kernel
-        loads, bank_cycles = self.loads
-        patch = self.channels * self.area.rows * self.area.columns * taps + loads + PATCH
+        instructions, bank_cycles = self._patch
         copies = COPY * self.copies / self.threads
-        return self.rounds * patch + copies + UNIT, self.rounds * bank_cycles
+        return self.rounds * instructions + copies + UNIT, self.rounds * bank_cycles
 
-    @property
-    def _end(self) -> float:
-        """Instructions of a thread to add up what a block's have."""
-        return END * self.channels * self.tap_rows * self.layer.columns.kernel
+    @lazy
+    def _patch(self) -> tuple[float, float]:
+        """The same for a patch, without copies."""
+        loads, bank_cycles = self.loads
+        products = self.area.rows * self.area.columns * self.taps.sums
+        return products + loads + PATCH, bank_cycles
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
-            "tap_rows": self.tap_rows,
-            "tap_blocks": self.tap_blocks,
+            "tap_rows": self.taps.rows,
+            "tap_blocks": self.taps.blocks,
             "grad_vector": self.grad_vector,
         }
 
@@ -285,6 +338,10 @@ class Planes(PlanesTile, Walk):
         widest = max(self.pitch // self.vector, self.grad_pitch // self.grad_vector)
         return widest <= self.threads and super().fits(gpu)  # a row is copied at once
 
+    def teams(self) -> Iterator[Planes]:
+        for warps in {self.group_warps, ceil_div(self.group_warps, 2)}:
+            yield self if warps == self.group_warps else replace(self, group_warps=warps)
+
     @lazy
     def rounds(self) -> int:
         return ceil_div(self.patches, 32 * self.group_warps)
@@ -295,12 +352,12 @@ class Planes(PlanesTile, Walk):
 
     @lazy
     def threads(self) -> int:
-        return 32 * self.group_warps * self.block_groups
+        return 32 * self.group_warps * self.taps.threads
 
     @lazy
     def blocks(self) -> int:
         layer = self.layer
-        return layer.problem.groups * layer.group_out * layer.group_in * self.tap_blocks
+        return layer.problem.groups * layer.group_out * layer.group_in * self.taps.blocks
 
     @lazy
     def grad_vector(self) -> int:
@@ -329,8 +386,7 @@ class Planes(PlanesTile, Walk):
 
     @property
     def end_bytes(self) -> int:
-        sums = self.tap_rows * self.layer.columns.kernel + 1
-        return self.threads // 32 * sums * self.layer.operands.sum_bytes
+        return self.threads // 32 * (self.taps.count + 1) * self.layer.operands.sum_bytes
 
     @property
     def copies(self) -> int:
@@ -340,7 +396,7 @@ class Planes(PlanesTile, Walk):
     @lazy
     def loads(self) -> tuple[float, float]:
         size = self.layer.operands.scalar_bytes
-        rows = (self.area.rows - 1) * self.layer.rows.step + self.tap_rows
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
         windows, grads = rows * self.pieces, self.area.rows * self.area.columns // self.grad_piece
         widened = (windows * self.piece + self.area.rows * self.area.columns) * (size == 2)
         grad_cycles = read_cycles(self.grad_piece * size, self.area.columns * size)
@@ -356,13 +412,43 @@ class Planes(PlanesTile, Walk):
         }
 
 
+@dataclass(frozen=True)
+class GradChannels(Channels):
+    """And how a pixel's lie in the output's gradient."""
+
+    @lazy
+    def grad_vector(self) -> int:
+        layer = self.layer
+        distances = [layer.problem.groups * layer.group_out, self.count]
+        if layer.group_out > self.count:
+            distances.append(layer.group_out)
+        return layer.operands.widest_vector(*distances)
+
+    @lazy
+    def grad_vectors(self) -> int:
+        """Of a pixel."""
+        return ceil_div(self.count, self.grad_vector)
+
+    @lazy
+    def load(self) -> tuple[int, int]:
+        """A lane's of a pixel, from shared memory: instructions, and cycles that a warp's take."""
+        size = self.layer.operands.scalar_bytes
+        width = self.of_lane * size
+        return 1 + self.of_lane * (size == 2), read_cycles(width, width)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pixels(PixelsTile, Walk):
     """Of channels-last tensors, see ``weight_grad_pixels.cuh``."""
 
+    block: GradChannels
     group_patches: int
 
     source = "depthwise/weight_grad_pixels.cuh"
+
+    def teams(self) -> Iterator[Pixels]:
+        for patches in {self.group_patches, ceil_div(self.group_patches, 2)}:
+            yield self if patches == self.group_patches else replace(self, group_patches=patches)
 
     @lazy
     def rounds(self) -> int:
@@ -374,19 +460,15 @@ class Pixels(PixelsTile, Walk):
 
     @lazy
     def threads(self) -> int:
-        return round_up(self.block_groups * self.group_patches * self.block.lanes, 32)
+        return round_up(self.group_patches * self.taps.threads, 32)
 
     @lazy
     def blocks(self) -> int:
-        return self.block.tiles * self.layer.group_in * self.tap_blocks
+        return self.block.tiles * self.layer.group_in * self.taps.blocks
 
-    @lazy
+    @property
     def grad_vector(self) -> int:
-        layer = self.layer
-        distances = [layer.problem.groups * layer.group_out, self.block.count]
-        if layer.group_out > self.block.count:
-            distances.append(layer.group_out)
-        return layer.operands.widest_vector(*distances)
+        return self.block.grad_vector
 
     @property
     def _grads(self) -> int:
@@ -395,26 +477,24 @@ class Pixels(PixelsTile, Walk):
 
     @lazy
     def stage_bytes(self) -> int:
-        grads = self._grads * round_up(self.block.count, self.grad_vector)
+        grads = self._grads * self.block.grad_vectors * self.block.grad_vector
         return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
 
     @property
     def end_bytes(self) -> int:
-        sums = self.tap_rows * self.layer.columns.kernel + 1
-        return self.block_groups * sums * self.block.count * self.layer.operands.sum_bytes
+        sums = self.taps.block_groups * (self.taps.count + 1) * self.block.count
+        return sums * self.layer.operands.sum_bytes
 
     @property
     def copies(self) -> int:
-        grads = self._grads * ceil_div(self.block.count, self.grad_vector)
-        return self.copied + grads
+        return self.copied + self._grads * self.block.grad_vectors
 
     @lazy
     def loads(self) -> tuple[float, float]:
-        size = self.layer.operands.scalar_bytes
-        rows = (self.area.rows - 1) * self.layer.rows.step + self.tap_rows
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
         loads = rows * self.area.window_columns + self.area.rows * self.area.columns
-        cycles = read_cycles(self.channels * size, self.channels * size) * self.clashes
-        return loads * (1 + self.channels * (size == 2)), loads * cycles
+        instructions, cycles = self.block.load
+        return loads * instructions, loads * cycles * self.clashes
 
     def constants(self) -> dict[str, Constant]:
         return super().constants() | {
@@ -427,30 +507,24 @@ def _planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
     tap_rows = _tap_rows(layer, 1, MOST_TAPS)
     tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
+    taps = Taps(layer, tap_rows, tap_blocks)
     for rows, columns in _patches(layer, tap_rows, 1):
-        for area, slots in _units(areas(layer, rows, columns)):
-            most = min(most_warps, ceil_div(slots * area.threads, 32))
-            for warps in {most, ceil_div(most, 2)}:
-                yield Planes(
-                    area=area, slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
-                    group_warps=warps,
-                )  # fmt: skip
+        for area, slots in _units(layer, rows, columns):
+            warps = min(most_warps, ceil_div(slots * area.threads, 32))
+            yield Planes(area=area, slots=slots, taps=taps, group_warps=warps)
 
 
 def _pixels(layer: Layer) -> Iterator[Pixels]:
     """All that may be worth it."""
-    areas_of = cache(partial(areas, layer))
+    units_of = cache(partial(_units, layer))
     for channels, tap_rows, lanes_c in _lane_shares(layer):
-        block = Channels(layer, lanes_c, channels)
+        block = GradChannels(layer, lanes_c, channels)
         tap_blocks, room = _tap_blocks(layer, tap_rows, 32 * MOST_WARPS // lanes_c)
+        taps = Taps(layer, tap_rows, tap_blocks, lanes_c, channels)
         for rows, columns in _patches(layer, tap_rows, channels):
-            for area, slots in _units(areas_of(rows, columns)):
-                most = min(room, slots * area.threads)
-                for at_once in {most, ceil_div(most, 2)}:
-                    yield Pixels(
-                        area=area, slots=slots, tap_rows=tap_rows, tap_blocks=tap_blocks,
-                        group_patches=at_once, block=block,
-                    )  # fmt: skip
+            for area, slots in units_of(rows, columns):
+                patches = min(room, slots * area.threads)
+                yield Pixels(area=area, slots=slots, taps=taps, group_patches=patches, block=block)
 
 
 def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
@@ -491,17 +565,18 @@ def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, 
                 yield rows, columns
 
 
-def _units(found: list[Area]) -> Iterator[tuple[Area, int]]:
-    """Of no more patches than a tile may have, and images."""
-    for area in found:
-        layer, threads = area.layer, area.threads
-        if threads > MOST_LANES:
+def _units(layer: Layer, rows: int, columns: int) -> list[tuple[Area, int]]:
+    """Of no more patches of this size than a tile may have, and images."""
+    found = []
+    fewest = min(FEWEST_ACROSS, layer.columns.threads(columns))
+    for area in areas(layer, rows, columns):
+        if area.threads > MOST_LANES:
             continue
-        whole = layer.columns.threads(area.columns)
-        if not layer.operands.input_channels_last and area.lanes_x < min(FEWEST_ACROSS, whole):
+        if not layer.operands.input_channels_last and area.lanes_x < fewest:
             continue  # rows would hit the same banks
-        yield area, 1
+        found.append((area, 1))
         if area.is_whole:
             for slots in (2, 4, 8, 32):
-                if slots * threads <= 256 and slots < 2 * layer.problem.batch:
-                    yield area, slots
+                if slots * area.threads <= 256 and slots < 2 * layer.problem.batch:
+                    found.append((area, slots))
+    return found
