@@ -143,13 +143,25 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     problem = problem.without_idle_dilation
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
+    portable = sum(map(spread.portable_cycles, ways[0]))
+    better = [one for one in choices if one.cycles < portable]
+    plain = [way for way in ways if not way[0].unfolds]
+    if better:
+        # Tiles take by far the longest to plan with: only for ways that might win.
+        most = _least(better).cycles / CORRELATE_SHARE
+        plain = [way for way in plain if correlate.may_take_less(way, most)]
+        if not plain:
+            return _least(better)
     try:
-        choices.append(_correlate([way for way in ways if not way[0].unfolds], gpu))
+        choices.append(_correlate(plain, gpu))
     except Declined:
-        least = sum(map(spread.portable_cycles, ways[0]))
-        choices = [one for one in choices if one.cycles < least]
+        choices = better
         if not choices:
             raise
+    return _least(choices)
+
+
+def _least(choices: list[_Choice]) -> _Choice:
     return min(choices, key=lambda one: one.cycles)
 
 

@@ -6,6 +6,7 @@ computes sums, and what adds them up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -64,23 +65,31 @@ def best_way(
     ways: list[list[AnyLayer]],
     tiles_of: Callable[[list[AnyLayer]], list[tuple[AnyTile, ...]]],
     cost: Callable[[list[AnyLayer], list[tuple[AnyTile, ...]]], float],
+    may_cost_less: Callable[[list[AnyLayer], float], bool] = lambda layers, than: True,
 ) -> tuple[list[AnyLayer], list[tuple[AnyTile, ...]]]:
     """The layers of the way that costs an image the least, and each one's tiles, the best first.
 
-    Sums differ between ways, so the batch must not decide.
+    Sums differ between ways, so the batch must not decide. Of ways for which ``may_cost_less`` says
+    that they do not cost less than another one, tiles are not asked for.
 
     Raises:
         Declined: ``tiles_of`` has raised it for all of them.
     """
-    possible, reasons = [], []
+    best, least, reasons = None, math.inf, []
     for layers in ways:
+        if best is not None and not may_cost_less(layers, least):
+            continue
         try:
-            possible.append((layers, tiles_of(layers)))
+            tiles = tiles_of(layers)
         except Declined as reason:
             reasons.append(reason)
-    if not possible:
+            continue
+        cycles = cost(layers, tiles)
+        if best is None or cycles < least:
+            best, least = (layers, tiles), cycles
+    if best is None:
         raise reasons[0]
-    return min(possible, key=lambda way: cost(*way))
+    return best
 
 
 def launches(

@@ -16,6 +16,7 @@ OVERHANG = 1024  # positions of an output beyond its last one that a tile may ha
 MOST_BATCH = 2**30
 MOST_STRIDE = 2**31  # of weights in memory
 OVERLAP_LOSS = 0.25
+ROUNDING = 1e-9  # of estimates: far more than sums of a few numbers have
 
 # Weight gradients. The error of the tensor core's sums grows with the number of products added, in
 # float32's too; so does that of totals that are added to, each level of which rounds.

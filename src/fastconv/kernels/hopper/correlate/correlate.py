@@ -27,13 +27,16 @@ from fastconv.kernels.hopper.correlate.tiles import (
     LOADER_WARPS,
     Tile,
     item_count,
+    least_cycles,
     segment_tiles,
+    shapes_of,
     tiles_of,
 )
 from fastconv.kernels.hopper.layers import Layer
 from fastconv.kernels.tensor import limits
 from fastconv.kernels.tensor.launches import Correlation, best_way, launches, layer_constants
 from fastconv.kernels.tensor.layers import views
+from fastconv.kernels.tensor.limits import ROUNDING
 
 EXPLAINED = 5  # tiles
 # Multiply-adds a cycle, by channels in 16 bytes: of the tensor cores, and how many must count for
@@ -74,7 +77,23 @@ def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
     Raises:
         Declined: it cannot be computed so.
     """
-    return _cost(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost))
+    return _cost(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost, may_take_less))
+
+
+def may_take_less(layers: list[Layer], cycles: float) -> bool:
+    """Whether an image might take less than so many, computed by these layers.
+
+    False is certain: what layers are said to take at least holds for any tile. No tile is fitted to
+    shared memory for it, which is what takes long.
+    """
+    cycles *= 1 + ROUNDING
+    if _way_cycles(layers, 0.0) >= cycles:
+        return False
+    *others, last = layers
+    of_others = sum(least_cycles(views(layer)) for layer in others)
+    # From large to small: if any might, then mostly large ones.
+    shapes = reversed(list(shapes_of(views(last))))
+    return any(_way_cycles(layers, of_others + one.least_cycles) < cycles for one in shapes)
 
 
 def _check(layers: list[Layer], gpu: Gpu) -> None:
@@ -98,7 +117,7 @@ def _tensor_share(layers: list[Layer]) -> float:
 
 def _plans(ways: list[list[Layer]], gpu: Gpu) -> Iterator[Plan]:
     """For every tile that fits, the best first; of several layers, each one's next best at once."""
-    layers, tiles = best_way(ways, partial(_checked_tiles, gpu=gpu), _cost)
+    layers, tiles = best_way(ways, partial(_checked_tiles, gpu=gpu), _cost, may_take_less)
     explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer, gpu))
     key = _key(layers, gpu)
     repairs = None
@@ -134,10 +153,15 @@ def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
 
 def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
     fastest = (min(one.shape.image_tiles * one.tile_cycles for one in each) for each in tiles)
+    return _way_cycles(layers, sum(fastest))
+
+
+def _way_cycles(layers: list[Layer], cycles: float) -> float:
+    """What an image takes, with launches' share, if it takes the layers' tiles so many cycles."""
     more = LAYER_COST * len(layers)
     if not layers[0].halves:
-        return sum(fastest) * (1 + more)
-    return max(sum(fastest) * (1 + more + HALVES_COST[layers[0].parts]), HALVES_CYCLES)
+        return cycles * (1 + more)
+    return max(cycles * (1 + more + HALVES_COST[layers[0].parts]), HALVES_CYCLES)
 
 
 def _why(tiles: list[Tile]) -> str:

@@ -221,6 +221,89 @@ class Shape:
         columns = min(self.columns, layer.out_size[1] / self.strips)
         return CONSUMERS * layer.product_outputs * self.rows * columns * layer.written
 
+    @property
+    def all_loads(self) -> Iterator[tuple[int, bool]]:
+        """Of ``LOADS``, those that are possible."""
+        size = self.pitch * self.layer.operands.scalar_bytes
+        for raw_slots, bulk in LOADS if self.layer.lines else LOADS[:1]:
+            if raw_slots == 0 or bulk or size <= MOST_COPIED_BYTES:
+                yield raw_slots, bulk
+
+    def raw_vectors(self, wraps: bool) -> int:
+        """Of a piece, a line of two vectors' channels, in 16 bytes."""
+        layer = self.layer
+        pixels = self.pitch if wraps else min(self.pitch, layer.in_size[1])
+        pixels += 0 if self.raw_aligned else layer.vector - 1
+        return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
+
+    def _vector_cycles(self, staged: bool) -> float:
+        """What it takes to load 16 bytes of channels."""
+        layer = self.layer
+        vectors, pieces, row, rows, strides = LOAD_CYCLES[layer.vector_kind]
+        if layer.vector_loads:
+            return vectors
+        if staged:
+            return pieces
+        return strides if layer.slots > 1 else rows if self.rows > 1 else row
+
+    def _piece_cycles(self, bulk: bool, wraps: bool) -> float:
+        """What it takes to fetch a piece, beside what each of its pixels takes.
+
+        Of short lines also what lanes take that have no pixel.
+        """
+        if bulk:
+            return PIECE_CYCLES[self.layer.vector_kind]
+        idle = round_up(self.pitch, 32) - self.pitch
+        start, anywhere, copy = COPY_CYCLES
+        start += 0 if self.raw_aligned else anywhere
+        copies = copy * ceil_div(self.raw_vectors(wraps), 32)
+        return start + copies + 2 * idle * self._vector_cycles(staged=True)
+
+    def load_cycles(self, raw_slots: int, bulk: bool, wraps: bool) -> float:
+        """What a tile's input takes, if it gets in as one of ``LOADS`` says."""
+        layer, vectors = self.layer, self.vectors
+        split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
+        folded = FOLDED_LOSS[layer.vector_kind] if layer.folding != (1, 1) else 1.0
+        loads = vectors * (self._vector_cycles(staged=raw_slots > 0) * folded + split)
+        if raw_slots > 0:
+            loads += vectors / (2 * self.pitch) * self._piece_cycles(bulk, wraps)
+            loads *= ONE_SLOT_LOSS if raw_slots == 1 else 1
+        return loads
+
+    def store_cycles(self, wraps: bool) -> float:
+        """What a tile's outputs take, whose last strips go on with the next row if it ``wraps``."""
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        stored = LINE_STORE_BYTES if self.lead * size == 4 * 32 else STORE_BYTES
+        stored *= WRAPPED_GAIN if wraps else 1
+        if layer.strided_stores:
+            stored = STRIDED_STORE_BYTES
+        elif not (self.bulk_stores or self.stores_pixels):
+            stored = SINGLE_STORE_BYTES
+        elif self.shares_sectors:
+            stored = SHARED_SECTOR_BYTES
+        return self.outputs * size / stored
+
+    @lazy
+    def weight_cycles(self) -> float:
+        """What a tile's weights take, where they do not stay."""
+        return self.layer.weight_stages * self.weight_bytes / WEIGHT_BYTES
+
+    @property
+    def least_cycles(self) -> float:
+        """What an image takes at least, however input gets in, and if there is room for everything.
+
+        A lower bound: each part of a tile's work is the least that it is with any loads, strips
+        that wrap or not and weights that stay or not, and what it takes altogether grows with each.
+        """
+        stays = self.output_groups * self.layer.groups == 1
+        cycles = TILE_CYCLES + together(
+            self.product_cycles,
+            min(self.load_cycles(*loads, wraps=False) for loads in self.all_loads),
+            self.store_cycles(wraps=self.lead > 0),
+            0.0 if stays else self.weight_cycles,
+        )
+        return self.image_tiles * cycles
+
     def staging_bytes(self, pass_pixels: int, buffers: int) -> int:
         """Of each consumer, for so many pixels at a time."""
         operands, vector = self.layer.operands, self.layer.vector
@@ -306,16 +389,8 @@ class Tile:
 
     @property
     def raw_bytes(self) -> int:
-        """Of a piece: a line of two vectors' channels."""
-        return 16 * self.raw_vectors
-
-    @lazy
-    def raw_vectors(self) -> int:
-        """The same in 16 bytes."""
-        shape, layer = self.shape, self.layer
-        pixels = shape.pitch if self.wraps else min(shape.pitch, layer.in_size[1])
-        pixels += 0 if shape.raw_aligned else layer.vector - 1
-        return 2 * layer.vector_channels * ceil_div(pixels, layer.vector)
+        """Of a piece."""
+        return 16 * self.shape.raw_vectors(self.wraps)
 
     @lazy
     def resident(self) -> bool:
@@ -403,54 +478,13 @@ class Tile:
     @lazy
     def work(self) -> dict[str, float]:
         """What a tile takes a processor, in cycles, if there were nothing else to do."""
-        shape, layer = self.shape, self.layer
-        vectors, size = shape.vectors, layer.operands.scalar_bytes
-        split = SPLIT_CYCLES[layer.vector_channels] * (layer.parts - 1)
-        folded = FOLDED_LOSS[layer.vector_kind] if layer.folding != (1, 1) else 1.0
-        loads = vectors * (self.vector_cycles * folded + split)
-        if self.staged:
-            loads += vectors / (2 * shape.pitch) * self.piece_cycles
-            loads *= ONE_SLOT_LOSS if self.raw_slots == 1 else 1
-        stored = LINE_STORE_BYTES if shape.lead * size == 4 * 32 else STORE_BYTES
-        stored *= WRAPPED_GAIN if self.wraps else 1
-        if layer.strided_stores:
-            stored = STRIDED_STORE_BYTES
-        elif not (shape.bulk_stores or shape.stores_pixels):
-            stored = SINGLE_STORE_BYTES
-        elif shape.shares_sectors:
-            stored = SHARED_SECTOR_BYTES
-        weights = layer.weight_stages * shape.weight_bytes
+        shape = self.shape
         return {
             "products": shape.product_cycles,
-            "loads": loads,
-            "stores": shape.outputs * size / stored,
-            "weights": 0.0 if self.resident else weights / WEIGHT_BYTES,
+            "loads": shape.load_cycles(self.raw_slots, self.bulk_loads, self.wraps),
+            "stores": shape.store_cycles(self.wraps),
+            "weights": 0.0 if self.resident else shape.weight_cycles,
         }
-
-    @property
-    def vector_cycles(self) -> float:
-        """What it takes to load 16 bytes of channels."""
-        layer = self.layer
-        vectors, pieces, row, rows, strides = LOAD_CYCLES[layer.vector_kind]
-        if layer.vector_loads:
-            return vectors
-        if self.staged:
-            return pieces
-        return strides if layer.slots > 1 else rows if self.shape.rows > 1 else row
-
-    @property
-    def piece_cycles(self) -> float:
-        """What it takes to fetch a piece, beside what each of its pixels takes.
-
-        Of short lines also what lanes take that have no pixel.
-        """
-        if self.bulk_loads:
-            return PIECE_CYCLES[self.layer.vector_kind]
-        idle = round_up(self.shape.pitch, 32) - self.shape.pitch
-        start, anywhere, copy = COPY_CYCLES
-        start += 0 if self.shape.raw_aligned else anywhere
-        copies = copy * ceil_div(self.raw_vectors, 32)
-        return start + copies + 2 * idle * self.vector_cycles
 
     @lazy
     def tile_cycles(self) -> float:
@@ -487,19 +521,28 @@ class Tile:
 
 def tiles_of(views: list[Layer], gpu: Gpu) -> list[Tile]:
     """All tiles that fit, the best first."""
-    budget = gpu.shared_bytes_per_block
     fitted = (
-        Tile(shape, raw_slots, bulk).fitted(budget)
-        for view in dict.fromkeys(views)
-        for shape in _shapes(view)
-        if shape.pixels <= view.most_pixels
-        for raw_slots, bulk in (LOADS if view.lines else LOADS[:1])
-        if raw_slots == 0 or bulk or shape.pitch * view.operands.scalar_bytes <= MOST_COPIED_BYTES
+        Tile(shape, *loads).fitted(gpu.shared_bytes_per_block)
+        for shape in shapes_of(views)
+        for loads in shape.all_loads
     )
     tiles = sorted(filter(None, fitted), key=lambda tile: tile.cycles(gpu.processors))
     if not tiles:
         raise Declined("a halo tile that does not fit shared memory")
     return tiles
+
+
+def least_cycles(views: list[Layer]) -> float:
+    """What an image takes at least, with any tile."""
+    return min((shape.least_cycles for shape in shapes_of(views)), default=math.inf)
+
+
+def shapes_of(views: list[Layer]) -> Iterator[Shape]:
+    """Of all tiles, whether they fit shared memory or not; about from small to large."""
+    for view in dict.fromkeys(views):
+        for shape in _shapes(view):
+            if shape.pixels <= view.most_pixels:
+                yield shape
 
 
 def _shapes(layer: Layer) -> Iterator[Shape]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import gcd
 
@@ -72,9 +72,14 @@ class Cut:
 
     def conflicts(self, step: int) -> int:
         """How many lanes want the same bank, if pixels of neighbouring lanes are so far apart."""
-        lanes = product(range(4), range(8))  # channels, pixels
-        banks = Counter((t * self.pitch + g * step) % BANKS for t, g in lanes)
-        return max(banks.values())
+        return _conflicts(self.pitch % BANKS, step % BANKS)
+
+
+@cache
+def _conflicts(pitch: int, step: int) -> int:
+    lanes = product(range(4), range(8))  # channels, pixels
+    banks = Counter((t * pitch + g * step) % BANKS for t, g in lanes)
+    return max(banks.values())
 
 
 def cuts_of(layer: Layer) -> list[Cut]:
@@ -140,42 +145,51 @@ def shapes_of(layer: Layer, most: int) -> list[Shape]:
     return list(dict.fromkeys(found))
 
 
-@lru_cache(maxsize=256)
 def pieces_of(layer: Layer, cut: Cut, shape: Shape) -> tuple[int, float]:
     """Of a tile: the most, and the mean."""
+    tiles = _units(layer, cut.kind, cut.row_step, shape)
+    counts = [(sum(ceil_div(n, cut.piece) for n in units), many) for units, many in tiles.items()]
+    return max(counts)[0], sum(count * many for count, many in counts) / tiles.total()
+
+
+@lru_cache(maxsize=64)
+def _units(layer: Layer, kind: str, row_step: int, shape: Shape) -> Counter[tuple[int, ...]]:
+    """What tiles' pieces are made of, of each image, and how many tiles have the same.
+
+    Kept, for many cuts differ by their pieces alone.
+
+    Raises:
+        Declined: there are too many different tiles.
+    """
     cycle = shape.image_pixels // gcd(shape.tile_pixels, shape.image_pixels)
     if cycle > MOST_STARTS:
         raise Declined(f"{cycle} different tiles")
-    counts = [
-        _pieces(layer, cut, shape, index * shape.tile_pixels % shape.image_pixels)
+    return Counter(
+        tuple(_span_units(layer, kind, row_step, *span) for span in _spans(layer, shape, index))
         for index in range(cycle)
-    ]
-    return max(counts), sum(counts) / len(counts)
+    )
 
 
-def _pieces(layer: Layer, cut: Cut, shape: Shape, first: int) -> int:
-    """Of a tile that begins at this position of an image: as ``each_piece`` counts them."""
-    count, left = 0, shape.tile_pixels
+def _spans(layer: Layer, shape: Shape, index: int) -> Iterator[tuple[int, int]]:
+    """A tile's first and last position of each image, as ``each_piece`` has them."""
+    first, left = index * shape.tile_pixels % shape.image_pixels, shape.tile_pixels
     while left > 0:
-        last = min(first + left, layer.grid_pixels) - 1
-        count += _span_pieces(layer, cut, first, last)
+        yield first, min(first + left, layer.grid_pixels) - 1
         left -= shape.image_pixels - first
         first = 0
-    return count
 
 
-def _span_pieces(layer: Layer, cut: Cut, first: int, last: int) -> int:
-    if cut.whole:
+def _span_units(layer: Layer, kind: str, row_step: int, first: int, last: int) -> int:
+    """The plane, or so many pixels or rows."""
+    if kind == "whole":
         return 1
-    if cut.flat:
-        return ceil_div(last + 1 - first, cut.piece)
+    if kind == "flat":
+        return last + 1 - first
     rows, width = layer.axes[0], layer.grid[1]
-    step = rows.step // cut.row_step
+    step = rows.step // row_step
     begin = max(first // width * step + min(rows.offsets), 0)
-    end = min(
-        last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], cut.row_step)
-    )
-    return max(ceil_div(end - begin, cut.piece), 0)
+    end = min(last // width * step + max(rows.offsets) + 1, ceil_div(layer.in_size[0], row_step))
+    return max(end - begin, 0)
 
 
 @dataclass(frozen=True)
@@ -185,6 +199,7 @@ class Tile:
     layer: Layer
     cut: Cut
     shape: Shape
+    pieces: tuple[int, float]  # see pieces_of
     row_tiles: int
     columns: int
     input_stages: int = 0
@@ -197,10 +212,6 @@ class Tile:
             f"{self.shape.tile_pixels}x{self.columns} of {self.shape.image_pixels} in "
             f"{self.row_tiles}, {cut.kind} {cut.piece}"
         )
-
-    @lazy
-    def pieces(self) -> tuple[int, float]:
-        return pieces_of(self.layer, self.cut, self.shape)
 
     @property
     def piece_bytes(self) -> int:
@@ -373,8 +384,9 @@ def tiles_of(layer: Layer, gpu: Gpu) -> list[Tile]:
             for shape in shapes_of(layer, CONSUMERS * ROWS * row_tiles):
                 if cut.flat and (shape.tile_pixels % 4 or shape.image_pixels % 4):
                     continue
+                pieces = pieces_of(layer, cut, shape)
                 for columns in widths:
-                    tile = Tile(layer, cut, shape, row_tiles, columns)
+                    tile = Tile(layer, cut, shape, pieces, row_tiles, columns)
                     found.append(tile.fitted(gpu.shared_bytes_per_block))
     tiles = sorted(filter(None, found), key=lambda tile: tile.cycles(gpu))
     if not tiles:

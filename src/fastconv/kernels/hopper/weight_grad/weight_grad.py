@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from heapq import heapify, heappop, heappush
+from itertools import product
 
 from fastconv.kernels.arithmetic import ceil_div, round_up, shares
 from fastconv.kernels.family import (
@@ -575,16 +576,44 @@ class Tile:
         return HALVES_CYCLES if self.layer.halves else 0.0
 
     def least_cycles(self, gpu: Gpu, grad_cycles: float) -> float:
-        """What it takes at least, with any strips and stages.
+        """What it takes at least, with any strips and stages; but for what boxes may save.
 
         ``grad_cycles`` are what it takes at least to get a row of the output's gradient.
         """
+        columns = self.layer.row_columns
+        return self._least_cycles(
+            gpu,
+            self.multiply_cycles(columns),
+            self.input_cycles(columns * self.layer.problem.stride[1]),
+            grad_cycles,
+        )
+
+    def least_group_cycles(self, gpu: Gpu, grad_cycles: float) -> float:
+        """The least of ``least_cycles`` with as many segments or fewer, or less.
+
+        A lower bound: with fewer segments, tiles are as many or more, and however many they are,
+        together they multiply every segment and load every plane. What parts take altogether grows
+        with each of them.
+        """
+        columns = self.layer.row_columns
+        segments = self.planes * self.kernel_rows
+        tiles = ceil_div(segments, self.block_segments)  # of the same output channels and taps
+        multiplied = segments / (tiles * self.block_segments)
+        loaded = self.planes / (tiles * self.block_planes)
+        least = self._least_cycles(
+            gpu,
+            multiplied * self.multiply_cycles(columns),
+            loaded * self.input_cycles(columns * self.layer.problem.stride[1]),
+            grad_cycles,
+        )
+        return least * (1 - limits.ROUNDING)
+
+    def _least_cycles(self, gpu: Gpu, multiply: float, input_: float, grad: float) -> float:
+        """What it takes at least if a row of a tile takes so many cycles for each of its parts."""
         layer = self.layer
         rows = self.image_groups * layer.row_step * self.steps
         row = ceil_div(layer.row_columns, MOST_STRIP_COLUMNS) * STEP_CYCLES + limits.together(
-            self.multiply_cycles(layer.row_columns),
-            self.input_cycles(layer.row_columns * layer.problem.stride[1]),
-            grad_cycles,
+            multiply, input_, grad
         )
         begun = self.launch_cycles + max(self.count / gpu.processors, 1.0) * BLOCK_CYCLES
         share = HALVES_SHARE if layer.halves else 1.0
@@ -640,19 +669,7 @@ def choose_tile(
     best: Tile | None = None
     least = most_cycles
     # Best products first: most of the others need not be looked at.
-    bounds = []
-    grad_cycles: dict[tuple[int, int, int], float] = {}  # by what alone decides
-    layers = list(_layers(problem, operands, halves))
-    ways = chain.from_iterable(_products(one, gpu) for one in layers)
-    for i, products in enumerate(ways):
-        key = (products.channel_groups, products.phase_images, id(products.layer))
-        if key not in grad_cycles:
-            grad_cycles[key] = products.least_grad_cycles
-        if grad_cycles[key] == math.inf:
-            continue  # rows so short that there is no stage
-        bound = products.least_cycles(gpu, grad_cycles[key])
-        bounds.append((bound * _loss(products, halves), i, products))
-    for bound, _, products in sorted(bounds):
+    for bound, products in _by_bounds(problem, operands, gpu, halves):
         if bound > least:
             break
         for candidate in _with_strips(products):
@@ -673,6 +690,36 @@ def choose_tile(
     return best
 
 
+def _by_bounds(
+    problem: Problem, operands: Operands, gpu: Gpu, halves: bool | None
+) -> Iterator[tuple[float, Tile]]:
+    """All products with what they take at least, the best first.
+
+    Those that differ by their segments alone are a group: most need not be looked into.
+    """
+    queue: list[tuple[float, int, int, Tile, float]] = []
+    for layer in _layers(problem, operands, halves):
+        grad_cycles: dict[tuple[int, int], float] = {}  # by what alone decides
+        for group in _groups(layer, gpu):
+            key = (group.channel_groups, group.phase_images)
+            if key not in grad_cycles:
+                grad_cycles[key] = replace(group, segments=1).least_grad_cycles
+            grad = grad_cycles[key]
+            if grad < math.inf:  # else rows are so short that there is no stage
+                bound = group.least_group_cycles(gpu, grad) * _loss(group, halves)
+                queue.append((bound, len(queue), 0, group, grad))
+    heapify(queue)
+    while queue:
+        bound, place, segments, products, grad = heappop(queue)
+        if segments > 0:
+            yield bound, products
+            continue
+        for segments in range(1, products.segments + 1):
+            one = replace(products, segments=segments)
+            bound = one.least_cycles(gpu, grad) * _loss(one, halves)
+            heappush(queue, (bound, place, segments, one, grad))
+
+
 def _layers(problem: Problem, operands: Operands, halves: bool | None) -> Iterator[Layer]:
     """All that the problem can be."""
     for one in (False, True) if takes_halves(problem, operands) else (False,):
@@ -690,8 +737,11 @@ def _loss(tile: Tile, halves: bool | None) -> float:
     return HALVES_LOSS if tile.layer.halves and halves is None else 1.0
 
 
-def _products(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
-    """All ways to cut the weights into products, without strips and stages."""
+def _groups(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
+    """All ways to cut the weights into products, without strips and stages.
+
+    Each with as many segments as it can have: it can also have fewer.
+    """
     octets = ceil_div(layer.group_in, OCTET)
     most_columns = MOST_BLOCK_COLUMNS[layer.parts]
     all_groups = (1, 2) if layer.class_out > OUTPUTS else (1,)
@@ -707,8 +757,7 @@ def _products(layer: Layer, gpu: Gpu) -> Iterator[Tile]:
             for channel_groups, images in product(all_groups, all_images):
                 needed = ceil_div(planes * rows * channel_groups, CONSUMERS)
                 most = min(most_columns // columns, MOST_SEGMENTS, needed)
-                for segments in range(1, most + 1):
-                    yield Tile(layer, channel_groups, rows, taps, product_octets, segments, images)
+                yield Tile(layer, channel_groups, rows, taps, product_octets, most, images)
 
 
 def _taps(layer: Layer, gpu: Gpu) -> Iterator[tuple[int, int]]:
