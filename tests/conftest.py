@@ -71,7 +71,11 @@ def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_plan_but_its_own() -> Iterator[None]:
     """Tests change what plans are made by: none is taken from the disk, or made for later."""
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
-    with mock.patch.object(plans, "kept", make), mock.patch.object(ahead, "begin"):
+    with (
+        mock.patch.object(plans, "kept", make),
+        mock.patch.object(ahead, "begin"),
+        mock.patch.object(cuda, "before_forward", None),
+    ):
         yield
 
 

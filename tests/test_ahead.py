@@ -1,4 +1,4 @@
-"""Gradients' kernels, planned and compiled while the forward pass goes on. A CPU stands in."""
+"""Gradients' and next layers' kernels, compiled while others are. A CPU stands in."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Noted(SimpleNamespace):
     begun: list[cuda.Need]
     needed: list[cuda.Need]
     gradients = property(lambda self: [n for n in self.needed if n.plan is not planner.forward])
+    guesses = property(lambda self: [n for n in self.begun if n.plan is planner.forward])
 
 
 @pytest.fixture
@@ -45,6 +46,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(native, "conv2d", None)
     monkeypatch.setattr(native, "begin", lambda: None)
     monkeypatch.setattr(ahead, "begin", begin)
+    monkeypatch.setattr(cuda, "before_forward", ahead.begin_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", set())
@@ -226,3 +228,89 @@ def test_another_form_than_was_thought(noted: Noted, compiled: list[str]) -> Non
     grad_output = torch.empty_like(output, memory_format=torch.channels_last)
     output.backward(grad_output)
     assert {need.output_channels_last for need in noted.needed if need.bias_grad} == {False, True}
+
+
+class Block(nn.Module):
+    """As in residual networks, the convolution of the shortcut is defined last."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = fastconv.Conv2d(inputs, 8, 1, bias=False)
+        self.second = fastconv.Conv2d(8, 8, (3, 5), stride, padding=((0, 2), (3, 1)))
+        self.third = fastconv.Conv2d(8, outputs, 1)
+        self.shortcut = fastconv.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shortcut = self.shortcut(input)
+        return shortcut + self.third(self.second(self.first(input)))
+
+
+def _network() -> nn.Sequential:
+    first = fastconv.Conv2d(3, 16, 7, stride=2, padding=3)
+    pools = nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2, ceil_mode=True)
+    return nn.Sequential(first, pools[0], Block(16, 24, 1), pools[1], Block(24, 40, 2))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_next_layers(noted: Noted, format: torch.memory_format, half: bool, recorded: bool) -> None:
+    """All but the first are there when they are asked for, and nothing else."""
+    model = _network().to(memory_format=format)
+    images = torch.randn(2, 3, 45, 70).to(memory_format=format)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(recorded):
+        model(images)
+    needed = [need for need in noted.needed if need.plan is planner.forward]
+    assert len(needed) == 9
+    assert set(noted.guesses) == set(needed[1:])
+    assert {need.dtype for need in needed} == {torch.bfloat16 if half else torch.float32}
+
+
+def test_how_far_it_looks(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At so many passes that are not there yet; the next one is begun last, to be done first."""
+    model = nn.Sequential(*(fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 9)))
+    model[:2](torch.randn(1, 8, 6, 6))
+    noted.begun.clear()
+    monkeypatch.setattr(cuda, "_made", set(noted.needed))
+    model(torch.randn(1, 8, 6, 6)[..., :5].contiguous())
+    channels = [need.problem.in_channels for need in noted.guesses]
+    assert channels[: ahead.LAYERS] == [40, 32, 24, 16]
+
+
+def test_layers_that_cannot_be_guessed(noted: Noted) -> None:
+    """Of other numbers of channels, with copies around them, of other classes: not begun."""
+
+    class Other(fastconv.Conv2d):
+        pass
+
+    mirrored = fastconv.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
+    layers = [fastconv.Conv2d(8, 8, 3), mirrored, fastconv.Conv2d(16, 8, 1), Other(8, 8, 1)]
+    nn.Sequential(*layers[:2])(torch.randn(1, 8, 9, 9))
+    nn.Sequential(layers[0], layers[2])[:1](torch.randn(1, 8, 12, 9))
+    nn.Sequential(layers[0], layers[3])(torch.randn(1, 8, 13, 9))
+    assert not noted.guesses
+
+
+def test_a_wrong_guess_is_no_error(noted: Noted) -> None:
+    """A kernel larger than what the input is taken to be: here, something makes it larger."""
+    layers = fastconv.Conv2d(4, 4, 3), nn.Upsample(scale_factor=4), fastconv.Conv2d(4, 4, 9)
+    output = nn.Sequential(*layers)(torch.randn(1, 4, 9, 9))
+    assert output.shape == (1, 4, 20, 20)
+    assert not noted.guesses
+
+
+def test_functions_have_no_next_layer(noted: Noted) -> None:
+    model = _network()
+    first = model[0]
+    fastconv.conv2d(torch.randn(2, 3, 45, 70), first.weight, first.bias, 2, 3)
+    first.forward(torch.randn(2, 3, 46, 70))
+    assert not noted.guesses
+
+
+def test_what_is_guessed_is_taken(noted: Noted, compiled: list[str]) -> None:
+    model = _network()
+    with torch.no_grad():
+        model(torch.randn(2, 3, 45, 70))
+    assert len(compiled) == len(set(compiled))
+    assert len(noted.needed) == len(set(noted.needed)) == 9
+    assert not launch._workers._pieces

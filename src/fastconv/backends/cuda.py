@@ -7,6 +7,7 @@ workspace and launches.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -241,7 +242,11 @@ def family(plan: Pass, problem: Problem, *operands: Any) -> str:
 def _ready(*fields: Any) -> Ready:
     need = Need(*fields)
     native.begin()
-    plan = _ahead.get(need) or launch.claim(need) or planned(need)
+    plan = _ahead.get(need)
+    if plan is None:
+        if need.plan is planner.forward and before_forward is not None:
+            before_forward(need)
+        plan = launch.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
     prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
     _made.add(need)
@@ -249,9 +254,17 @@ def _ready(*fields: Any) -> Ready:
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
 
+before_forward: Callable[[Need], None] | None = None
+"""Is told of forward passes that are about to be planned and compiled."""
+
 _ahead: dict[Need, Plan] = {}  # for _ready to take, beside its arguments
 _made: set[Need] = set()
 _latest = threading.local()
+
+
+def is_ready(need: Need) -> bool:
+    """Whether its launches have been made, in this process."""
+    return need in _made
 
 
 def take_latest() -> Need | None:
@@ -264,7 +277,7 @@ def take_latest() -> Need | None:
 
 def begin(need: Need) -> None:
     """Has a pass planned and its kernels compiled in the background, for :func:`ready` to find."""
-    if need not in _made:
+    if not is_ready(need):
         gpu(need.device)  # is asked here, once, and not in the background
         launch.begin_work(need, partial(begun, need))
 

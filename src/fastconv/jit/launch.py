@@ -88,8 +88,8 @@ def _asked(kernel: Kernel, arch: str) -> bytes | Future[bytes]:
 def begin(kernels: Iterable[Kernel], arch: str, index: int, soon: bool = False) -> None:
     """Has kernels compiled in the background, those that are not on the device yet.
 
-    :func:`load` finds them there. They are left a quarter of the processors, or all but one if they
-    are to be there ``soon``; with ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing:
+    :func:`load` finds them there. They are left half of the processors, or all but one if they are
+    to be there ``soon``; with ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing:
     whoever asks for a kernel that cannot be made is told.
     """
     missing = {kernel.text: kernel for kernel in kernels if (index, kernel) not in _loaded}
@@ -101,9 +101,8 @@ def begin_work(key: Hashable, work: Callable[[], Any], soon: bool = False) -> No
     """Has any other work done there, for :func:`claim` to find it by its key. Raises nothing."""
     with suppress(ValueError):  # who asks for a kernel is told of a variable that is no number
         jobs = _most_jobs()
-        # A backward pass's two kernels are there before the next forward pass's one, which is
-        # waited for, and would take longer beside more of them.
-        _workers.begin(key, work, jobs, None if soon else max(1, jobs // 4))
+        # What is waited for would take longer beside more of them.
+        _workers.begin(key, work, jobs, None if soon else max(1, jobs // 2))
 
 
 def claim(key: Hashable) -> Any:

@@ -11,12 +11,22 @@ formulas do.
 recorded, it is made of ``forward`` and PyTorch's elementwise operators, which have derivatives.
 """
 
-from fastconv.ops import autocast, autograd, batching, decomposition, devices, flops, sharding
+from fastconv.ops import (
+    ahead,
+    autocast,
+    autograd,
+    batching,
+    decomposition,
+    devices,
+    flops,
+    sharding,
+)
 from fastconv.ops.schema import forward, fused, input_grad, weight_grad
 
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
+ahead.register()
 autograd.register()
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

@@ -1,25 +1,32 @@
-"""Has the gradients' kernels compiled in the background, while the forward pass goes on.
+"""Has kernels compiled in the background that a network will ask for, before it does.
 
-When a forward pass is planned whose gradients are recorded, a backward pass will come. What it will
-need is known but for the form of the output's gradient: that is taken to be the output's. Where it
-is another one, the gradient is planned and compiled when it is asked for, as without this.
+Those of gradients: when a forward pass is planned whose gradients are recorded, a backward pass
+will come. What it will need is known but for the form of the output's gradient: that is taken to be
+the output's. And those of the next layers of a network, as far as they can be guessed. Where that
+is wrong, a pass is planned and compiled when it is asked for, as without this.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastconv import native
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass, Switch
+from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
+
+LAYERS = 4  # how far to look
 
 
 def begin_if_new(args: Sequence[Any], wanted: Sequence[bool]) -> None:
@@ -72,3 +79,87 @@ def _needs(
     if needs_input:
         out = without_data(problem.input_shape, memory_format=format)
         yield from need(planner.input_grad, weight, out)
+
+
+# --- The next layers ------------------------------------------------------------------------------
+
+
+def register() -> None:
+    cuda.before_forward = begin_layers
+
+
+def begin_layers(need: cuda.Need) -> None:
+    """Begins to plan and compile the forward passes that may come after this one.
+
+    If a layer of a network asks for it, that is being called now: the network says which layers it
+    has after this one. Raises nothing, as :func:`begin`.
+    """
+    if not (native.in_the_way() or torch._C._are_functorch_transforms_active()):
+        with suppress(Exception):
+            # What was begun last is done first.
+            for one in reversed([*islice(_of_next_layers(need), LAYERS)]):
+                cuda.begin(one)
+
+
+def _of_next_layers(need: cuda.Need) -> Iterator[cuda.Need]:
+    """What they need that is not there yet, if they are called in the order they were defined in.
+
+    The input of a layer is taken to be the latest tensor of as many channels.
+    """
+    running = _running()
+    if not running or not isinstance(running[-1], nn.Conv2d):
+        return
+    modules: Iterator[Any] = running[0].modules()
+    any(module is running[-1] for module in modules)  # leaves those that come after it
+    problem = need.problem
+    latest = problem.out_channels
+    sizes = {problem.in_channels: problem.input_size, latest: problem.output_size}
+    found = set[cuda.Need]()
+    for module in modules:
+        if type(module) in (nn.MaxPool2d, nn.AvgPool2d):
+            pooled = module.forward(torch.empty(1, latest, *sizes[latest], device="meta"))
+            sizes[latest] = (pooled.shape[2], pooled.shape[3])
+        elif _is_like(module, running[-1]) and module.in_channels in sizes:
+            one = _of_layer(module, sizes[module.in_channels], need)
+            latest = module.out_channels
+            sizes[latest] = one.problem.output_size
+            if one not in found and not cuda.is_ready(one):
+                found.add(one)
+                yield one
+
+
+def _is_like(module: nn.Module, layer: nn.Conv2d) -> bool:
+    """Whether it is a layer of the same class, whose input is not padded by a copy."""
+    return type(module) is type(layer) and module.padding_mode == "zeros"
+
+
+def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
+    """What a layer needs for images of this size, if all else is as it was for another one."""
+    format = torch.channels_last if like.input_channels_last else torch.contiguous_format
+    without_data = partial(torch.empty, dtype=like.dtype, device="meta")
+    input = without_data((like.problem.batch, layer.in_channels, *size), memory_format=format)
+    weight = layer.weight.detach().to("meta", like.dtype)
+    left, right, top, bottom = layer._reversed_padding_repeated_twice
+    args = (
+        input, weight, None, layer.stride, (top, bottom, left, right), layer.dilation,
+        layer.groups, layer.precision or like.precision,
+    )  # fmt: skip
+    operator = OPERATORS["forward"]
+    result = operator.describe(operator.check, *args)
+    found = devices.need(operator, result, args, like.switch)
+    assert found is not None  # a network's layers have channels
+    return found._replace(device=like.device)
+
+
+def _running() -> list[nn.Module]:
+    """The modules that this thread is calling just now, the outermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found[::-1]
+
+
+_CALL = nn.Module._call_impl.__code__
