@@ -51,9 +51,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", set())
     monkeypatch.setattr(launch, "prepare", lambda *_: prepared)
-    monkeypatch.setattr(
-        launch, "begin_work", lambda need, work, soon=False: found.begun.append(need)
-    )
+    monkeypatch.setattr(launch, "begin_work", lambda need, work: found.begun.append(need))
     for name, kernels, on in (
         ("forward", devices.forward_kernels, devices._forward_on),
         ("input_grad", devices.input_grad_kernels, devices._input_grad_on),
@@ -201,7 +199,7 @@ def compiled(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         launch.build_all([one.kernel for one in launches], H200.architecture)
         return SimpleNamespace(run=lambda *_: None)
 
-    def begin_work(key: Any, work: Callable[[], Any], soon: bool = False) -> None:
+    def begin_work(key: Any, work: Callable[[], Any]) -> None:
         launch._workers.begin(key, work, 4)
 
     monkeypatch.setattr(launch, "_workers", Workers())

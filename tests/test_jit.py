@@ -219,7 +219,7 @@ import time
 from fastconv.jit import compile, launch
 from test_jit import scale
 
-launch.compile_threads = 8
+launch.compile_threads = 3
 function = 'extern "C" __global__ void f{}(float* x) {{ *x = powf(*x, x[{}]); }}'
 body = "\\n".join(function.format(i, i) for i in range(40))
 launch.begin([scale(n, body + "// FACTOR") for n in range(50)], "sm_80", 0)
@@ -905,7 +905,7 @@ class TestLaunch:
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[Any] = []
-        monkeypatch.setattr(launch, "begin_work", lambda key, work, soon: begun.append(key))
+        monkeypatch.setattr(launch, "begin_work", lambda key, work: begun.append(key))
         jit.prepare([LAUNCH], CUDA)
         other = scale(7)
         for index in (0, 1):

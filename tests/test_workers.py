@@ -79,18 +79,15 @@ def test_one_thread_is_left_to_who_asks() -> None:
     assert all(gate.began.is_set() for gate in gates)
 
 
-def test_threads_that_work_ahead_are_no_more_than_they_may_be() -> None:
-    workers, gates = Workers(), [Gate() for _ in range(3)]
-    for number, gate in enumerate(gates):
-        workers.begin(number, gate, 8, 1)
-    asked = [workers.ask(name, is_ahead, 8).result(PATIENCE_S) for name in "ab"]
-    assert asked == [False, False]
-    assert sum(gate.began.is_set() for gate in gates) <= 1
-    workers.begin("last", is_ahead, 8, 2)
-    assert workers._pieces["last"].future.result(PATIENCE_S)
-    for gate in gates:
-        gate.may_end.set()
+def test_who_works_ahead_knows() -> None:
+    workers = Workers()
+    workers.begin("ahead", is_ahead, 2)
     _idle(workers)
+    future = workers.claim("ahead")
+    assert future is not None
+    assert future.result(PATIENCE_S)
+    assert not workers.ask("asked", is_ahead, 2).result(PATIENCE_S)
+    assert not is_ahead()
 
 
 def test_what_is_asked_for_comes_first() -> None:

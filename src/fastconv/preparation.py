@@ -105,7 +105,7 @@ def prepare(
     """
     start = time.perf_counter()
     needs = needs_of(model, example, named)
-    plans = {need: cuda.begun(need, soon=True) for need in needs}
+    plans = {need: cuda.begun(need) for need in needs}
     kernels, new = make_ready(plans, shower("compiled {} of {} kernels", progress))
     passes = (
         PreparedPass(

@@ -282,14 +282,11 @@ def begin(need: Need) -> None:
         launch.begin_work(need, partial(begun, need))
 
 
-def begun(need: Need, soon: bool = False) -> Plan:
-    """The plan; its kernels are compiled in the background, while others are planned.
-
-    By more threads if somebody is going to ask for them ``soon``.
-    """
+def begun(need: Need) -> Plan:
+    """The plan; its kernels are compiled in the background, while others are planned."""
     plan = planned(need)
     kernels = (one.kernel for one in plan.launches)
-    launch.begin(kernels, gpu(need.device).architecture, need.device, soon)
+    launch.begin(kernels, gpu(need.device).architecture, need.device)
     return plan
 
 

@@ -85,24 +85,22 @@ def _asked(kernel: Kernel, arch: str) -> bytes | Future[bytes]:
     return _workers.claim(key) or kept(kernel, arch) or _workers.ask(key, work, _most_jobs())
 
 
-def begin(kernels: Iterable[Kernel], arch: str, index: int, soon: bool = False) -> None:
+def begin(kernels: Iterable[Kernel], arch: str, index: int) -> None:
     """Has kernels compiled in the background, those that are not on the device yet.
 
-    :func:`load` finds them there. They are left half of the processors, or all but one if they are
-    to be there ``soon``; with ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing:
-    whoever asks for a kernel that cannot be made is told.
+    :func:`load` finds them there. One of the processors is left alone; with
+    ``FASTCONV_COMPILE_JOBS=1`` nothing is done. Raises nothing: whoever asks for a kernel that
+    cannot be made is told.
     """
     missing = {kernel.text: kernel for kernel in kernels if (index, kernel) not in _loaded}
     for kernel in missing.values():
-        begin_work(*_piece(kernel, arch), soon)
+        begin_work(*_piece(kernel, arch))
 
 
-def begin_work(key: Hashable, work: Callable[[], Any], soon: bool = False) -> None:
+def begin_work(key: Hashable, work: Callable[[], Any]) -> None:
     """Has any other work done there, for :func:`claim` to find it by its key. Raises nothing."""
     with suppress(ValueError):  # who asks for a kernel is told of a variable that is no number
-        jobs = _most_jobs()
-        # What is waited for would take longer beside more of them.
-        _workers.begin(key, work, jobs, None if soon else max(1, jobs // 2))
+        _workers.begin(key, work, _most_jobs())
 
 
 def claim(key: Hashable) -> Any:

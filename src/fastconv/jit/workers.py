@@ -18,8 +18,8 @@ from typing import Any
 class Workers:
     """Threads that end when there is nothing left to do.
 
-    ``most`` of them work at once. Of these, one at least is left to whoever asks next by those that
-    work ahead; so where there may be only one, nothing is done ahead.
+    ``most`` of them work at once. Of these, one is left to whoever asks next by those that work
+    ahead; so where there may be only one, nothing is done ahead.
     """
 
     def __init__(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -32,7 +32,6 @@ class Workers:
         self._threads: set[threading.Thread] = set()
         self._threads_ahead = 0  # those that work ahead
         self._most = 1
-        self._most_ahead = 0
 
     def ask(self, key: Hashable, work: Callable[[], Any], most: int) -> Future[Any]:
         """What comes of the work, before all that is to be done ahead."""
@@ -56,17 +55,15 @@ class Workers:
         self._serve()
         return piece.future
 
-    def begin(
-        self, key: Hashable, work: Callable[[], Any], most: int, ahead: int | None = None
-    ) -> None:
-        """Has work done ahead, by no more than ``ahead`` threads from now on; None: all but one."""
+    def begin(self, key: Hashable, work: Callable[[], Any], most: int) -> None:
+        """Has work done ahead."""
         with self._lock:
-            self._most, self._most_ahead = most, most - 1 if ahead is None else ahead
+            self._most = most
             if most < 2 or key in self._pieces:
                 return
             piece = self._pieces[key] = _Piece(key, work)
             self._ahead.append(piece)
-            if self._at_work() < most and self._threads_ahead < self._most_ahead:
+            if self._at_work() < most and self._threads_ahead < most - 1:
                 self._start()  # or else whoever works next does it, or who asks for it
 
     def _claim(self, piece: _Piece) -> None:
@@ -112,7 +109,7 @@ class Workers:
         with self._lock:
             if self._asked:
                 return self._asked.popleft()
-            if ahead and self._ahead and self._threads_ahead < self._most_ahead:
+            if ahead and self._ahead and self._threads_ahead < self._most - 1:
                 piece = self._ahead.pop()  # backward passes go from the last layer to the first
                 piece.ahead = True
                 self._threads_ahead += 1
