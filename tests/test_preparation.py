@@ -192,6 +192,66 @@ def test_functions_and_named_arguments(loads: Loads) -> None:
     assert _passes(fastconv.prepare(function, image=EXAMPLE))["forward", FIRST] == 1
 
 
+def _state(model: nn.Module) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("with_grads", [False, True])
+def test_functions_change_nothing(loads: Loads, with_grads: bool) -> None:
+    """Of a model that they have from elsewhere: no buffer, no gradient."""
+    model = Block()
+    if with_grads:
+        model(EXAMPLE).square().mean().backward()
+    before, grads = _state(model), [parameter.grad for parameter in model.parameters()]
+    copies = [None if grad is None else grad.clone() for grad in grads]
+    found = fastconv.prepare(lambda x: model(x).sum(), EXAMPLE)
+    assert _passes(found)["weight_grad", BODY] == 2
+    assert all(map(torch.equal, _state(model), before))
+    for parameter, grad, copy in zip(model.parameters(), grads, copies, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or torch.equal(grad, copy)
+
+
+def test_a_block(loads: Loads) -> None:
+    """A step of two models: the same passes as by prepare, and nothing changes."""
+    model, critic = Block(), fastconv.Conv2d(64, 16, 5)
+    targets = torch.randn(8, 16, 36, 36)
+    before = _state(model) + _state(critic)
+    with fastconv.preparing() as step:
+        images = torch.randn(8, 3, 40, 40)
+        loss = (critic(model(images)) - targets).square().mean()
+        loss.backward()
+        assert step.report is None
+        assert not loads
+    assert step.report is not None
+    whole = nn.Sequential(model, critic)
+    assert _passes(step.report) == _passes(fastconv.prepare(whole, EXAMPLE))
+    assert step.report.new_kernels == len(loads) > 5
+    assert all(map(torch.equal, _state(model) + _state(critic), before))
+    assert {parameter.grad for parameter in whole.parameters()} == {None}
+    assert type(model(EXAMPLE)) is Tensor
+
+
+def test_a_block_under_autocast(loads: Loads) -> None:
+    model = Block()
+    with fastconv.preparing() as step, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(EXAMPLE)
+    assert step.report is not None
+    assert {one.dtype for one in step.report.passes} == {torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert type(model(EXAMPLE)) is Tensor  # autocast has kept no weight without data
+
+
+def test_a_block_that_fails(loads: Loads) -> None:
+    """As this one does, whose numbers nobody knows."""
+    model = Block()
+    with pytest.raises(RuntimeError), fastconv.preparing() as step:
+        assert model(EXAMPLE).sum().backward() or model(EXAMPLE).sum() > 0
+    assert step.report is None
+    assert not loads
+    assert {parameter.grad for parameter in model.parameters()} == {None}
+
+
 def test_progress(loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
     model = Block()
     fastconv.prepare(model, EXAMPLE)

@@ -7,7 +7,7 @@ from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
 from fastconv.optimization import optimize, restore
-from fastconv.preparation import prepare
+from fastconv.preparation import prepare, preparing
 
 __all__ = [
     "Conv2d",
@@ -17,6 +17,7 @@ __all__ = [
     "optimize",
     "precision",
     "prepare",
+    "preparing",
     "restore",
 ]
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``prepare``: all kernels of a network, compiled side by side before its first step."""
+"""``prepare``, ``preparing``: a network's kernels, compiled side by side before its first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -104,7 +104,46 @@ def prepare(
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start = time.perf_counter()
-    needs = needs_of(model, example, named)
+    return _prepared(needs_of(model, example, named), start, progress)
+
+
+class Preparing:
+    """Of a block that is prepared: what was done is there when it has ended."""
+
+    report: Preparation | None = None
+
+
+@contextmanager
+def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
+    """:func:`prepare` for whatever is in the block: several models, a loss, a backward pass.
+
+    In the block nothing is computed, and tensors that are made there have no data
+    (``FakeTensorMode``). Those from outside stand for their form: they, and their ``.grad``, stay
+    as they are. When it ends, all that convolutions in it would have needed is compiled and loaded.
+
+        >>> with fastconv.preparing() as step:
+        ...     criterion(model(images), targets).backward()
+        >>> print(step.report)
+
+    Leave the optimizer's step out: it would keep tensors without data. So would modules that note a
+    tensor in an attribute; :func:`prepare`, which knows the model, undoes that.
+
+    Args:
+        progress: whether to show on stderr how far compiling is; by default, if that is a terminal.
+
+    Raises:
+        Exception: whatever the block raises; what takes data (``.item()`` of a tensor that was made
+            there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
+        CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
+    """
+    start, found, recorder = time.perf_counter(), Preparing(), _Recorder()
+    with _without_data(FakeTensorMode(allow_non_fake_inputs=True), recorder):
+        yield found
+    found.report = _prepared(recorder.needs, start, progress)
+
+
+def _prepared(needs: Needs, start: float, progress: bool | None) -> Preparation:
+    """Has them planned, compiled and loaded; ``start`` is when it began."""
     plans = {need: cuda.begun(need) for need in needs}
     kernels, new = make_ready(plans, shower("compiled {} of {} kernels", progress))
     passes = (
@@ -196,12 +235,9 @@ def call_without_data(
         allow_non_fake_inputs=True  # tensors that are neither parameters nor buffers
     )
     with ExitStack() as stack:
-        # Autocast would go on to give out fake weights that it has cast and kept.
-        stack.callback(torch.clear_autocast_cache)
-        stack.enter_context(fake)
+        stack.enter_context(_without_data(fake, watch))
         example, named, state = tree_map_only(Tensor, fake.from_tensor, (example, named, state))
         try:
-            stack.enter_context(watch)
             if isinstance(model, torch.nn.Module):
                 stack.enter_context(unchanged_attributes(model))
                 result = torch.func.functional_call(model, state, example, named)
@@ -215,6 +251,45 @@ def call_without_data(
                 "cannot be called with tensors that have no data "
                 f"(torch.utils FakeTensorMode): {error}"
             ) from error
+
+
+@contextmanager
+def _without_data(fake: FakeTensorMode, watch: AbstractContextManager[Any]) -> Iterator[None]:
+    """Within, nothing is computed, and tensors from outside do not change; nor does their grad."""
+    stand_ins = _StandIns(fake)
+    with ExitStack() as stack:
+        # Autocast would go on to give out fake weights that it has cast and kept.
+        stack.callback(torch.clear_autocast_cache)
+        stack.callback(stand_ins.put_back)
+        for mode in (fake, watch, stand_ins):
+            stack.enter_context(mode)
+        yield
+
+
+class _StandIns(TorchDispatchMode):
+    """Has fake tensors instead of those with data: one for each, which is changed in its place."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+        self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, before
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._of, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.requires_grad and tensor.is_leaf:
+            self._grads.setdefault(id(tensor), (tensor, tensor.grad))
+        return self._fake.from_tensor(tensor)
+
+    def put_back(self) -> None:
+        for tensor, grad in self._grads.values():
+            tensor.grad = grad
 
 
 @contextmanager

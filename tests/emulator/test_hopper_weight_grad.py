@@ -47,7 +47,7 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
 
     With ``boxes``, each is one that a tensor copy brings.
     """
-    ways = by_tiles._products
+    ways = by_tiles._groups
 
     def wanted(*arguments: Any) -> Iterator[by_tiles.Tile]:
         tiles = ways(*arguments)
@@ -58,7 +58,7 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         with (
             mock.patch.object(by_tiles, "ROW_STAGE_COLUMNS", (columns,)),
-            mock.patch.object(by_tiles, "_products", wanted),
+            mock.patch.object(by_tiles, "_groups", wanted),
         ):
             tile = by_tiles.choose_tile(problem, operands, gpu, halves=halves)
         assert tile.stage_columns == columns
