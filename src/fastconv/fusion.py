@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
 from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_flatten
 
-from fastconv import preparation
+from fastconv import preparation, tables
 from fastconv.calls import Call, Form
 from fastconv.functional import Activation
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
@@ -114,7 +114,7 @@ def traced(model: nn.Module, example: Any, named: Any) -> Traced:
         interpreter = _Forms(module)
         preparation.call_without_data(interpreter.run, values, {}, watch=nullcontext())
     except Exception as error:
-        raise Untraceable(f"torch.fx cannot trace the model: {_line(error)}") from error
+        raise Untraceable(f"torch.fx cannot trace the model: {tables.error_line(error)}") from error
     return Traced(module, interpreter.forms)
 
 
@@ -145,10 +145,6 @@ class _Forms(Interpreter):
         if isinstance(result, Tensor):
             self.forms[n] = Form.of(result)
         return result
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # --- What can be fused ----------------------------------------------------------------------------

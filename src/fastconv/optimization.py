@@ -591,7 +591,7 @@ def _compiled(of: Mapping[Call, nn.Module], show: preparation.Show | None) -> di
         try:
             plans[call] = calls.plans(call, layer, _device(layer))
         except Exception as error:  # whatever it is, PyTorch's layer is there
-            failed[call] = _words(error)
+            failed[call] = tables.error_line(error)
     try:
         preparation.make_ready({n: p for each in plans.values() for n, p in each.items()}, show)
     except Exception:  # of one of them: which?
@@ -599,7 +599,7 @@ def _compiled(of: Mapping[Call, nn.Module], show: preparation.Show | None) -> di
             try:
                 preparation.make_ready(needed)
             except Exception as error:
-                failed[call] = _words(error)
+                failed[call] = tables.error_line(error)
     return failed
 
 
@@ -608,14 +608,10 @@ def _measured(call: Call, layer: nn.Module) -> Times | str:
     try:
         times = calls.clock.call(Trial(call, layer, device))
     except Exception as error:  # out of memory, say
-        return _words(error)
+        return tables.error_line(error)
     sizes = " ".join("x".join(map(str, form.shape)) for form in (call.input, call.weight))
     calls.keep(repr(call), f"a layer, {sizes}", device, times)
     return times
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _gains(found: Sequence[Times | str]) -> bool:
@@ -671,7 +667,7 @@ def _agreed(decide: Callable[[], _Value]) -> _Value:
         try:
             sent[0] = decide()
         except Exception as caught:  # the others wait
-            error, sent[1] = caught, _words(caught)
+            error, sent[1] = caught, tables.error_line(caught)
     dist.broadcast_object_list(sent, src=0)
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""Tables as text, for reports and commands."""
+"""Tables as text, and errors as one line of it, for reports and commands."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def error_line(error: Exception) -> str:
+    """The kind of an error, and what it says first."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

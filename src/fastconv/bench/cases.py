@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastconv import tables
 from fastconv.bench import environment
 from fastconv.workloads import Workload
 
@@ -157,7 +158,7 @@ def case_from(entry: dict[str, Any], workload: Workload) -> Case:
 
 def reason(error: Exception, advice: str = "a smaller batch, or --divisor 2, would fit") -> str:
     """Why a case failed, in one line; ``advice`` is for where memory did not suffice."""
-    line = (str(error).splitlines() or [""])[0]
+    line = tables.error_line(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
         return f"out of memory: {advice}"
-    return ": ".join(filter(None, (type(error).__name__, line)))
+    return line
