@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from fastconv.jit import launch
 from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
+from fastconv.modules import FusedConv2d
 from fastconv.ops import ahead, devices, entries
 from fastconv.ops.ahead import begin  # which other tests do without
 from fastconv.ops.schema import OPERATORS
@@ -275,18 +277,79 @@ def test_how_far_it_looks(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None
     assert channels[: ahead.LAYERS] == [40, 32, 24, 16]
 
 
-def test_layers_that_cannot_be_guessed(noted: Noted) -> None:
-    """Of other numbers of channels, with copies around them, of other classes: not begun."""
+@pytest.mark.parametrize("other", ["channels", "copied", "class", "fused", "computed"])
+def test_layers_that_cannot_be_guessed(noted: Noted, other: str) -> None:
+    """Their weights are not looked at, either: to compute them may change something."""
 
     class Other(fastconv.Conv2d):
         pass
 
-    mirrored = fastconv.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
-    layers = [fastconv.Conv2d(8, 8, 3), mirrored, fastconv.Conv2d(16, 8, 1), Other(8, 8, 1)]
-    nn.Sequential(*layers[:2])(torch.randn(1, 8, 9, 9))
-    nn.Sequential(layers[0], layers[2])[:1](torch.randn(1, 8, 12, 9))
-    nn.Sequential(layers[0], layers[3])(torch.randn(1, 8, 13, 9))
+    layer: nn.Module = {
+        "channels": lambda: fastconv.Conv2d(16, 8, 1),
+        "copied": lambda: fastconv.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
+        "class": lambda: Other(8, 8, 1),
+        "fused": lambda: FusedConv2d(8, 8, 1),
+        "computed": lambda: nn.utils.parametrizations.spectral_norm(fastconv.Conv2d(8, 8, 1)),
+    }[other]()
+    before = [tensor.clone() for tensor in layer.buffers()]
+    model = nn.Sequential(fastconv.Conv2d(8, 8, 3), nn.Identity(), layer)
+    model[:2](torch.randn(1, 8, 9, 9))
+    model.forward = model[:2].forward  # type: ignore[method-assign]
+    model(torch.randn(1, 8, 10, 9))
     assert not noted.guesses
+    assert all(map(torch.equal, layer.buffers(), before))
+
+
+def test_weights_of_copied_layers_are_computed_once(noted: Noted) -> None:
+    computed = nn.utils.parametrizations.spectral_norm(fastconv.Conv2d(8, 8, 1))
+    model = nn.Sequential(computed, copy.deepcopy(computed))
+    twins = copy.deepcopy(model)
+    model(torch.randn(1, 8, 9, 9))
+    [layer.weight for layer in twins]
+    for buffer, expected in zip(model.buffers(), twins.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected)
+
+
+def test_forwards_of_others_see_no_tensor_without_data(noted: Noted) -> None:
+    model = _network()
+    seen: list[Tensor] = []
+    pool = model[1].forward
+    model[1].forward = lambda x: (seen.append(x), pool(x))[1]
+    model(torch.randn(2, 3, 45, 70))
+    assert [x.device.type for x in seen] == ["cpu"]
+
+
+def test_networks_that_cannot_be_guessed(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, something pools between all layers: after some misses, nothing more is begun."""
+
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(fastconv.Conv2d(8, 8, 3, padding=1) for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = nn.functional.max_pool2d(layer(x), 2, 1)
+            return x
+
+    dropped: list[cuda.Need] = []
+    monkeypatch.setattr(launch, "drop", dropped.append)
+    Pooling()(torch.randn(1, 8, 30, 30))
+    misses = ahead.MOST_MISSES
+    assert len(noted.guesses) == misses  # layers are alike: one need each
+    model = Pooling()
+    for size in (40, 41, 42):
+        model(torch.randn(1, 8, size, 30))
+    assert len(noted.guesses) == 2 * misses
+
+
+def test_what_was_guessed_wrongly_is_left(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[cuda.Need] = []
+    monkeypatch.setattr(launch, "drop", dropped.append)
+    layers = [fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 6)]
+    nn.Sequential(layers[0], nn.Upsample(scale_factor=2), *layers[1:])(torch.randn(1, 8, 6, 6))
+    assert {need.problem.in_channels for need in dropped} == {24, 32, 40}
+    assert {need.problem.input_size for need in dropped} == {(6, 6)}
 
 
 def test_a_wrong_guess_is_no_error(noted: Noted) -> None:

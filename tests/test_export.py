@@ -33,7 +33,7 @@ from fastconv import cli, jit
 from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
-from fastconv.jit import compile
+from fastconv.jit import compile, nvrtc
 from fastconv.kernels import ampere, depthwise, family, gpus, hopper
 from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.hopper.correlate import tuned
@@ -462,15 +462,10 @@ def _compiled(code: str, architecture: str) -> str:
         jit.nvrtc_version()
     except jit.GpuUnavailable as error:
         pytest.skip(str(error))
-    nvrtc = compile._nvrtc()
-    status, program = nvrtc.nvrtcCreateProgram(code.encode(), b"exported.cu", 0, [], [])
-    assert not status
-    options = [option.encode() for option in compile._options(architecture)]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = compile._output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-    nvrtc.nvrtcDestroyProgram(program)
-    assert not status, log.decode()
-    return log.decode()
+    program = nvrtc.Program(code, "exported.cu", {}, compile._options(architecture))
+    outcome = nvrtc.compiled(program, compile._nvrtc())
+    assert not outcome.error, outcome.log
+    return outcome.log
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")

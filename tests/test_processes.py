@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -38,15 +39,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
             started.append(self)
 
     monkeypatch.setattr(processes, "_Compiler", Noted)
+    monkeypatch.setattr(processes, "_impossible", False)
     yield started
-    assert not processes._running
+    assert not processes._having
     assert all(one._process.returncode is not None for one in started)
 
 
 def _idle(workers: Workers) -> None:
     """Waits until no thread is left that has a process."""
     until = time.monotonic() + PATIENCE_S
-    while workers._threads or processes._running:
+    while workers._threads or processes._having:
         assert time.monotonic() < until
         time.sleep(0.001)
 
@@ -106,11 +108,30 @@ def test_what_is_compiled_ahead_is_not_in_the_way(
     assert len(elsewhere) == 1
 
 
-def test_no_more_than_there_may_be(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MOST", 0)
-    with processes.allowed():
-        assert jit.compile_kernel(scale(), ARCH).cubin
-    assert not elsewhere
+@pytest.mark.parametrize("limit", [0, 2])
+def test_no_more_than_there_may_be(
+    limit: int, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many threads begin at once, and however long it takes to start one."""
+    monkeypatch.setenv(processes.VARIABLE, str(limit))
+    workers = Workers(processes.allowed)
+    gate = threading.Barrier(6)
+
+    def work(factor: int) -> bytes:
+        gate.wait(PATIENCE_S)
+        return jit.compile_kernel(scale(factor), ARCH).cubin
+
+    futures = [workers.ask(n, partial(work, n), 6) for n in range(6)]
+    assert len({future.result(PATIENCE_S) for future in futures}) == 6
+    _idle(workers)
+    assert len(elsewhere) <= limit
+    assert bool(elsewhere) == bool(limit)
+
+
+def test_a_number_of_them_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(processes.VARIABLE, "many")
+    with pytest.raises(ValueError, match=r"FASTCONV_COMPILE_PROCESSES .* but got 'many'"):
+        jit.compile_kernel(scale(), ARCH)
 
 
 def test_only_where_it_is_crowded(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,20 +155,54 @@ def test_one_that_was_killed(elsewhere: list[Any]) -> None:
     assert len(elsewhere) == 1  # who has lost one does without
 
 
-@pytest.mark.parametrize("trouble", ["another version", "no interpreter", "a program", "no file"])
+PRINTS = "#!/bin/sh\necho Using the python of this cluster\nsleep 60\n"
+SILENT = "#!/bin/sh\nsleep 60\n"
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["another version", "no interpreter", "a program", "no file", "prints", "silent"],
+)
 def test_where_there_can_be_none(
     trouble: str, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """It is tried once, and takes no longer than it may."""
     if trouble == "another version":
         monkeypatch.setattr(compile, "nvrtc_version", lambda: (99, 0))
     elif trouble == "no file":
         monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "archive.zip/nvrtc.py"))
     else:
-        missing = str(tmp_path / "python") if trouble == "no interpreter" else "/bin/true"
-        monkeypatch.setattr(sys, "executable", missing)
+        made = tmp_path / ("python-of-ours" if trouble != "a program" else "true")
+        if trouble in ("prints", "silent"):
+            made.write_text(PRINTS if trouble == "prints" else SILENT)
+            made.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(made))
+        monkeypatch.setattr(processes, "START_S", 0.3)
+    for _ in range(2):
+        with processes.allowed():
+            assert jit.compile_kernel(scale(), ARCH).cubin
+    assert not elsewhere
+    assert processes._impossible == (trouble != "a program")
+
+
+def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Text(str):
+        """Which no other process knows."""
+
+    others = [Path("/nowhere"), Text("/nowhere either"), object()]
+    monkeypatch.setattr(sys, "path", [*sys.path, *others])
     with processes.allowed():
         assert jit.compile_kernel(scale(), ARCH).cubin
-    assert not elsewhere
+    assert len(elsewhere) == 1
+
+
+def test_trouble_of_its_own(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with a process is not what is wrong with a program: this one does it."""
+    trouble = nvrtc.Outcome(b"", "", "NVRTC_ERROR_OUT_OF_MEMORY")
+    with processes.allowed():
+        jit.compile_kernel(scale(), ARCH)
+        monkeypatch.setattr(elsewhere[0], "compiled", lambda program: trouble)
+        assert jit.compile_kernel(scale(), ARCH).cubin
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
@@ -160,8 +215,7 @@ import os
 compile.MOST_HERE = 0
 with processes.allowed():
     compile.compile_kernel(scale(), "sm_80")
-    (one,) = processes._running
-    print(one._process.pid, flush=True)
+    print(processes._own.compiler._process.pid, flush=True)
     os._exit(0)
 """
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])

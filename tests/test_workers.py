@@ -79,6 +79,22 @@ def test_one_thread_is_left_to_who_asks() -> None:
     assert all(gate.began.is_set() for gate in gates)
 
 
+def test_what_nobody_has_got_to_can_be_dropped() -> None:
+    workers, gates, done = Workers(), [Gate(), Gate()], list[str]()
+    futures = [workers.ask(gate, gate, 2) for gate in gates]
+    for name in "abc":
+        workers.begin(name, partial(done.append, name), 2)
+    workers.claim("b")
+    for name in ("a", "b", "unknown", gates[0]):
+        workers.drop(name)
+    for gate in gates:
+        gate.may_end.set()
+    assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
+    _idle(workers)
+    assert sorted(done) == ["b", "c"]
+    assert workers.claim("a") is None
+
+
 def test_who_works_ahead_knows() -> None:
     workers = Workers()
     workers.begin("ahead", is_ahead, 2)

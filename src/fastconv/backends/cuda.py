@@ -282,6 +282,11 @@ def begin(need: Need) -> None:
         launch.begin_work(need, partial(begun, need))
 
 
+def drop(need: Need) -> None:
+    """Leaves what was begun, if nobody has got to it yet."""
+    launch.drop(need)
+
+
 def begun(need: Need) -> Plan:
     """The plan; its kernels are compiled in the background, while others are planned."""
     plan = planned(need)

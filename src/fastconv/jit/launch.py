@@ -103,6 +103,11 @@ def begin_work(key: Hashable, work: Callable[[], Any]) -> None:
         _workers.begin(key, work, _most_jobs())
 
 
+def drop(key: Hashable) -> None:
+    """Leaves work that was begun, if nobody has got to it yet."""
+    _workers.drop(key)
+
+
 def claim(key: Hashable) -> Any:
     """What comes of work that was begun; None if none was, or if it has failed before."""
     future = _workers.claim(key)

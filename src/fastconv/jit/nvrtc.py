@@ -10,9 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import struct
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+_HEADER = struct.Struct("8sQ")
+_MAGIC = b"fastconv"
 
 
 class Program(NamedTuple):
@@ -63,24 +67,42 @@ def _output(handle: Any, size: Any, fill: Any) -> tuple[Any, bytes]:
     return status, bytes(buffer)
 
 
+def send(value: Any, to: IO[bytes]) -> None:
+    """Sends a value to another process."""
+    packed = pickle.dumps(value)
+    to.write(_HEADER.pack(_MAGIC, len(packed)) + packed)
+    to.flush()
+
+
+def receive(of: IO[bytes]) -> Any:
+    """What was sent.
+
+    Raises:
+        EOFError: there is nobody left to send anything.
+        ValueError: somebody else has printed something.
+    """
+    header = of.read(_HEADER.size)
+    if not header:
+        raise EOFError
+    magic, length = _HEADER.unpack(header) if len(header) == _HEADER.size else (header, 0)
+    if magic != _MAGIC:
+        raise ValueError(f"unexpected output: {header!r}")
+    return pickle.loads(of.read(length))
+
+
 def _serve() -> None:
     """Compiles for another process: sent where modules are, answers with NVRTC's version."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else may print
-
-    def answer(value: Any) -> None:
-        pickle.dump(value, answers)
-        answers.flush()
-
-    sys.path[:] = pickle.load(requests)
+    sys.path[:] = receive(requests)
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    answer(nvrtc.nvrtcVersion()[1:])
+    send(nvrtc.nvrtcVersion()[1:], answers)
     while True:
         try:
-            program = pickle.load(requests)
+            program = receive(requests)
         except EOFError:
             return
-        answer(tuple(compiled(Program(*program), nvrtc)))
+        send(tuple(compiled(Program(*program), nvrtc)), answers)
 
 
 if __name__ == "__main__":

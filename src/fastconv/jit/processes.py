@@ -2,13 +2,14 @@
 
 NVRTC's front end takes one program at a time in a process, for a sixth of what a kernel takes: of
 16 threads, 9 would wait for the others. A thread's process ends with the thread. It is a help and
-no more: without it, a thread compiles as all others do.
+no more: without it, a thread compiles as all others do. ``FASTCONV_COMPILE_PROCESSES`` says how
+many there may be at once; 0 for none.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -19,10 +20,12 @@ from typing import Any
 
 from fastconv.jit import nvrtc
 
-MOST = 12  # at once, of 75 MB each
+VARIABLE = "FASTCONV_COMPILE_PROCESSES"
+DEFAULT_MOST = 12  # of 75 MB each
+START_S = 20.0  # in which one has to be there: it takes 0.2
 
-# A process that was killed, that could not be started, or whose compiler is another one.
-_TROUBLE = (OSError, EOFError, pickle.UnpicklingError, ValueError)
+# What NVRTC says of a program, in whatever process; of other trouble a process may have its own.
+_OF_PROGRAMS = (None, "NVRTC_ERROR_COMPILATION")
 
 
 class _Own(threading.local):
@@ -43,33 +46,64 @@ class _Compiler:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt from the terminal is not for it
         )
+        late = threading.Timer(START_S, self._kill)
+        late.daemon = True
         try:
-            if tuple(self._ask(sys.path)) != version:
+            late.start()
+            paths = (os.fspath(path) for path in sys.path if isinstance(path, str | os.PathLike))
+            if tuple(self._ask([*map(str, paths)])) != version:
                 raise ValueError("another NVRTC")
         except BaseException:
             self.close()
             raise
+        finally:
+            late.cancel()
 
     def compiled(self, program: nvrtc.Program) -> nvrtc.Outcome:
         return nvrtc.Outcome(*self._ask(tuple(program)))
 
     def close(self) -> None:
-        self._process.kill()  # it may not notice the end of its input: forks have that open, too
-        with suppress(OSError):  # of what it was sent and will not read
-            self._process.communicate()
+        self._kill()  # it may not notice the end of its input: forks have that open, too
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of what it was sent and will not read
+                assert pipe is not None
+                pipe.close()
+        self._process.wait()
+
+    def _kill(self) -> None:
+        """With whatever else it may have started, if it is a script that starts the interpreter."""
+        if self._process.returncode is not None:
+            return
+        with suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
 
     def _ask(self, message: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump(message, self._process.stdin)
-        self._process.stdin.flush()
-        return pickle.load(self._process.stdout)
+        nvrtc.send(message, self._process.stdin)
+        return nvrtc.receive(self._process.stdout)
 
 
 _own = _Own()
-_running: set[_Compiler] = set()
+_having: set[threading.Thread] = set()  # threads that have one, or are about to
+_impossible = False  # to start one: nobody tries again
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)
+    os.register_at_fork(after_in_child=_having.clear)
+
+
+def most() -> int:
+    """How many processes there may be: ``$FASTCONV_COMPILE_PROCESSES``, or some.
+
+    Raises:
+        ValueError: the variable is no number.
+    """
+    value = os.environ.get(VARIABLE) or str(DEFAULT_MOST)
+    if not value.isdecimal():
+        raise ValueError(f"{VARIABLE} should be a number, 0 for none, but got {value!r}")
+    return int(value)
 
 
 @contextmanager
@@ -84,27 +118,45 @@ def allowed() -> Iterator[None]:
 
 
 def compiled(program: nvrtc.Program, version: tuple[int, int]) -> nvrtc.Outcome | None:
-    """What this thread's process makes of the program; None if it has none, and will have none."""
-    if not _own.allowed:
+    """What this thread's process makes of the program; None if it has none, or has trouble.
+
+    Raises:
+        ValueError: ``FASTCONV_COMPILE_PROCESSES`` is no number.
+    """
+    limit = most()
+    if not _own.allowed or not (_own.compiler or _started(version, limit)):
         return None
+    assert _own.compiler is not None
     try:
-        if _own.compiler is None:
-            if len(_running) >= MOST or not _is_python(sys.executable):
-                return None
-            _own.compiler = _Compiler(version)
-            _running.add(_own.compiler)
-        return _own.compiler.compiled(program)
-    except _TROUBLE:
+        outcome = _own.compiler.compiled(program)
+    except Exception:  # it was killed, say
         _own.allowed = False
         _close()
         return None
+    return outcome if outcome.error in _OF_PROGRAMS else None
+
+
+def _started(version: tuple[int, int], limit: int) -> bool:
+    """Whether this thread has a process now."""
+    global _impossible
+    if _impossible or not _is_python(sys.executable):
+        return False
+    _having.add(thread := threading.current_thread())  # before it is there: others start theirs
+    try:
+        if len(_having) <= limit:
+            _own.compiler = _Compiler(version)
+    except Exception:
+        _impossible = True
+    if _own.compiler is None:
+        _having.discard(thread)
+    return _own.compiler is not None
 
 
 def _close() -> None:
     if (compiler := _own.compiler) is not None:
         _own.compiler = None
         compiler.close()
-        _running.discard(compiler)
+        _having.discard(threading.current_thread())
 
 
 def _is_python(executable: str | None) -> bool:

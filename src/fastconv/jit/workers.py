@@ -66,6 +66,14 @@ class Workers:
             if self._at_work() < most and self._threads_ahead < most - 1:
                 self._start()  # or else whoever works next does it, or who asks for it
 
+    def drop(self, key: Hashable) -> None:
+        """Forgets what is to be done ahead, if nobody has got to it yet."""
+        with self._lock:
+            piece = self._pieces.get(key)
+            if piece is not None and piece in self._ahead:
+                self._ahead.remove(piece)
+                self._forget(piece)
+
     def _claim(self, piece: _Piece) -> None:
         piece.asked = True
         if piece in self._ahead:

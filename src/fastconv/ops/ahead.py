@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
 
 LAYERS = 4  # how far to look
+MOST_MISSES = 4  # after which nothing more of a network is guessed
 
 
 def begin_if_new(args: Sequence[Any], wanted: Sequence[bool]) -> None:
@@ -94,43 +96,89 @@ def begin_layers(need: cuda.Need) -> None:
     If a layer of a network asks for it, that is being called now: the network says which layers it
     has after this one. Raises nothing, as :func:`begin`.
     """
-    if not (native.in_the_way() or torch._C._are_functorch_transforms_active()):
-        with suppress(Exception):
-            # What was begun last is done first.
-            for one in reversed([*islice(_of_next_layers(need), LAYERS)]):
-                cuda.begin(one)
+    if native.in_the_way() or torch._C._are_functorch_transforms_active():
+        return
+    with suppress(Exception):
+        running = _running()
+        if running and _is_plain(running[-1]):
+            guesses = _guesses.setdefault(running[0], _Guesses())
+            guesses.check(running[-1], need)
+            if guesses.misses < MOST_MISSES:
+                following = _following(running[0].modules(), running[-1])
+                guesses.begin([*islice(_of_next_layers(following, need), LAYERS)])
 
 
-def _of_next_layers(need: cuda.Need) -> Iterator[cuda.Need]:
-    """What they need that is not there yet, if they are called in the order they were defined in.
+class _Guesses:
+    """What a network's layers were taken to need when they are called, and how often wrongly."""
+
+    def __init__(self) -> None:
+        self.misses = 0
+        self._needs: WeakKeyDictionary[nn.Module, cuda.Need] = WeakKeyDictionary()
+
+    def check(self, layer: nn.Module, need: cuda.Need) -> None:
+        """Is told what a layer does need. Where it was taken to need something else, so were those
+        behind it: what has not been begun of that is left."""
+        if self._needs.pop(layer, need) != need:
+            self.misses += 1
+            for other in self._needs.values():
+                cuda.drop(other)
+            self._needs.clear()
+
+    def begin(self, found: list[tuple[nn.Module, cuda.Need]]) -> None:
+        for layer, need in reversed(found):  # what is begun last is done first
+            self._needs[layer] = need
+            cuda.begin(need)
+
+
+_guesses: WeakKeyDictionary[nn.Module, _Guesses] = WeakKeyDictionary()  # by network
+
+
+def _of_next_layers(
+    modules: Iterator[Any], need: cuda.Need
+) -> Iterator[tuple[nn.Module, cuda.Need]]:
+    """What layers need that is not there yet, if they are called in this order after that one.
 
     The input of a layer is taken to be the latest tensor of as many channels.
     """
-    running = _running()
-    if not running or not isinstance(running[-1], nn.Conv2d):
-        return
-    modules: Iterator[Any] = running[0].modules()
-    any(module is running[-1] for module in modules)  # leaves those that come after it
     problem = need.problem
     latest = problem.out_channels
     sizes = {problem.in_channels: problem.input_size, latest: problem.output_size}
     found = set[cuda.Need]()
     for module in modules:
-        if type(module) in (nn.MaxPool2d, nn.AvgPool2d):
-            pooled = module.forward(torch.empty(1, latest, *sizes[latest], device="meta"))
-            sizes[latest] = (pooled.shape[2], pooled.shape[3])
-        elif _is_like(module, running[-1]) and module.in_channels in sizes:
+        if type(module) in _POOLS:
+            sizes[latest] = _pooled(module, sizes[latest])
+        elif _is_plain(module) and module.in_channels in sizes:
             one = _of_layer(module, sizes[module.in_channels], need)
             latest = module.out_channels
             sizes[latest] = one.problem.output_size
             if one not in found and not cuda.is_ready(one):
                 found.add(one)
-                yield one
+                yield module, one
 
 
-def _is_like(module: nn.Module, layer: nn.Conv2d) -> bool:
-    """Whether it is a layer of the same class, whose input is not padded by a copy."""
-    return type(module) is type(layer) and module.padding_mode == "zeros"
+def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Module]:
+    """Those that are defined after a layer."""
+    for module in modules:
+        if module is layer:
+            break
+    return modules
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is a layer whose call is known: of this class itself, with a parameter.
+
+    Not those whose weights are computed, or whose input is padded by a copy.
+    """
+    from fastconv.modules import Conv2d  # which imports this
+
+    plain = type(module) is Conv2d and module.padding_mode == "zeros"
+    return plain and module._parameters.get("weight") is not None
+
+
+def _pooled(pool: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
+    # By its class: what somebody may have put in place of its forward is to see no such tensor.
+    pooled = type(pool).forward(pool, torch.empty(1, 1, *size, device="meta"))
+    return pooled.shape[2], pooled.shape[3]
 
 
 def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
@@ -138,7 +186,7 @@ def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
     format = torch.channels_last if like.input_channels_last else torch.contiguous_format
     without_data = partial(torch.empty, dtype=like.dtype, device="meta")
     input = without_data((like.problem.batch, layer.in_channels, *size), memory_format=format)
-    weight = layer.weight.detach().to("meta", like.dtype)
+    weight = layer._parameters["weight"].detach().to("meta", like.dtype)
     left, right, top, bottom = layer._reversed_padding_repeated_twice
     args = (
         input, weight, None, layer.stride, (top, bottom, left, right), layer.dilation,
@@ -163,3 +211,4 @@ def _running() -> list[nn.Module]:
 
 
 _CALL = nn.Module._call_impl.__code__
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d)
