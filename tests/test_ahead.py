@@ -257,7 +257,7 @@ def _network() -> nn.Sequential:
 def test_next_layers(noted: Noted, format: torch.memory_format, half: bool, recorded: bool) -> None:
     """All but the first are there when they are asked for, and nothing else."""
     model = _network().to(memory_format=format)
-    images = torch.randn(2, 3, 45, 70).to(memory_format=format)
+    images = torch.randn(2, 3, 45, 70)  # whose format is the output's only if the weight's is
     with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(recorded):
         model(images)
     needed = [need for need in noted.needed if need.plan is planner.forward]

@@ -116,8 +116,11 @@ class _Guesses:
         self._needs: WeakKeyDictionary[nn.Module, cuda.Need] = WeakKeyDictionary()
 
     def check(self, layer: nn.Module, need: cuda.Need) -> None:
-        """Is told what a layer does need. Where it was taken to need something else, so were those
-        behind it: what has not been begun of that is left."""
+        """Is told what a layer does need.
+
+        Where it was taken to need something else, so were those behind it: what nobody has got to
+        of that is left.
+        """
         if self._needs.pop(layer, need) != need:
             self.misses += 1
             for other in self._needs.values():
@@ -165,14 +168,14 @@ def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Mo
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it is a layer whose call is known: of this class itself, with a parameter.
+    """Whether it is a layer whose call is known: of this class itself, with a plain parameter.
 
-    Not those whose weights are computed, or whose input is padded by a copy.
+    Not those whose weights are computed or elsewhere, or whose input is padded by a copy.
     """
     from fastconv.modules import Conv2d  # which imports this
 
     plain = type(module) is Conv2d and module.padding_mode == "zeros"
-    return plain and module._parameters.get("weight") is not None
+    return plain and type(module._parameters.get("weight")) is nn.Parameter
 
 
 def _pooled(pool: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
@@ -182,8 +185,8 @@ def _pooled(pool: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
-    """What a layer needs for images of this size, if all else is as it was for another one."""
-    format = torch.channels_last if like.input_channels_last else torch.contiguous_format
+    """What a layer needs for images of this size, if they are as another one has left them."""
+    format = torch.channels_last if like.output_channels_last else torch.contiguous_format
     without_data = partial(torch.empty, dtype=like.dtype, device="meta")
     input = without_data((like.problem.batch, layer.in_channels, *size), memory_format=format)
     weight = layer._parameters["weight"].detach().to("meta", like.dtype)
