@@ -212,6 +212,19 @@ def test_functions_change_nothing(loads: Loads, with_grads: bool) -> None:
         assert grad is None or torch.equal(grad, copy)
 
 
+def test_constants_have_values(loads: Loads) -> None:
+    """Those that a model makes itself, which it may look at and change."""
+    layer = fastconv.Conv2d(3, 64, 3)
+
+    def model(x: Tensor) -> Tensor:
+        scale, rows = torch.tensor(2.0), torch.tensor(38)
+        x = x * scale if scale > 1 else x
+        return layer(x[:, :, : int(rows.add_(1))])
+
+    (found,) = fastconv.prepare(model, EXAMPLE.clone()).passes[:1]
+    assert found.problem.input_size == (39, 40)
+
+
 def test_a_block(loads: Loads) -> None:
     """A step of two models: the same passes as by prepare, and nothing changes."""
     model, critic = Block(), fastconv.Conv2d(64, 16, 5)

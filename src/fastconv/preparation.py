@@ -277,7 +277,9 @@ class _StandIns(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._of, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if function not in _OF_NEW_CONSTANTS:
+            args, kwargs = tree_map_only(Tensor, self._of, (args, kwargs))
         return function(*args, **kwargs)
 
     def _of(self, tensor: Tensor) -> Tensor:
@@ -290,6 +292,10 @@ class _StandIns(TorchDispatchMode):
     def put_back(self) -> None:
         for tensor, grad in self._grads.values():
             tensor.grad = grad
+
+
+# What torch.tensor(2.0) ends with: the fake tensor knows its value, which models may look at.
+_OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 @contextmanager

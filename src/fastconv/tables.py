@@ -19,4 +19,4 @@ def lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 def error_line(error: Exception) -> str:
     """The kind of an error, and what it says first."""
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    return ": ".join(filter(None, (type(error).__name__, *str(error).splitlines()[:1])))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-
-from fastconv.kernels import plans
 
 FOLDER = Path(__file__).parent
 
@@ -35,10 +32,3 @@ def _settings() -> Iterator[None]:
     with torch.backends.__allow_nonbracketed_mutation():
         cudnn.allow_tf32 = tf32
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def _plans_made_anew() -> Iterator[None]:
-    """For tests that change planners: what they plan is not on disk, and not left there."""
-    with mock.patch.object(plans, "kept", lambda plan, *asked: plan(*asked)):
-        yield

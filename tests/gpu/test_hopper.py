@@ -56,7 +56,7 @@ from gpu.helpers import (
 from strategies import Convolution
 
 pytestmark = [
-    pytest.mark.usefixtures("_poisoned_memory", "_plans_made_anew"),
+    pytest.mark.usefixtures("_poisoned_memory"),
     pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 

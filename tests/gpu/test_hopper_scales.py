@@ -24,7 +24,7 @@ from fastconv.problem import Padding, Problem
 from gpu.helpers import CUDA, arguments_of, is_hopper
 
 pytestmark = [
-    pytest.mark.usefixtures("_poisoned_memory", "_plans_made_anew"),
+    pytest.mark.usefixtures("_poisoned_memory"),
     pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 

@@ -28,7 +28,7 @@ from fastconv.workloads import FOUNDING, Workload
 from gpu.helpers import CUDA, FORMATS, arguments_of, is_hopper, precompile
 
 pytestmark = [
-    pytest.mark.usefixtures("_poisoned_memory", "_plans_made_anew"),
+    pytest.mark.usefixtures("_poisoned_memory"),
     pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 

@@ -21,8 +21,9 @@ from typing import Any
 from fastconv.jit import cache, nvrtc, processes, workers
 from fastconv.kernels.family import FOLDER, Kernel
 
-_KIND = cache.KERNEL
 MOST_HERE = 4  # threads that compile in this process, if others can do so elsewhere
+
+_KIND = cache.KERNEL
 _SOURCE = re.compile(r"\w+(/\w+)*\.cuh")  # as an include has it
 _OPTIONS = (
     "-std=c++17",
@@ -126,7 +127,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
 
 def _outcome(program: nvrtc.Program) -> nvrtc.Outcome:
     """Compiled in this process or, ahead and while some threads are at that, in another one."""
-    if workers.is_ahead() or len(_here) >= MOST_HERE:
+    if workers.is_ahead() or workers.alive(_here) >= MOST_HERE:
         outcome = processes.compiled(program, nvrtc_version())
         if outcome is not None:
             return outcome

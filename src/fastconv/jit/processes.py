@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastconv.jit import nvrtc
+from fastconv.jit import nvrtc, workers
 
 VARIABLE = "FASTCONV_COMPILE_PROCESSES"
 DEFAULT_MOST = 12  # of 75 MB each
@@ -90,8 +90,6 @@ class _Compiler:
 _own = _Own()
 _having: set[threading.Thread] = set()  # threads that have one, or are about to
 _impossible = False  # to start one: nobody tries again
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_having.clear)
 
 
 def most() -> int:
@@ -143,7 +141,7 @@ def _started(version: tuple[int, int], limit: int) -> bool:
         return False
     _having.add(thread := threading.current_thread())  # before it is there: others start theirs
     try:
-        if len(_having) <= limit:
+        if workers.alive(_having) <= limit:
             _own.compiler = _Compiler(version)
     except Exception:
         _impossible = True

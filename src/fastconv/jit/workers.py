@@ -63,7 +63,7 @@ class Workers:
                 return
             piece = self._pieces[key] = _Piece(key, work)
             self._ahead.append(piece)
-            if self._at_work() < most and self._threads_ahead < most - 1:
+            if alive(self._threads) < most and self._threads_ahead < most - 1:
                 self._start()  # or else whoever works next does it, or who asks for it
 
     def drop(self, key: Hashable) -> None:
@@ -89,13 +89,10 @@ class Workers:
     def _serve(self) -> None:
         """Sees to it that somebody does what was asked for."""
         with self._lock:
-            if not self._asked or self._at_work() >= self._most or self._start():
+            if not self._asked or alive(self._threads) >= self._most or self._start():
                 return
         while piece := self._next(ahead=False):
             self._do(piece)
-
-    def _at_work(self) -> int:
-        return sum(thread.is_alive() for thread in self._threads)
 
     def _start(self) -> bool:
         """Whether another thread could be started: some machines and moments do not allow it."""
@@ -132,6 +129,11 @@ class Workers:
             self._threads_ahead -= piece.ahead
             if piece.asked or piece.failed:
                 self._forget(piece)
+
+
+def alive(threads: set[threading.Thread]) -> int:
+    """How many of them there are: of those that a forked process has none of, none."""
+    return sum(thread.is_alive() for thread in threads.copy())
 
 
 class _Now(threading.local):

@@ -187,8 +187,8 @@ def _pooled(pool: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
 def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
     """What a layer needs for images of this size, if they are as another one has left them."""
     format = torch.channels_last if like.output_channels_last else torch.contiguous_format
-    without_data = partial(torch.empty, dtype=like.dtype, device="meta")
-    input = without_data((like.problem.batch, layer.in_channels, *size), memory_format=format)
+    shape = (like.problem.batch, layer.in_channels, *size)
+    input = torch.empty(shape, dtype=like.dtype, device="meta", memory_format=format)
     weight = layer._parameters["weight"].detach().to("meta", like.dtype)
     left, right, top, bottom = layer._reversed_padding_repeated_twice
     args = (
