@@ -19,7 +19,7 @@ from fastconv.bench.console import MissingExtra
 from fastconv.bench.contestants import PEERS
 from fastconv.bench.networks import MODES, NETWORKS
 from fastconv.bench.results import ResultsError
-from fastconv.bench.trials import DATA, NORMAL
+from fastconv.bench.trials import DATA, NORMAL, PLACED
 from fastconv.exporter import DTYPES as EXPORTED_DTYPES
 from fastconv.exporter import ExportError
 from fastconv.files import FileError
@@ -279,8 +279,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         "--bias", action="store_true", help="with a bias, or its gradient beside the weight's"
     )
     parser.add_argument(
-        "--misaligned", action="store_true", help="tensors at odd addresses, as slices may be"
-    )
+        "--misaligned", nargs="*", choices=PLACED, metavar="TENSOR",
+        help="tensors at odd addresses, as slices may be: "
+        f"{', '.join(PLACED)}; all of them if none is named",
+    )  # fmt: skip
+    parser.add_argument(
+        "--isolation", action="store_true",
+        help="instead, only whether results depend on what they should not: needs no reference, "
+        "and so takes little time for layers of any size",
+    )  # fmt: skip
     parser.add_argument(
         "--jobs", type=_positive, metavar="J",
         help="processes (default: 1; with --random on a GPU one for each core, at most "

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
@@ -194,7 +194,11 @@ def verify_results(arguments: Namespace) -> int:
     files.check_outputs([arguments.output, arguments.markdown], _suite_files(arguments))
     selected = _trials(arguments, device)
     jobs = arguments.jobs or (campaign.default_jobs(device) if arguments.random else 1)
-    check = partial(verify.check, device=device, with_peer=not arguments.random)
+    check: Callable[[Trial], Check] = (
+        partial(verify.check_isolation, device=device)
+        if arguments.isolation
+        else partial(verify.check, device=device, with_peer=not arguments.random)
+    )
     limit_s = math.inf if arguments.time_limit is None else arguments.time_limit
     checks: list[Check] = []
     brief = report.Brief(every_s=10.0 if arguments.random else 0.0)
@@ -583,18 +587,25 @@ def _hand_over(arguments: Namespace, found: AnyResults) -> None:
         found.write(arguments.output)
 
 
+def _misaligned(arguments: Namespace) -> tuple[str, ...]:
+    """The tensors that lie at odd addresses: those that are named, or all if none is."""
+    if arguments.misaligned is None:
+        return ()
+    return tuple(arguments.misaligned) or trials.PLACED
+
+
 def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
     """What is to be verified: drawn at random, or what the arguments select."""
     seed = arguments.seed or 0
     if not arguments.random:
         return [
-            Trial(case, arguments.misaligned, arguments.bias, arguments.data or NORMAL, seed)
+            Trial(case, _misaligned(arguments), arguments.bias, arguments.data or NORMAL, seed)
             for case in _select(arguments, device)
         ]
     for name in (
         "shape", "suite", "model", "batch", "image", "divisor", "misaligned", "bias", "data"
     ):  # fmt: skip
-        if getattr(arguments, name):
+        if getattr(arguments, name) not in (None, False):
             raise UsageError(f"--random draws what --{name} would say: they exclude each other")
     kinds = Kinds(
         arguments.passes or PASSES,

@@ -132,10 +132,14 @@ class Forced:
     def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
         if not self.tile:
             return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
-        layer = hopper_weight_grad.Layer(problem, operands, self.halves)
-        tile = hopper_weight_grad.Tile(layer, *self.tile)
+        *sizes, plane_classes = self.tile if len(self.tile) > 8 else (*self.tile, 1)
+        layer = hopper_weight_grad.Layer(problem, operands, self.halves, plane_classes)
+        if plane_classes > 1 and not (operands.aligned and layer.has_boxes):
+            raise Declined("planes that no TMA box brings together")
+        tile = hopper_weight_grad.Tile(layer, *sizes)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
-        if fitted is None or tile.stage_columns > layer.row_columns:
+        boxes = plane_classes == 1 or tile.grad_boxes
+        if fitted is None or tile.stage_columns > layer.row_columns or not boxes:
             raise Declined("a tile that does not fit")
         return fitted
 
@@ -245,7 +249,7 @@ def word_of(chosen: Planner) -> str:
 NAMES = {
     "hopper/weight_grad/weight_grad.cuh": (
         "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "stage_columns", "strip_stages",
+        "phase_images", "stage_columns", "strip_stages", "plane_classes",
     ),
     "ampere/weight_grad.cuh": (
         "row_tiles", "warps_out", "warps_units", "warps_pixels", "box_channels", "box_rows",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from emulator.driver import run_both_orders
+from emulator import driver
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
@@ -200,7 +200,9 @@ def tensors_read(work: Work, tensors: Tensors) -> dict[str, Tensor]:
     return read
 
 
-def run(work: Work, tensors: Tensors, bias_grad: Tensor | None = None) -> Tensor:
+def run(
+    work: Work, tensors: Tensors, bias_grad: Tensor | None = None, both_orders: bool = True
+) -> Tensor:
     """The pass in the emulator; outputs and workspace hold NaN before.
 
     ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
@@ -210,7 +212,8 @@ def run(work: Work, tensors: Tensors, bias_grad: Tensor | None = None) -> Tensor
         read["bias_grad"] = bias_grad
     plan, output = work.plan, new_output(work)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-    run_both_orders(plan.launches, {**read, "output": output, "scratch": scratch})
+    execute = driver.run_both_orders if both_orders else driver.run
+    execute(plan.launches, {**read, "output": output, "scratch": scratch})
     return output
 
 
@@ -254,7 +257,7 @@ def at_corners(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
 
 def assert_plain(work: Work, tensors: Tensors) -> None:
     """Outputs are infinite, of which sign, or NaN just where plain sums are; others are correct."""
-    assert_plainly(work, tensors, run(work, tensors, _bias_grad(work)))
+    assert_plainly(work, tensors, run(work, tensors, new_bias_grad(work)))
 
 
 def assert_plainly(
@@ -267,7 +270,8 @@ def assert_plainly(
     assert_correct(work, tensors, actual, roundings, among=~odd)
 
 
-def _bias_grad(work: Work) -> Tensor | None:
+def new_bias_grad(work: Work) -> Tensor | None:
+    """Where a bias gradient goes that the work computes beside that of the weight."""
     if not work.bias_grad:
         return None
     return torch.full(work.case.weight[:1], torch.nan, dtype=work.dtype)
@@ -299,7 +303,7 @@ def assert_alone_as_in_batch(work: Work) -> None:
 def check(work: Work) -> None:
     """Runs the pass on random tensors and compares every element with float64."""
     tensors = Tensors.random(work)
-    bias_grad = _bias_grad(work)
+    bias_grad = new_bias_grad(work)
     assert_correct(work, tensors, run(work, tensors, bias_grad))
     if bias_grad is not None:
         grad, over = tensors.grad_output.double(), (0, 2, 3)

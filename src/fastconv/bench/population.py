@@ -89,6 +89,92 @@ def residual(draw: Random) -> Workload:
     return workload_of(made.problem)
 
 
+def practical(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """A layer as networks have them: odd sides, dilations and strides, whole batches.
+
+    Where it would be too much, it has fewer images and channels; sides and kernel stay.
+    """
+    while True:
+        kernel, stride, dilation = draw.choice(_LAYERS)(draw)
+        height = draw.choice(_ODD_SIDES)
+        size = (1, 16 * height) if kernel[0] == 1 and draw.random() < 0.5 else (height, height)
+        ins, outs, groups = _practical_channels(draw)
+        made = Workload(
+            "", "", (2 ** draw.randrange(7), ins, *size), (outs, ins // groups, *kernel), stride,
+            _practical_padding(draw, kernel, dilation), dilation, groups,
+        )  # fmt: skip
+        with suppress(RuntimeError):  # an image too small for its kernel
+            return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
+
+
+_ODD_SIDES = (7, 14, 28, 33, 49, 56, 65, 65, 97, 101, 112, 129, 224, 257, 299, 513)
+
+
+def _atrous(draw: Random) -> tuple[Pair, Pair, Pair]:
+    kernel = draw.choice(((3, 3), (3, 3), (5, 5), (3, 5), (7, 3), (5, 9)))
+    rate = draw.randint(2, 12)
+    return (
+        kernel,
+        draw.choice(((1, 1), (1, 1), (1, 1), (2, 2), (2, 1))),
+        _pair(draw, rate, draw.randint(1, 12)),
+    )
+
+
+def _causal(draw: Random) -> tuple[Pair, Pair, Pair]:
+    """A row of many columns, as in sound: taps far apart."""
+    return (1, draw.randint(2, 4)), (1, 1), (1, 2 ** draw.randrange(8))
+
+
+def _strided(draw: Random) -> tuple[Pair, Pair, Pair]:
+    side = draw.choice((1, 3, 3, 5, 7, 11))
+    return (side, side), draw.choice(((2, 2), (2, 2), (3, 3), (4, 4), (1, 2), (2, 1))), (1, 1)
+
+
+def _plain(draw: Random) -> tuple[Pair, Pair, Pair]:
+    return draw.choice(_KERNELS), (1, 1), (1, 1)
+
+
+_LAYERS = (_atrous, _atrous, _causal, _strided, _plain)
+
+
+def _practical_channels(draw: Random) -> tuple[int, int, int]:
+    ins, outs = draw.choice(_CHANNELS), draw.choice(_CHANNELS)
+    which = draw.random()
+    if which < 0.15:
+        return ins, ins, ins
+    if which < 0.25:
+        groups = draw.choice((2, 4, 8, 32))
+        return groups * math.ceil(ins / groups), groups * math.ceil(outs / groups), groups
+    return ins, outs, 1
+
+
+def _practical_padding(draw: Random, kernel: Pair, dilation: Pair) -> tuple[int, ...]:
+    """Mostly what keeps the size; else none, or all of it on one side."""
+    rows, columns = (step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True))
+    same = (rows // 2, columns // 2)
+    return draw.choice((same, same, same, (0, 0), (rows, 0, columns, 0)))
+
+
+def _with_fewer(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:
+    """The problem with so few images and channels that it is not too much."""
+    while problem.flops > flops or _elements(problem) > elements:
+        fewer: list[dict[str, Any]] = [{"batch": max(1, problem.batch // 2)}]
+        depth, multiplier = (
+            count // problem.groups for count in (problem.in_channels, problem.out_channels)
+        )
+        fewer.append({"in_channels": max(1, depth // 2) * problem.groups})
+        fewer.append({"out_channels": max(1, multiplier // 2) * problem.groups})
+        groups = max(1, problem.groups // 2)
+        fewer.append(
+            {"groups": groups, "in_channels": depth * groups, "out_channels": multiplier * groups}
+        )
+        changed = list(_changed(problem, fewer))
+        if not changed:
+            raise RuntimeError("a single channel of a single image is too much")
+        problem = draw.choice(changed)
+    return problem
+
+
 def workload_of(problem: Problem) -> Workload:
     """The problem as a workload, named by its shape."""
     top, bottom, left, right = problem.padding

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastconv.bench import contestants, trials
+from fastconv.bench import contestants, isolation, trials
 from fastconv.bench.cases import PASSES, Tensors
 from fastconv.bench.judging import CHUNK_ELEMENTS, Part, Reference, size_of, tolerance
-from fastconv.bench.trials import Data, Results, Trial
+from fastconv.bench.trials import FAR, Data, Results, Trial
 
 ADJOINT_EVERY = 8  # trials: it needs the kernels of all three passes
 LARGE_EVERY = 2  # large trials with one more relation than the cheap ones
@@ -77,7 +78,8 @@ def linearity(subject: Subject) -> str | None:
         parts = []
         for factor, share in ((0.5, tensor * mask), (-1.0, tensor * ~mask)):
             bias = None if data.bias is None else data.bias * (2.0 if factor == 0.5 else 0.0)
-            split = data._replace(**{name: trial.placed(role, share / factor)}, bias=bias)
+            changed: dict[str, Any] = {name: trial.placed(role, share / factor), "bias": bias}
+            split = data._replace(**changed)
             # The bias's gradient depends on the second operand alone.
             once = factor if name == "second" else float(factor == 0.5)
             parts.append(Part(trials.compute(trial, split), factor, once))
@@ -132,15 +134,23 @@ def adjoint(subject: Subject) -> str | None:
     return None
 
 
+def isolated(subject: Subject) -> str | None:
+    """A result does not depend on what its formula does not read."""
+    return isolation.check(subject.trial, subject.data.first.device).complaint
+
+
 RELATIONS: dict[str, Relation] = {
-    relation.__name__: relation for relation in (repetition, alone, linearity, scales, adjoint)
+    relation.__name__: relation
+    for relation in (repetition, isolated, alone, linearity, scales, adjoint)
 }
 
 
 def chosen(trial: Trial, device: torch.device) -> Sequence[str]:
     """The relations that the trial is checked for: all that apply, of a large one a few."""
     has_images = trial.case.direction != "weight_grad" and trial.problem.batch > 1
-    names = ["repetition", *["alone"] * has_images]
+    names = ["repetition", "isolated", *["alone"] * has_images]
+    if trial.data == FAR:  # there is no room for factors of two beside it
+        return names
     rest = ["linearity", "scales", "adjoint"]
     if trial.is_large(device):
         most = device.type == "cuda" and trial.seed % LARGE_EVERY == 0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastconv import ops
+from fastconv.backends import cuda
 from fastconv.bench import environment, population
 from fastconv.bench.cases import (
     DTYPES,
@@ -27,23 +28,29 @@ from fastconv.bench.cases import (
     check_memory,
     modes,
 )
-from fastconv.problem import Problem
+from fastconv.kernels import planner
+from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 NORMAL = "normal"
+FAR = "far"
 DATA = {
     NORMAL: "Gaussian",
     "sparse": "zero but for one in 16",
     "spike": "one number is 2^20 times larger",
     "single": "a single 1 in each output channel of what the data is multiplied by",
     "faint": "half of the channels are 2^20 times smaller",
+    FAR: "one operand is up to 2^90 times smaller or larger, the other is not alike",
 }
-"""What tensors hold. float16 has the range for 2^4 instead of 2^20."""
+"""What tensors hold. float16 has the range for 2^4 instead of 2^20 and 2^90."""
 
 _NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85
+# Of what is drawn: layers as networks have them, and groups of few channels.
+_PRACTICAL_SHARE, _NARROW_SHARE = 0.35, 0.1
 # Small problems take other plans than real layers do, which have the most work or 1/500 of it.
 _REAL_SHARE, _REAL_RANGE = 0.4, 500.0
 # Of the number that is multiplied: float16 results of long sums have to stay in range.
 _MOST_HALVINGS = 6
+_LEAKY_SLOPE = 0.01
 # What is smaller is zero in float16, so that an eighth of every number is one, too.
 _LEAST_HALF = 2.0**-11
 
@@ -100,6 +107,8 @@ ROLES = {
     "weight_grad": Roles("input", "grad_output", "weight", "n", "k"),
 }
 _TENSORS = ("input", "weight", "grad_output")
+PLACED = (*_TENSORS, "bias", "residual")
+"""The tensors whose place in memory a trial chooses."""
 
 
 class Data(NamedTuple):
@@ -108,6 +117,13 @@ class Data(NamedTuple):
     first: Tensor
     second: Tensor
     bias: Tensor | None
+    residual: Tensor | None = None
+    activation: str = "identity"
+
+    @property
+    def epilogue(self) -> Epilogue:
+        slope = _LEAKY_SLOPE if self.activation == "leaky_relu" else 0.0
+        return Epilogue(self.activation, slope, self.residual is not None)
 
 
 class Results(NamedTuple):
@@ -122,7 +138,7 @@ class Trial:
     """A case, how its tensors lie in memory, and what they hold."""
 
     case: Case
-    misaligned: bool = False  # one element past a multiple of 16 bytes
+    misaligned: tuple[str, ...] = ()  # those of PLACED one element past a multiple of 16 bytes
     bias: bool = False  # added by the forward pass; its gradient given by the weight's
     data: str = NORMAL
     seed: int = 0
@@ -156,7 +172,8 @@ class Trial:
 
     @property
     def label(self) -> str:
-        words = [self.case.label, "misaligned" * self.misaligned, "bias" * self.bias]
+        misaligned = f"misaligned {' '.join(self.misaligned)}" if self.misaligned else ""
+        words = [self.case.label, misaligned, "bias" * self.bias]
         return " ".join(filter(None, [*words, self.data if self.data != NORMAL else ""]))
 
     def is_large(self, device: torch.device) -> bool:
@@ -166,7 +183,8 @@ class Trial:
     def command(self, device: str | None = None) -> str:
         """The one-line command that tries this again, on the same data."""
         words = ["fastconv", "verify", *self.case.arguments()]
-        words += ["--misaligned"] * self.misaligned + ["--bias"] * self.bias
+        words += ["--misaligned", *self.misaligned] if self.misaligned else []
+        words += ["--bias"] * self.bias
         words += ["--data", self.data] if self.data != NORMAL else []
         words += ["--seed", str(self.seed)] if self.seed else []
         words += ["--device", device] if device else []
@@ -183,7 +201,9 @@ class Trial:
         check_memory([self.shape(role) for role in _TENSORS], dtype, device)
         bias = None
         if self.bias and self.case.direction == "forward":
-            bias = _in_range(_normal((self.problem.out_channels,), self, 3, device).to(dtype))
+            values = _normal((self.problem.out_channels,), self, 3, device)
+            values *= 2.0 ** sum(_far(self))
+            bias = self.placed("bias", _in_range(values.to(dtype)))
         return Data(self.tensor(roles.first, device), self.tensor(roles.second, device), bias)
 
     def tensor(self, role: str, device: torch.device) -> Tensor:
@@ -197,12 +217,19 @@ class Trial:
 
     def placed(self, role: str, tensor: Tensor) -> Tensor:
         """The tensor in the memory format of the role, and at such an address as the trial's."""
-        format = self.case.memory_formats[_TENSORS.index(role)]
-        tensor = tensor.contiguous(memory_format=format)
-        if not self.misaligned:
+        tensor = tensor.contiguous(memory_format=self.memory_format(role))
+        if role not in self.misaligned:
             return tensor
         storage = tensor.new_empty(tensor.numel() + 1)
         return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+    def memory_format(self, role: str) -> torch.memory_format:
+        """That of a tensor; a residual lies as the gradient of the output does."""
+        if role == "bias":
+            return torch.contiguous_format
+        return self.case.memory_formats[
+            _TENSORS.index("grad_output" if role == "residual" else role)
+        ]
 
 
 def compute(trial: Trial, data: Data) -> Results:
@@ -212,8 +239,11 @@ def compute(trial: Trial, data: Data) -> Results:
         problem.stride, problem.padding, problem.dilation, problem.groups, case.precision
     )  # fmt: skip
     with _poisoned_memory():
+        if data.epilogue != NO_EPILOGUE:
+            activation, slope, _ = data.epilogue
+            return Results(ops.fused(*data[:4], *geometry, activation, slope), None)
         if case.direction == "forward":
-            return Results(ops.forward(*data, *geometry), None)
+            return Results(ops.forward(*data[:3], *geometry), None)
         format = _gradient_format(trial, data.first.device)
         if case.direction == "input_grad":
             size = problem.input_size
@@ -222,6 +252,27 @@ def compute(trial: Trial, data: Data) -> Results:
             data.second, data.first, problem.kernel_size, *geometry, trial.bias, format
         )
         return Results(weight, bias if trial.bias else None)
+
+
+def need(trial: Trial, data: Data, results: Results) -> cuda.Need | None:
+    """What the GPU kernels that computed the results were asked for; None on a CPU."""
+    if data.first.device.type != "cuda":
+        return None
+    direction = trial.case.direction
+    first, second = data.first, data.second
+    if direction == "weight_grad":
+        first, second = second, first
+    return cuda.need(
+        getattr(planner, direction), trial.problem, first, second, results.main,
+        trial.case.precision, results.bias_grad is not None, residual=data.residual,
+        epilogue=data.epilogue,
+    )  # fmt: skip
+
+
+def family(trial: Trial, data: Data, results: Results) -> str:
+    """Whose kernels have just computed the results."""
+    asked = need(trial, data, results)
+    return "cpu" if asked is None else cuda.ready(asked).family
 
 
 def drawn(seed: int, number: int, most: Limits, kinds: Kinds = EVERY_KIND) -> Trial:
@@ -233,14 +284,25 @@ def drawn(seed: int, number: int, most: Limits, kinds: Kinds = EVERY_KIND) -> Tr
     dtype, precision = kinds.modes[at]
     format = kinds.formats[turn % len(kinds.formats)]
     least = most.flops / _REAL_RANGE if draw.random() < _REAL_SHARE else population.LEAST_FLOPS
-    workload = population.workload(draw, most.flops, most.elements, least)
+    kind = draw.random()
+    if kind < _PRACTICAL_SHARE:
+        workload = population.practical(draw, most.flops, most.elements)
+    elif kind < _PRACTICAL_SHARE + _NARROW_SHARE:
+        workload = population.narrow(draw, most.flops, most.elements)
+    else:
+        workload = population.workload(draw, most.flops, most.elements, least)
     return Trial(
         Case(workload, direction, dtype, precision, _read_format(direction, format)),
-        misaligned=draw.random() >= _ALIGNED_SHARE,
+        misaligned=() if draw.random() < _ALIGNED_SHARE else _some_misaligned(draw),
         bias=direction != "input_grad" and draw.random() < 0.5,
         data=NORMAL if draw.random() < _NORMAL_SHARE else draw.choice(list(DATA)[1:]),
         seed=draw.randrange(1, 2**31),
     )
+
+
+def _some_misaligned(draw: Random) -> tuple[str, ...]:
+    """All tensors, or one of them: what is aligned beside it must not vouch for it."""
+    return draw.choice((PLACED, *((one,) for one in PLACED)))
 
 
 def _read_format(direction: str, format: str) -> str:
@@ -282,11 +344,25 @@ def _adverse(trial: Trial, role: str, values: Tensor, draw: Random) -> Tensor:
     if trial.data == "faint":
         faint = [at for at in range(values.shape[rows]) if draw.random() < 0.5]
         values.movedim(rows, 0)[faint] *= 2.0 ** (-4 if half else -20)
+    if trial.data == FAR:
+        values *= 2.0 ** _far(trial)[role == trial.roles.second]
     if trial.data == "single" and role == trial.roles.second:
         values = torch.zeros_like(values)
         for row in values.movedim(rows, 0):
             row[tuple(draw.randrange(size) for size in row.shape)] = 1
     return values
+
+
+def _far(trial: Trial) -> tuple[int, int]:
+    """Exponents of both operands: a result is in range, whatever each of them is alone."""
+    if trial.data != FAR:
+        return 0, 0
+    draw = Random(f"{trial.seed} {FAR}")
+    if trial.case.dtype == "float16":
+        first = draw.randint(-4, 4)
+        return first, -first
+    first, total = draw.randint(-90, 90), draw.choice((-60, 0, 72))
+    return first, max(-110, min(110, total - first))
 
 
 def _in_range(tensor: Tensor) -> Tensor:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from fastconv.backends import cuda
-from fastconv.bench import contestants, relations, trials
+from fastconv.bench import contestants, isolation, relations, trials
 from fastconv.bench.cases import Tensors, reason
 from fastconv.bench.judging import Error, Part, Reference
 from fastconv.bench.relations import RELATIONS, Subject
 from fastconv.bench.trials import Data, Results, Trial
-from fastconv.kernels import planner
 from fastconv.workloads import to_dict
 
 ELEMENTS = "elements"
@@ -59,12 +59,28 @@ class Check:
 
 def check(trial: Trial, device: torch.device, with_peer: bool = False) -> Check:
     """The trial checked, PyTorch's error beside ours if asked; a failure is part of the answer."""
+    return _timed(trial, partial(_check, trial, device, with_peer))
+
+
+def check_isolation(trial: Trial, device: torch.device) -> Check:
+    """The trial checked for what its results must not depend on, and for nothing else."""
+    return _timed(trial, partial(_check_isolation, trial, device))
+
+
+def _timed(trial: Trial, checked: Callable[[], dict[str, Any]]) -> Check:
     start = time.perf_counter()
     try:
-        found = _check(trial, device, with_peer)
+        found = checked()
     except Exception as error:  # whatever it is, the other trials are worth having
         found = {"failure": reason(error)}
     return Check(trial, **found, seconds=time.perf_counter() - start)
+
+
+def _check_isolation(trial: Trial, device: torch.device) -> dict[str, Any]:
+    name = relations.isolated.__name__
+    text, family = isolation.check(trial, device)
+    complaints = () if text is None else ((name, text),)
+    return {"family": family, "checked": (name,), "complaints": complaints}
 
 
 def _check(trial: Trial, device: torch.device, with_peer: bool) -> dict[str, Any]:
@@ -78,7 +94,7 @@ def _check(trial: Trial, device: torch.device, with_peer: bool) -> dict[str, Any
         complaints[name] = RELATIONS[name](subject)
     return {
         "part": reference.selection.part,
-        "family": _family(trial, data, results),
+        "family": trials.family(trial, data, results),
         "share": verdict.share,
         "ours": verdict.error,
         "peer": _peer_error(trial, data, reference) if with_peer else None,
@@ -102,17 +118,3 @@ def _peer_error(trial: Trial, data: Data, reference: Reference) -> Error:
     if trial.bias and trial.case.direction == "weight_grad":
         bias_grad = data.second.sum((0, 2, 3))
     return reference.judge(Part(Results(result, bias_grad))).error
-
-
-def _family(trial: Trial, data: Data, results: Results) -> str:
-    """Of the kernels that have just computed the results."""
-    if data.first.device.type != "cuda":
-        return "cpu"
-    tensors = {
-        "forward": (data.first, results.main, data.second),
-        "input_grad": (data.first, results.main, data.second),
-        "weight_grad": (data.first, data.second, results.main),
-    }[trial.case.direction]
-    plan = getattr(planner, trial.case.direction)
-    bias_grad = results.bias_grad is not None
-    return cuda.family(plan, trial.problem, *tensors, trial.case.precision, bias_grad)

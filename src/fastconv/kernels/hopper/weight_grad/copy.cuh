@@ -349,7 +349,11 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
     if constexpr (kClears) {
       fence_async_shared();  // the stage was written to
       const int first = place.column - early(place.row, tile.of_class());
-      const int pixel = plane + place.row * C::out_width + first;
+      // The map is of several planes, one behind the other. A row beyond the image would be the
+      // next plane's: its box lies behind all of them, where there are zeros.
+      const bool exists = kSteps * kRowStep <= C::out_height || place.row < C::out_height;
+      const int pixel =
+          exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
     } else {
       tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);

@@ -1,0 +1,103 @@
+"""Runs a work in isolation: what its formula does not read may not show in its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from emulator.works import Tensors, Work, new_bias_grad, placed, run
+from fastconv.bench import isolation
+from fastconv.bench.isolation import Pattern
+
+# What float32 as float16 and TF32 may differ by: one of them is taken, by an image's own numbers.
+RULES = {"tf32": 2.0**-9, "ieee": 2.0**-19}
+PATTERNS = 2
+
+
+def check(work: Work, seed: int = 0, patterns: int = PATTERNS) -> None:
+    """Raises an AssertionError if a result depends on what it must not depend on.
+
+    The patterns are so many with finite numbers, and one of whole planes of NaN.
+    """
+    problem, draw = work.case.problem, Random(seed)
+    tensors = positive(work, seed)
+    before = _results(work, tensors)
+    for number in range(patterns + 1):
+        is_nan = number == patterns
+        pattern = isolation.drawn(problem, work.direction, draw, whole_planes=is_nan)
+        factor = torch.nan if is_nan else isolation.loudness(work.dtype)
+        after = _results(work, made_loud(work, tensors, pattern, factor))
+        found = _complaint(work, pattern, before, after)
+        assert found is None, found
+
+
+def positive(work: Work, seed: int = 0) -> Tensors:
+    """Positive numbers whose sums are about 1, where the work wants them in memory."""
+    like, powers = Tensors.random(work), isolation.exponents(_terms(work))
+    read = {"forward": "input", "input_grad": "grad_output", "weight_grad": "input"}
+    made = {}
+    for at, (role, tensor) in enumerate(vars(like).items()):
+        exponent = 0
+        if role in ("input", "weight", "grad_output"):
+            exponent = powers[role != read[work.direction]]
+        values = isolation.positive(tensor.shape, work.dtype, exponent, 8 * seed + at)
+        made[role] = _like(tensor, values)
+    return Tensors(**made)
+
+
+def made_loud(work: Work, tensors: Tensors, pattern: Pattern, factor: float) -> Tensors:
+    """The tensors with what is not quiet multiplied by the factor."""
+    regions: Mapping[str, isolation.Region] = pattern.quiet
+    masks = {role: region.mask(tensors.input.device) for role, region in regions.items()}
+    if work.epilogue.residual:
+        masks["residual"] = pattern.unchanged.mask(tensors.input.device)
+    if pattern.quiet_bias is not None:
+        masks["bias"] = pattern.quiet_bias
+    loud = {
+        role: _like(one, isolation.made_loud(one, masks[role], factor))
+        for role, one in vars(tensors).items()
+        if role in masks
+    }
+    return replace(tensors, **loud)
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """The values, in memory as the tensor is."""
+    last = tensor.dim() == 4 and not tensor.is_contiguous()
+    order = torch.channels_last if last else torch.contiguous_format
+    return placed(values, order, tensor.data_ptr() % 16 == 0)
+
+
+def _terms(work: Work) -> int:
+    """Products of a sum, at most."""
+    problem = work.case.problem
+    if work.direction == "weight_grad":
+        return problem.batch * math.prod(problem.output_size)
+    channels = problem.in_channels if work.direction == "forward" else problem.out_channels
+    return channels // problem.groups * math.prod(problem.kernel_size)
+
+
+def _results(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    bias_grad = new_bias_grad(work)
+    return run(work, tensors, bias_grad, both_orders=False), bias_grad
+
+
+def _complaint(
+    work: Work,
+    pattern: Pattern,
+    before: tuple[Tensor, Tensor | None],
+    after: tuple[Tensor, Tensor | None],
+) -> str | None:
+    def within() -> float | None:
+        changes = isolation.may_change_arithmetic(work.plan, work.direction, pattern)
+        return RULES[work.precision] if changes else None
+
+    found = isolation.complaint(pattern, before[0], after[0], within)
+    if found is None and before[1] is not None and after[1] is not None:
+        found = isolation.bias_grad_complaint(pattern, before[1], after[1], within)
+    return found
