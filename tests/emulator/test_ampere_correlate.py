@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from emulator import precompile
+from emulator import isolated, net, precompile
 from emulator.works import (
     LARGE,
     ODD_NUMBERS,
@@ -265,3 +265,22 @@ def test_an_infinity_changes_no_other_bit() -> None:
         finite = actual.isfinite()
         assert 0 < (~finite).sum() < finite.numel() // 4
         assert actual[finite].equal(expected[finite])
+
+
+# Input gradients of few channels whose stride is one of rows alone, which Hopper's kernels compute
+# with the phases of rows as channels.
+ROW_STRIDES = [
+    net.work_of(line)
+    for line in (
+        "sm_86/5 input_grad* bfloat16 nchw/nchw: 2x22x2x28 22x22x2x1 stride=6,1",
+        "sm_80/2 input_grad* tf32 nchw/nchw: 1x8x9x17 16x8x3x3 stride=2,1 padding=1,1",
+        "sm_120a/2 input_grad* float32 nchw/nhwc: 1x8x9x17 16x8x3x3 stride=3,1 padding=1,1",
+    )
+]
+
+
+@pytest.mark.parametrize("work", ROW_STRIDES, ids=str)
+def test_row_strides_of_few_channels(work: Work) -> None:
+    assert work.plan.family == "ampere"
+    check(work)
+    isolated.check(work)

@@ -241,7 +241,7 @@ def positive(
     generator = torch.Generator(device).manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     uniform = torch.rand(tuple(shape), dtype=wide, generator=generator, device=device)
-    return torch.ldexp((1 + uniform) / 2, torch.tensor(exponent)).to(dtype)
+    return (uniform.add_(1) * 2.0 ** (exponent - 1)).to(dtype)
 
 
 def exponents(terms: int) -> tuple[int, int]:

@@ -10,7 +10,8 @@ namespace ampere {
 using namespace tensor;
 
 static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
-                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part,
+                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part &&
+                  !kUnfolds,
               "what only Hopper's tiles have");
 
 // Of a block's warps, one streams weights, some load input, and the rest multiply. These share a

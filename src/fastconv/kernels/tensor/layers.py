@@ -66,9 +66,13 @@ def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> li
 
 
 def _folded_phases(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
-    """The way with all phases as channels of one layer's products, if there is one."""
+    """The way with all phases as channels of one layer's products, if there is one.
+
+    Kernels for which ``most_together`` is 1 store a channel's rows where they lie one after
+    another, whichever axis the phases are of.
+    """
     rows, columns = (folded(problem, axis) for axis in (0, 1))
-    if rows is None or columns is None or problem.stride == (1, 1):
+    if most_together == 1 or rows is None or columns is None or problem.stride == (1, 1):
         return []
     outputs = layer.group_in * problem.stride[0] * problem.stride[1]
     apart = layer.operands.output_channels_last and layer.groups > 1
