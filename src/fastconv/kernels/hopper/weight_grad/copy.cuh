@@ -352,8 +352,7 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
       // The map is of several planes, one behind the other. A row beyond the image would be the
       // next plane's: its box lies behind all of them, where there are zeros.
       const bool exists = kSteps * kRowStep <= C::out_height || place.row < C::out_height;
-      const int pixel =
-          exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;
+      const int pixel = exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
     } else {
       tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);
