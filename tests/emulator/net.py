@@ -315,6 +315,7 @@ LARGE_FLOPS = 1e12  # of one that is only planned
 LARGE_ELEMENTS = 4e9
 # Of all problems that are drawn, beside those of the population.
 NARROW = 0.1
+PRACTICAL = 0.2
 DENSE = 0.15
 DENSE_MODES = ("tf32", "float16", "bfloat16")
 
@@ -378,7 +379,7 @@ def _case(problem: Problem) -> Case:
 
 
 def classes_of(work: Work) -> set[Class]:
-    return classes.classes(work.plan, planner.ANATOMIES)
+    return classes.classes(work.plan, work.case.problem, planner.ANATOMIES)
 
 
 def drawn(draw: Random) -> Work:
@@ -390,6 +391,8 @@ def drawn(draw: Random) -> Work:
     kind = place * 100 % 1  # by numbers of their own: what is drawn next depends on no family
     if kind < NARROW:
         problem = population.narrow(Random(place), *limits).problem
+    elif kind > 1 - PRACTICAL:
+        problem = population.practical(Random(place), *limits).problem
     mode = draw.choice(("float32", "tf32", "float16", "bfloat16"))
     if draw.random() < 0.05:
         mode = "float64"
@@ -533,7 +536,9 @@ def cached_classes(line: str) -> frozenset[Class]:
 def small_line(task: tuple[Class, str]) -> str | None:
     """A problem of that class that the emulator can run; None if none was found."""
     one, line = task
-    work = shrunk(work_of(line), lambda work: one in classes_of(work))
+    work = work_of(line)
+    if one[1] != classes.REACH or not is_small(work):  # those are so many that small ones will do
+        work = shrunk(work, lambda work: one in classes_of(work))
     return line_of(work) if is_small(work) else None
 
 
