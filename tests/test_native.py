@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastconv
+from effort import PATIENCE_S
 from fastconv import cli, native
 from fastconv.backends import cuda
 from fastconv.jit import trust
@@ -136,7 +137,7 @@ def run(program: str, **environment: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -316,7 +317,7 @@ assert native.conv2d is native.load()
         fake.go.touch()
         start = time.monotonic()
         while not build.is_built():
-            assert time.monotonic() < start + 60
+            assert time.monotonic() < start + PATIENCE_S
             time.sleep(0.05)
         assert run("call(); native.begin(); call()") == ["Python", "native"]
         assert len(fake.calls) == 1

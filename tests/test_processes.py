@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from effort import PATIENCE_S
 from fastconv import jit
 from fastconv.jit import compile, launch, nvrtc, processes
 from fastconv.jit.workers import Workers
@@ -22,7 +23,6 @@ from test_jit import BODY, needs_nvrtc, scale
 
 pytestmark = needs_nvrtc
 
-PATIENCE_S = 60
 ARCH = "sm_80"
 
 
@@ -31,6 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     """Threads may not compile in this process if they can have another; those that were started."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "MOST_HERE", 0)
+    monkeypatch.setattr(processes, "START_S", PATIENCE_S)
     started: list[Any] = []
 
     class Noted(processes._Compiler):
@@ -221,7 +222,7 @@ with processes.allowed():
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, encoding="utf-8", timeout=120, check=True,
+        capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     until = time.monotonic() + PATIENCE_S
     while _is_alive(int(ended.stdout)):
