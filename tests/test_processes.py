@@ -173,10 +173,10 @@ def test_where_there_can_be_none(
     elif trouble == "no file":
         monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "archive.zip/nvrtc.py"))
     else:
-        made = tmp_path / ("python-of-ours" if trouble != "a program" else "true")
+        made = tmp_path / ("python3" if trouble != "a program" else "true")
+        made.touch(0o700)
         if trouble in ("prints", "silent"):
             made.write_text(PRINTS if trouble == "prints" else SILENT)
-            made.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(made))
         monkeypatch.setattr(processes, "START_S", 0.3)
     for _ in range(2):
@@ -184,6 +184,45 @@ def test_where_there_can_be_none(
             assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
     assert processes._impossible == (trouble != "a program")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("python", True),
+        ("python3", True),
+        ("python3.12", True),
+        ("python3.13t", True),
+        ("python3.11-dbg", True),
+        ("Python.exe", True),
+        ("pythonw.exe", True),
+        ("python_d.exe", True),
+        ("blender", False),
+        ("uwsgi", False),
+        ("pythonista", False),
+        ("python-editor", False),
+        ("python3-config", False),
+        ("ipython", False),
+    ],
+)
+def test_what_is_an_interpreter(
+    name: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, link = tmp_path / name, tmp_path / "link"
+    link.symlink_to(file)
+    assert not processes.is_python(str(file)), "there is none"
+    file.touch(0o700)
+    for path in (file, link):
+        assert processes.is_python(str(path)) == expected
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert not processes.is_python(str(file))
+
+
+def test_nothing_is_no_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "python").mkdir()
+    for executable in (None, "", str(tmp_path / "python")):
+        assert not processes.is_python(executable)
+    assert processes.is_python(sys.executable)
 
 
 def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
