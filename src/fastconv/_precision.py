@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from types import ModuleType, TracebackType
 from typing import Literal, get_args
 
@@ -56,7 +56,7 @@ class precision:
 
 _own: ContextVar[tuple[precision, ...]] = ContextVar("fastconv.precision", default=())
 _everywhere: list[tuple[int, precision]] = []  # threads and what they have entered, in this order
-_lock = Lock()
+_lock = RLock()  # a generator that is collected may leave its context at any point
 
 
 class _Scope(ModuleType):
@@ -108,7 +108,7 @@ def _forget(context: precision, thread: int | None = None) -> None:
 def _after_fork() -> None:
     """The child has one thread, and what that has entered: nobody would ever leave the others'."""
     global _lock
-    _lock, thread = Lock(), get_ident()
+    _lock, thread = RLock(), get_ident()
     _everywhere[:] = [record for record in _everywhere if record[0] == thread]
 
 
