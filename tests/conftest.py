@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from fastconv import native, preparation, timing
 from fastconv.backends import cuda
@@ -25,7 +25,10 @@ from fastconv.ops import ahead
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
 
-settings.register_profile("local", deadline=None, max_examples=40)
+# Nothing fails because a machine is slow.
+settings.register_profile(
+    "local", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

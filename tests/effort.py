@@ -1,10 +1,13 @@
-"""What a computation costs, wherever it runs: on a busy machine, seconds say nothing."""
+"""What a computation costs, wherever it runs: on a slow or busy machine, seconds say nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from cProfile import Profile
 from typing import Any
+
+PATIENCE_S = 600.0
+"""How long tests wait for what must come: on any machine, only what hangs takes longer."""
 
 
 def calls(function: Callable[[], Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.export import Dim
 
 import fastconv
 import oracle
+from effort import PATIENCE_S
+from fastconv import _precision
 
 BACKENDS = [
     "aot_eager",
@@ -216,6 +219,71 @@ def test_precision_inside_and_outside() -> None:
         with fastconv.precision("tf32"):
             compiled(input, weight)
     assert seen == [["ieee", None], ["ieee", "tf32"]]  # and nothing compiled again
+
+
+def test_precision_of_threads() -> None:
+    """What was compiled for one choice does not serve a thread that has made another one."""
+    seen: list[list[str | None]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        def run(*tensors: Any) -> Any:
+            seen.append(_precisions(graph))
+            return graph(*tensors)
+
+        return run
+
+    compiled = torch.compile(fastconv.conv2d, backend=backend, fullgraph=True)
+    input, weight = torch.randn(1, 2, 6, 6), torch.randn(3, 2, 3, 3)
+
+    def within(mode: Any) -> None:
+        with fastconv.precision(mode):
+            compiled(input, weight)
+
+    with fastconv.precision("tf32"), ThreadPoolExecutor(1) as thread:
+        for _ in range(2):
+            compiled(input, weight)
+            thread.submit(within, "ieee").result(PATIENCE_S)
+            thread.submit(compiled, input, weight).result(PATIENCE_S)  # has no choice of its own
+    compiled(input, weight)
+    assert seen == 2 * [["tf32"], ["ieee"], ["tf32"]] + [[None]]
+
+
+def test_precision_where_tracing_stops() -> None:
+    """Code that is not traced is within what traced code has entered, and the other way round."""
+    seen: list[Any] = []
+
+    @torch.compiler.disable
+    def untraced(input: Tensor, weight: Tensor) -> Tensor:
+        seen.append(_precision.override_untraced())
+        with fastconv.precision("tf32"):
+            seen.append(_precision.override_untraced())
+            return traced(input, weight)
+
+    def traced(input: Tensor, weight: Tensor) -> Tensor:
+        return fastconv.conv2d(input, weight)
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        def run(*tensors: Any) -> Any:
+            seen.extend(_precisions(graph))
+            return graph(*tensors)
+
+        return run
+
+    def both(input: Tensor, weight: Tensor) -> Tensor:
+        with fastconv.precision("ieee"):
+            before = fastconv.conv2d(input, weight)
+            within = untraced(input, weight)
+            after = fastconv.conv2d(input, weight)
+        return before + within + after + fastconv.conv2d(input, weight)
+
+    compiled = torch.compile(both, backend=backend)
+    traced = torch.compile(traced, backend=backend)
+    tensors = torch.randn(1, 2, 6, 6), torch.randn(3, 2, 3, 3)
+    for _ in range(2):
+        seen.clear()
+        compiled(*tensors)
+        assert seen == ["ieee", "ieee", "tf32", "tf32", "ieee", None]
+    assert _precision.override() is None
 
 
 class _Block(nn.Module):

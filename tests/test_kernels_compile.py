@@ -26,6 +26,7 @@ import tensor_maps
 from emulator import net
 from fastconv import jit
 from fastconv.jit import compile
+from fastconv.jit.launch import compile_jobs
 from fastconv.kernels import ampere, direct, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS
@@ -170,7 +171,7 @@ def _compile(works: list[Work], gpu: Gpu, compiler: Compiler) -> dict[str, jit.C
             kernels[_name(work, index, launch.kernel)] = launch.kernel
     # Kernels of one file and the same constants are one translation unit: compiled once.
     units = {kernel.text: kernel for kernel in kernels.values()}
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(compile_jobs()) as threads:
         results = threads.map(lambda kernel: compiler(kernel, gpu.architecture), units.values())
         units_compiled = dict(zip(units, results, strict=True))
     compiled = {}

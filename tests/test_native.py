@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastconv
+from effort import PATIENCE_S
 from fastconv import cli, native
 from fastconv.backends import cuda
 from fastconv.jit import trust
@@ -94,8 +95,11 @@ class Compiler:
         """What it does from now on; if it is ``held``, not before ``go`` exists."""
         wait = f"while ! test -e {self.go}; do sleep 0.05; done" if held else f"sleep {seconds}"
         self.path.write_text(
-            f'#!/bin/sh\necho "$*" >> {self._log}\n{wait}\necho {shlex.quote(words)}\n'
-            f"for last; do :; done\ntest {status} = 0 || exit {status}\n"
+            # A temporary file and a part of the library are there at once.
+            '#!/bin/sh\nmktemp "${TMPDIR:-/tmp}/cc.XXXXXX" > /dev/null\n'
+            'for last; do :; done\n: > "$last"\n'
+            f'echo "$*" >> {self._log}\n{wait}\necho {shlex.quote(words)}\n'
+            f"test {status} = 0 || exit {status}\n"
             f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # as linkers do, but for the umask
         )
         self.path.chmod(0o755)
@@ -104,9 +108,32 @@ class Compiler:
     def calls(self) -> list[str]:
         return self._log.read_text().splitlines() if self._log.exists() else []
 
-    def wait_for_a_call(self) -> None:
-        while not self.calls:
+    def wait_for_a_call(self, before: int = 0) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while len(self.calls) <= before:
+            assert time.monotonic() < until
             time.sleep(0.01)
+
+
+def builder(library: Path) -> subprocess.Popen[bytes]:
+    """A process that builds a library, as those in the background do."""
+    trust.make_folder(library.parent)
+    program = [sys.executable, "-I", "-S", compiler.__file__, str(library)]
+    return subprocess.Popen([*program, *build.command()])
+
+
+def commands_running() -> str:
+    """The command lines of all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return "\n".join(lines)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What lies in the folder while a library is built."""
+    return [path for path in folder.iterdir() if path.suffix == ".tmp"]
 
 
 @pytest.fixture
@@ -136,7 +163,7 @@ def run(program: str, **environment: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -166,7 +193,20 @@ class TestBuilding:
         assert len(fake.calls) == 2
         assert native.describe() == f"native from the first call on a GPU on ({path.name})"
 
-    @pytest.mark.parametrize("part", ["PyTorch", "ABI", "Python", "SOABI", "text"])
+    @pytest.mark.parametrize(
+        "part",
+        [
+            "PyTorch",
+            "its commit",
+            "its CUDA",
+            "debugging",
+            "library",
+            "ABI",
+            "Python",
+            "SOABI",
+            "text",
+        ],
+    )
     def test_name(self, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build._key.cache_clear()
         before = build._key()
@@ -174,6 +214,10 @@ class TestBuilding:
         monkeypatch.setattr(
             *{
                 "PyTorch": (torch, "__version__", "9.9"),
+                "its commit": (torch.version, "git_version", "0" * 40),
+                "its CUDA": (torch.version, "cuda", "99.9"),
+                "debugging": (torch.version, "debug", not torch.version.debug),
+                "library": (torch, "__file__", str(tmp_path / "torch/__init__.py")),
                 "ABI": (torch._C, "_GLIBCXX_USE_CXX11_ABI", not torch._C._GLIBCXX_USE_CXX11_ABI),
                 "Python": (sys.implementation, "cache_tag", "cpython-999"),
                 "SOABI": (sysconfig, "get_config_var", lambda name: "another"),
@@ -185,6 +229,26 @@ class TestBuilding:
         monkeypatch.undo()
         build._key.cache_clear()
         assert build._key() == before
+
+    def test_identity_of_a_library(self, tmp_path: Path) -> None:
+        """The build ID that the linker wrote, of whatever length, or the file's size and time."""
+        source, library = tmp_path / "some.c", tmp_path / "libsome.so"
+        for text, options, length in (
+            ("int some;", ["-Wl,--build-id=sha1"], 40),
+            ("int other;", ["-Wl,--build-id=sha1"], 40),
+            ("int some;", ["-Wl,--build-id=0x0123456789abcdef"], 16),
+            ("int some;", ["-Wl,--build-id=none"], None),
+        ):
+            source.write_text(text)
+            subprocess.check_call(["cc", "-shared", *options, source, "-o", library])
+            found = build._identity(library)
+            assert found is not None
+            status = library.stat()
+            stamp = f"{status.st_size} {status.st_mtime_ns}"
+            assert (found == stamp) == (length is None)
+            assert length is None or len(bytes.fromhex(found)) == length // 2
+        assert build._identity(source) == "9 " + str(source.stat().st_mtime_ns)
+        assert build._identity(tmp_path / "missing.so") is None
 
     def test_processes_at_once(self, fake: Compiler) -> None:
         fake.set(seconds=0.5)
@@ -202,15 +266,46 @@ class TestBuilding:
         assert "some words" in str(compiler.failure(build.library()))
 
     def test_killed_builder(self, folder: Path, fake: Compiler) -> None:
-        fake.set(seconds=60)
-        process = build.start()
-        fake.wait_for_a_call()
-        (folder / f"{build.library().name}.{process.pid}.tmp").touch()
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        fake.set()
+        """What it leaves, the compiler's temporary files too, is gone after the next build."""
+        fake.set(held=True)
+        self._kill_builder(fake, build.library())
+        (left,) = unfinished(folder)
+        assert len(list(left.iterdir())) == 2  # a part of the library, and a temporary file
+        self._kill_builder(fake, build.library().with_name(f"host-{'0' * 32}.so"))
+        assert left not in unfinished(folder)
+        assert len(unfinished(folder)) == 1
+        fake.go.touch()  # what is left of the compilers ends
         assert native.make()[1]
         assert native.load()
+        assert {path.suffix for path in folder.iterdir()} == {".lock", ".so"}
+
+    def _kill_builder(self, fake: Compiler, library: Path) -> None:
+        before = len(fake.calls)
+        process = builder(library)
+        fake.wait_for_a_call(before)
+        process.kill()
+        process.wait()
+
+    def test_what_another_process_builds_is_left_alone(self, folder: Path, fake: Compiler) -> None:
+        fake.set(held=True)
+        process = builder(build.library().with_name(f"host-{'0' * 32}.so"))
+        fake.wait_for_a_call()
+        before = unfinished(folder)
+        assert len(before) == 1
+        assert compiler.compile_library(["cp", str(fake.path)], build.library())
+        assert unfinished(folder) == before
+        assert process.poll() is None
+        fake.go.touch()
+        assert process.wait() == 0
+        assert unfinished(folder) == []
+
+    def test_other_files_are_left_alone(self, folder: Path, fake: Compiler) -> None:
+        folder.mkdir(0o700)
+        names = {"host-1.tmp", f"host-{'0' * 32}.tmp", f"host-{'0' * 32}.so", "results.tmp"}
+        for name in names:
+            (folder / name).touch()
+        native.make()
+        assert names < {path.name for path in folder.iterdir()}
 
     def test_killed_compiler(self, fake: Compiler) -> None:
         """It says nothing of the next attempt, which is made."""
@@ -225,6 +320,68 @@ class TestBuilding:
         native.begin()
         native.finish()
         assert native.conv2d is native.load()
+
+    def test_compiler_that_hangs(
+        self, folder: Path, fake: Compiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is stopped with all that it has started, and told of once."""
+        fake.set(held=True, words="never said")
+        monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", "0.5")
+        with noted_warnings() as words:
+            native.begin()
+            native.finish()
+            check_works()
+        (warning,) = words
+        for part in (str(fake.path), "not ended in 0.5 s", "FASTCONV_BUILD_TIMEOUT sets"):
+            assert part in warning
+        assert native.conv2d is None
+        assert unfinished(folder) == []
+        assert str(fake.path) not in commands_running()
+        with pytest.raises(Unavailable, match=r"(?s)did not compile: .*not ended in 0.5 s"):
+            native.make()
+        assert len(fake.calls) == 2  # it was tried again
+        fake.go.touch()
+        monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", "0")
+        assert native.make()[1]
+
+    def test_another_process_that_hangs(
+        self, fake: Compiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fake.set(held=True)
+        process = builder(build.library())
+        fake.wait_for_a_call()
+        monkeypatch.setattr(compiler, "_LATE_S", 0.0)
+        monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", "0.1")
+        with pytest.raises(Unavailable, match=r"another process has held .*\.lock for more than"):
+            native.make()
+        assert compiler.failure(build.library()) is None
+        fake.go.touch()
+        assert process.wait() == 0
+
+    @pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+    def test_time_that_is_none(
+        self, value: str, fake: Compiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", value)
+        words = f"FASTCONV_BUILD_TIMEOUT should be seconds, 0 for no limit, but got '{value}'"
+        with pytest.raises(ValueError, match=words):
+            native.begin()
+        with pytest.raises(Unavailable, match=words):
+            native.make()
+        assert fake.calls == []
+
+    def test_interrupted(self, folder: Path, fake: Compiler) -> None:
+        """The compiler ends, and leaves nothing."""
+        fake.set(held=True)
+
+        def show(what: str, seconds: float) -> None:
+            if fake.calls:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            native.make(show=show)
+        assert unfinished(folder) == []
+        assert str(fake.path) not in commands_running()
 
     @pytest.mark.parametrize("mask", [0o000, 0o002, 0o077], ids=oct)
     def test_mode(self, fake: Compiler, mask: int) -> None:
@@ -316,7 +473,7 @@ assert native.conv2d is native.load()
         fake.go.touch()
         start = time.monotonic()
         while not build.is_built():
-            assert time.monotonic() < start + 60
+            assert time.monotonic() < start + PATIENCE_S
             time.sleep(0.05)
         assert run("call(); native.begin(); call()") == ["Python", "native"]
         assert len(fake.calls) == 1
@@ -373,6 +530,26 @@ assert native.conv2d is native.load()
         native.finish()
         assert len(fake.calls) == 1
         assert native.conv2d is native.load()
+
+    @pytest.mark.parametrize("name", ["", "application", "python-editor", "pythons", "python3"])
+    def test_no_application_is_started(
+        self, name: str, fake: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that embeds Python may be what sys.executable names, if need be by a link."""
+        started, application = tmp_path / "started", tmp_path / "application"
+        application.write_text(f"#!/bin/sh\ntouch {started}\n")
+        application.chmod(0o755)
+        named = tmp_path / name
+        if name not in ("", "application"):
+            named.symlink_to(application)
+        monkeypatch.setattr(sys, "executable", str(named) if name else None)
+        native.begin()
+        native.finish()
+        check_works()
+        assert not started.exists()
+        assert re.search("Python interpreter, which sys.executable is not", native.describe())
+        assert native.make()[1]  # in this process
+        assert fake.calls
 
 
 class TestWanted:
@@ -461,10 +638,10 @@ class TestInTheWay:
 
 
 def in_child(function: Callable[[], None]) -> None:
-    """Calls the function in a forked process, which has half a minute."""
+    """Calls the function in a forked process, which is ended if it hangs."""
     child = os.fork()
     if not child:
-        signal.alarm(30)
+        signal.alarm(int(PATIENCE_S))
         try:
             function()
         except BaseException as error:
@@ -537,6 +714,26 @@ class TestCommand:
         assert cli.main(["build", "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
         assert (answer["library"], answer["built"]) == (str(path), False)
+
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_progress(
+        self,
+        terminal: bool,
+        fake: Compiler,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        fake.set(seconds=0.2)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        for options, words in (
+            (["--quiet"], ""),
+            ([], "\rcompiling, 0:00\x1b[K" if terminal else "compiling, 0:00\n"),
+        ):
+            assert cli.main(["build", "--again", *options]) == 0
+            captured = capsys.readouterr()
+            assert captured.err.startswith(words)
+            assert bool(captured.err) == bool(words)
+            assert captured.out.startswith("built ")
 
     def test_what_is_missing_is_told(
         self, folder: Path, fake: Compiler, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 import fastconv
+from effort import PATIENCE_S
 from fastconv import _precision
 from recorder import Recorder
 
@@ -108,6 +113,144 @@ def test_context_can_be_entered_again() -> None:
         with context:
             assert _precision.override() == "tf32"
         assert _precision.override() is None
+
+
+def test_context_can_be_entered_within_itself() -> None:
+    ieee, tf32 = fastconv.precision("ieee"), fastconv.precision("tf32")
+    with ieee:
+        with tf32:
+            with ieee:
+                assert _precision.override() == "ieee"
+            assert _precision.override() == "tf32"
+            assert _in_a_thread(_precision.override) == "tf32"
+            with tf32:
+                assert _precision.override() == "tf32"
+            assert _precision.override() == "tf32"
+        assert _precision.override() == "ieee"
+    assert _precision.override() is None
+    assert _in_a_thread(_precision.override) is None
+
+
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result(PATIENCE_S)
+
+
+MODES = ["ieee", "tf32"]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "one object"])
+def test_threads_do_not_interfere(shared: bool) -> None:
+    """They enter and leave in turn, the first one first."""
+    contexts = {mode: fastconv.precision(mode) for mode in MODES}
+    turns = threading.Barrier(2, timeout=PATIENCE_S)
+    seen: dict[str, list[Any]] = {mode: [] for mode in MODES}
+
+    def work(mode: Any, first: bool) -> None:
+        context = contexts["ieee" if shared else mode]
+        if not first:
+            turns.wait()
+        with context:
+            if first:
+                turns.wait()
+            turns.wait()  # both are within
+            with context:
+                seen[mode] += _seen_here()
+            seen[mode] += _seen_here()
+            if not first:
+                turns.wait()  # the other one has left
+                seen[mode] += _seen_here()
+        if first:
+            turns.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(work, mode, mode == "ieee") for mode in MODES]:
+            future.result(PATIENCE_S)
+    others = "ieee" if shared else "tf32"
+    assert seen == {"ieee": ["ieee"] * 2, "tf32": [others] * 3}
+    assert _precision.override() is _in_a_thread(_precision.override) is None
+
+
+def _seen_here() -> list[Any]:
+    """What a convolution would be told in this thread: a Recorder would see other threads', too."""
+    chosen = _precision.override()
+    assert _precision.override_untraced() == chosen
+    return [chosen]
+
+
+def test_asynchronous_tasks_do_not_interfere() -> None:
+    """A task that is begun within a context is within it."""
+    context, seen = fastconv.precision("ieee"), list[Any]()
+
+    async def within(mode: Any, turns: int) -> None:
+        with context if mode == "ieee" else fastconv.precision(mode):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                assert _seen_here() == [mode]
+                seen.append(mode)
+
+    async def without() -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+            assert _seen_here() == [None]
+            seen.append(None)
+
+    async def inherits() -> None:
+        with context:
+            task = asyncio.ensure_future(asyncio.to_thread(_seen_here))
+        assert await task == ["ieee"]
+
+    async def all_of_them() -> None:
+        several = [within("ieee", 2), within("tf32", 3), within("ieee", 4), without(), inherits()]
+        await asyncio.gather(*several)
+
+    asyncio.run(all_of_them())
+    assert len(seen) == 13
+    assert len(set(seen[:3])) > 1, "they took turns"
+    assert _precision.override() is _in_a_thread(_precision.override) is None
+
+
+def test_threads_without_a_context_take_another_thread_s() -> None:
+    """As those of nn.DataParallel have to, and those that recompute a checkpoint in backward."""
+    with fastconv.precision("ieee"):
+        assert _in_a_thread(_seen_here) == ["ieee"]
+        with fastconv.precision("tf32"):
+            assert _in_a_thread(_seen_here) == ["tf32"]
+        assert _in_a_thread(_seen_here) == ["ieee"]
+    assert _in_a_thread(_seen_here) == [None]
+
+
+def test_left_by_another_thread() -> None:
+    context = fastconv.precision("tf32")
+    _in_a_thread(context.__enter__)
+    assert _precision.override() == "tf32"
+    context.__exit__(None, None, None)
+    assert _precision.override() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_has_what_its_thread_has_entered() -> None:
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with fastconv.precision("tf32"):
+            entered.set()
+            assert may_leave.wait(PATIENCE_S)
+
+    def in_child(expected: Any) -> bool:
+        if not (child := os.fork()):
+            os._exit(0 if _precision.override() == expected else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert entered.wait(PATIENCE_S)
+    assert _precision.override() == "tf32"
+    assert in_child(None)
+    with fastconv.precision("ieee"):
+        assert in_child("ieee")
+    may_leave.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("mode", ["ieee", "tf32"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from effort import PATIENCE_S
 from fastconv import jit
 from fastconv.jit import compile, launch, nvrtc, processes
 from fastconv.jit.workers import Workers
@@ -22,7 +23,6 @@ from test_jit import BODY, needs_nvrtc, scale
 
 pytestmark = needs_nvrtc
 
-PATIENCE_S = 60
 ARCH = "sm_80"
 
 
@@ -31,6 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     """Threads may not compile in this process if they can have another; those that were started."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "MOST_HERE", 0)
+    monkeypatch.setattr(processes, "START_S", PATIENCE_S)
     started: list[Any] = []
 
     class Noted(processes._Compiler):
@@ -172,10 +173,10 @@ def test_where_there_can_be_none(
     elif trouble == "no file":
         monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "archive.zip/nvrtc.py"))
     else:
-        made = tmp_path / ("python-of-ours" if trouble != "a program" else "true")
+        made = tmp_path / ("python3" if trouble != "a program" else "true")
+        made.touch(0o700)
         if trouble in ("prints", "silent"):
             made.write_text(PRINTS if trouble == "prints" else SILENT)
-            made.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(made))
         monkeypatch.setattr(processes, "START_S", 0.3)
     for _ in range(2):
@@ -183,6 +184,45 @@ def test_where_there_can_be_none(
             assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
     assert processes._impossible == (trouble != "a program")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("python", True),
+        ("python3", True),
+        ("python3.12", True),
+        ("python3.13t", True),
+        ("python3.11-dbg", True),
+        ("Python.exe", True),
+        ("pythonw.exe", True),
+        ("python_d.exe", True),
+        ("blender", False),
+        ("uwsgi", False),
+        ("pythonista", False),
+        ("python-editor", False),
+        ("python3-config", False),
+        ("ipython", False),
+    ],
+)
+def test_what_is_an_interpreter(
+    name: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, link = tmp_path / name, tmp_path / "link"
+    link.symlink_to(file)
+    assert not processes.is_python(str(file)), "there is none"
+    file.touch(0o700)
+    for path in (file, link):
+        assert processes.is_python(str(path)) == expected
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert not processes.is_python(str(file))
+
+
+def test_nothing_is_no_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "python").mkdir()
+    for executable in (None, "", str(tmp_path / "python")):
+        assert not processes.is_python(executable)
+    assert processes.is_python(sys.executable)
 
 
 def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +261,7 @@ with processes.allowed():
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ended = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, encoding="utf-8", timeout=120, check=True,
+        capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     until = time.monotonic() + PATIENCE_S
     while _is_alive(int(ended.stdout)):

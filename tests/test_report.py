@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from effort import PATIENCE_S
 from fastconv import cli
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
@@ -287,7 +288,9 @@ def browse(page: Path, tmp_path: Path, *arguments: str) -> str:
         "--disable-component-update", "--disable-sync", "--no-first-run",
         f"--user-data-dir={tmp_path / 'profile'}", *arguments, page.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=50, check=True)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=True
+    )
     return done.stdout
 
 

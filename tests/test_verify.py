@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.spawn
 import os
 import shlex
 import signal
@@ -449,6 +450,15 @@ def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "TRIAL_SECONDS", 0.1)
     (check,) = campaign.run([trial()], sleeps, CPU, 2, 600)
     assert "nothing came of it" in check.complaint
+
+
+def test_no_application_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sys.executable is one that embeds Python, trials run in its process."""
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/usr/bin/application")
+    with pytest.raises(ChildProcessError, match=r"2 processes .*application.* --jobs 1"):
+        next(campaign.run([trial()], Check, CPU, 2, 600))
+    assert [check.trial for check in campaign.run([trial()], Check, CPU, 1, 600)] == [trial()]
+    assert campaign.default_jobs(torch.device("cuda")) == 1
 
 
 def test_what_runs_out_of_memory_is_tried_by_itself() -> None:

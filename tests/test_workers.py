@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
+from effort import PATIENCE_S
 from fastconv.jit import launch
 from fastconv.jit.workers import Workers, is_ahead
 from test_jit import in_threads
-
-PATIENCE_S = 60
 
 
 class Gate:

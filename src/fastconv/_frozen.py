@@ -21,7 +21,7 @@ class frozen_weights:
     ``load_state_dict``, an optimizer's step), but they do not tell of all: not of writing to
     ``weight.data``, nor of replayed CUDA graphs, FSDP's all-gathers or other libraries' kernels.
 
-    Holds for the whole process, like :class:`fastconv.precision`; what is kept (2 GiB at most) is
+    Holds for the whole process, for all of its threads; what is kept (2 GiB at most) is
     dropped at the end. Without the native host path it has no effect.
 
         >>> with torch.inference_mode(), fastconv.frozen_weights():

@@ -47,7 +47,7 @@ from fastconv.bench.cases import (
     modes,
     reason,
 )
-from fastconv.bench.console import extra, follow, show, work_through
+from fastconv.bench.console import extra, follow, show, stopwatch, work_through
 from fastconv.bench.host import HostCase
 from fastconv.bench.measure import Bench
 from fastconv.bench.networks import NetworkCase
@@ -280,7 +280,8 @@ def export_file(arguments: Namespace) -> int:
 def build_native(arguments: Namespace) -> int:
     """``fastconv build``: makes the native host path's library, and says what it did."""
     start = time.perf_counter()
-    path, made = native.make(arguments.again)
+    with stopwatch(arguments.quiet) as show:
+        path, made = native.make(arguments.again, show)
     seconds = round(time.perf_counter() - start, 1)
     if arguments.json:
         print(json.dumps({"library": str(path), "built": made, "seconds": seconds}))

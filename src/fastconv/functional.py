@@ -71,7 +71,7 @@ def conv2d(
                           (kernel\ height - 1) - 1}{stride} + 1\right\rfloor
     """
     if not torch.compiler.is_compiling() and (host := native.conv2d) is not None:
-        mode = _precision.override() if precision is None else precision
+        mode = _precision.override_untraced() if precision is None else precision
         output = host(
             input, weight, bias, stride, padding, dilation, groups, mode, activation, residual
         )

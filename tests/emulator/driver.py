@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastconv.jit.launch import compile_jobs
 from fastconv.kernels.family import (
     FOLDER,
     MAPPED_SCALARS,
@@ -38,8 +39,8 @@ FLAGS = [
     "-ftrivial-auto-var-init=pattern",
 ]
 
-TIMEOUT_S = 300
-"""For one launch: a kernel that waits in a loop of its own never returns."""
+TIMEOUT_S = 1800
+"""For one launch, on any machine: a kernel that waits in a loop of its own never returns."""
 
 
 class EmulatorError(AssertionError):
@@ -74,7 +75,7 @@ def run_both_orders(launches: Sequence[Launch], tensors: Mapping[str, Tensor]) -
 
 def precompile(kernels: Iterable[Kernel]) -> None:
     """Build kernels in parallel, for launches to come."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(compile_jobs()) as pool:
         list(pool.map(_library, dict.fromkeys(kernels)))
 
 

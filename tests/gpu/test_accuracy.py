@@ -1,4 +1,4 @@
-"""Rounding errors of strict float32 are no larger than those of PyTorch."""
+"""Rounding errors of strict float32: no larger than those of PyTorch, or than the documents say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastconv import ops
-from fastconv.workloads import FOUNDING, Workload
-from gpu.helpers import CUDA, arguments_of
+from fastconv.kernels import planner
+from fastconv.workloads import FOUNDING, Workload, parse_shape
+from gpu.helpers import CUDA, arguments_of, is_hopper
 
 MARGIN = 1.02
 aten = torch.ops.aten
@@ -86,3 +87,54 @@ def test_founding_workloads(workload: Workload) -> None:
     _assert_no_worse(
         zip(("forward", "input_grad", "weight_grad"), ours, theirs, exact, strict=True)
     )
+
+
+SMALL_UNIT = 2.0**-136  # the last bit of TF32's denormal numbers
+EXACT_FROM = 2.0**-113  # where float32's last bit is that, too
+ROUNDINGS = 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("exponent", [-112, -120, -130])
+@pytest.mark.parametrize("family", ["hopper", "ampere", "direct"])
+def test_numbers_below_2_to_the_minus_113(family: str, exponent: int) -> None:
+    """Of small inputs and output gradients, tensor cores lose what docs/numerics.md says."""
+    if family == "hopper" and not is_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    if torch.cuda.get_device_capability() < (8, 0) and family != "direct":
+        pytest.skip("needs a GPU of compute capability 8.0 or later")
+    workload = parse_shape("4x64x28x31 64x64x3x3 padding=1")
+    problem = workload.problem
+    scale = 2.0**exponent
+    input, grad_output = (
+        torch.randn(shape, device=CUDA) * scale
+        for shape in (problem.input_shape, problem.output_shape)
+    )
+    weight = torch.randn(problem.weight_shape, device=CUDA)
+    other = torch.randn(problem.output_shape, device=CUDA)  # beside the input, in weight gradients
+    last = arguments_of(problem)
+    with planner.only(family, limits="sm_80" if family == "ampere" else None):
+        ours = [
+            ops.forward(input, weight, None, *last),
+            ops.input_grad(grad_output, weight, problem.input_size, *last),
+            ops.weight_grad(other, input, problem.kernel_size, *last, False)[0],
+        ]
+
+    def exact(input: Tensor, weight: Tensor, grad_output: Tensor, other: Tensor) -> list[Tensor]:
+        some = [tensor.double() for tensor in (input, weight, grad_output, other)]
+        return [
+            _output(workload, some[0], some[1]),
+            _gradients(workload, some[2], some[0], some[1])[0],
+            _gradients(workload, some[3], some[0], some[1])[1],
+        ]
+
+    def small(tensor: Tensor) -> Tensor:
+        return ((tensor.abs() < EXACT_FROM) & (tensor != 0)).float()
+
+    magnitudes = exact(input.abs(), weight.abs(), grad_output.abs(), other.abs())
+    beside = exact(small(input), weight.abs(), small(grad_output), other.abs())
+    expected = exact(input, weight, grad_output, other)
+    for result, true, size, lost in zip(ours, expected, magnitudes, beside, strict=True):
+        error, rounding = (result.double() - true).abs(), ROUNDINGS * size + 2.0**-149
+        print(f"{family} 2^{exponent}: {float((error / size).max()):.2e} of the magnitudes' sum")
+        allowed = rounding if family == "direct" else rounding + SMALL_UNIT / 2 * lost
+        assert (error <= allowed).all()

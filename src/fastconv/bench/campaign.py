@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from fastconv.bench import environment
 from fastconv.bench.trials import Trial
 from fastconv.bench.verify import ELEMENTS, Check
-from fastconv.jit import launch
+from fastconv.jit import launch, processes
 
 MOST_JOBS = 16
 TRIAL_SECONDS = 300.0  # after which a process is taken to hang
@@ -37,7 +38,7 @@ Checker = Callable[[Trial], Check]
 
 def default_jobs(device: torch.device) -> int:
     """Processes: one for each core and for 6 GiB of a GPU's memory; on a CPU nothing compiles."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not _can_start_processes():
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     room = environment.free_bytes(device) // (2 * _PROCESS_BYTES)
@@ -47,15 +48,29 @@ def default_jobs(device: torch.device) -> int:
 def run(
     trials: Iterable[Trial], check: Checker, device: torch.device, jobs: int, limit_s: float
 ) -> Iterator[Check]:
-    """What each trial gives, as it is found; no trial begins after ``limit_s`` seconds."""
+    """What each trial gives, as it is found; no trial begins after ``limit_s`` seconds.
+
+    Raises:
+        ChildProcessError: there is no Python program that other processes could be.
+    """
     deadline = time.monotonic() + limit_s
     if jobs == 1:
         for trial in trials:
             if time.monotonic() >= deadline:
                 return
             yield check(trial)
-    else:
-        yield from _Pool(check, device, jobs, deadline).run(deque(trials))
+        return
+    if not _can_start_processes():
+        raise ChildProcessError(
+            f"{jobs} processes cannot be started: {spawn.get_executable()!r}, of which they would "
+            "be, is no Python interpreter; with --jobs 1, all trials run in this process"
+        )
+    yield from _Pool(check, device, jobs, deadline).run(deque(trials))
+
+
+def _can_start_processes() -> bool:
+    executable = spawn.get_executable()  # sys.executable, unless an application has set another
+    return executable is not None and processes.is_python(os.fsdecode(executable))
 
 
 class _Worker:

@@ -89,6 +89,34 @@ def follow(outcomes: Iterable[tuple[str, str | None]], total: int, quiet: bool) 
     return True
 
 
+@contextmanager
+def stopwatch(quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """For one thing whose end nobody can tell: shows on stderr what it is, and since when.
+
+    What it gives is to be told both as often as one likes, in seconds. A terminal shows them in
+    place, every second; elsewhere there is a line at the beginning, and one after every half
+    minute.
+    """
+    if quiet:
+        yield lambda what, seconds: None
+        return
+    terminal = sys.stderr.isatty()
+    every, start, end = (1, "\r", "\x1b[K") if terminal else (30, "", "\n")
+    shown: tuple[str, int] | None = None
+
+    def show(what: str, seconds: float) -> None:
+        nonlocal shown
+        if shown != (now := (what, int(seconds) // every)):
+            shown = now
+            print(f"{start}{what}, {_clock(seconds)}", end=end, file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal and shown is not None:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 Show = Callable[[int, str, str | None], None]
 """Shows how many items are done, the one at hand, and what it gave once that is known."""
 

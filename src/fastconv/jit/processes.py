@@ -9,6 +9,7 @@ many there may be at once; 0 for none.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,9 @@ START_S = 20.0  # in which one has to be there: it takes 0.2
 
 # What NVRTC says of a program, in whatever process; of other trouble a process may have its own.
 _OF_PROGRAMS = (None, "NVRTC_ERROR_COMPILATION")
+
+# How interpreters are called: python3.12, python3.13t, python3.11-dbg, pythonw.exe.
+_PYTHON = re.compile(r"python(w|[\d.]+[a-z]*)?(_d)?(-dbg|-debug|-intel64)?(\.exe)?", re.IGNORECASE)
 
 
 class _Own(threading.local):
@@ -104,6 +108,18 @@ def most() -> int:
     return int(value)
 
 
+def is_python(executable: str | None) -> bool:
+    """Whether that file is an interpreter, which takes a program's name as its first argument.
+
+    ``sys.executable`` need not be one: an application that embeds Python may name itself there, and
+    would be started once more. Links count as what they lead to.
+    """
+    if not executable or getattr(sys, "frozen", False):
+        return False
+    file = Path(os.path.realpath(executable))
+    return bool(_PYTHON.fullmatch(file.name)) and os.access(file, os.X_OK) and file.is_file()
+
+
 @contextmanager
 def allowed() -> Iterator[None]:
     """Within, this thread may have a process that compiles for it."""
@@ -137,7 +153,7 @@ def compiled(program: nvrtc.Program, version: tuple[int, int]) -> nvrtc.Outcome 
 def _started(version: tuple[int, int], limit: int) -> bool:
     """Whether this thread has a process now."""
     global _impossible
-    if _impossible or not _is_python(sys.executable):
+    if _impossible or not is_python(sys.executable):
         return False
     _having.add(thread := threading.current_thread())  # before it is there: others start theirs
     try:
@@ -155,9 +171,3 @@ def _close() -> None:
         _own.compiler = None
         compiler.close()
         _having.discard(threading.current_thread())
-
-
-def _is_python(executable: str | None) -> bool:
-    """Whether that is an interpreter: programs that have one inside may name themselves."""
-    frozen = getattr(sys, "frozen", False)
-    return not frozen and Path(executable or "").name.lower().startswith("python")

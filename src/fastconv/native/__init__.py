@@ -86,11 +86,13 @@ def begin() -> None:
     told in a warning.
 
     Raises:
-        ValueError: ``FASTCONV_NATIVE`` has neither of its values.
+        ValueError: ``FASTCONV_NATIVE`` has neither of its values, or ``FASTCONV_BUILD_TIMEOUT`` is
+            no number of seconds.
     """
     global _begun, _background, conv2d
     if _begun or conv2d is not None or wanted() is False or in_the_way():
         return
+    compiler.limit_s()  # raises here what nobody would hear of from a process in the background
     with _lock:
         if _begun:
             return
@@ -122,15 +124,19 @@ def settle() -> None:
     finish()
 
 
-def make(again: bool = False) -> tuple[Path, bool]:
+def make(
+    again: bool = False, show: compiler.Show = lambda what, seconds: None
+) -> tuple[Path, bool]:
     """Builds the library now unless it is there, or in any case ``again``: where, and whether.
+
+    ``show`` is told what is under way and for how many seconds, several times a second.
 
     Raises:
         Unavailable: it cannot be built; says what is missing.
     """
     path = build.library()
     compiler.forget_failure(path)
-    return path, build.build(again)
+    return path, build.build(again, show)
 
 
 @functools.cache

@@ -8,17 +8,20 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastconv.jit import cache, trust
+from fastconv.jit import cache, processes, trust
 from fastconv.native import compiler
 
 SOURCE = Path(__file__).with_name("host.cc")
@@ -29,6 +32,11 @@ _FLAGS = (
     f"-DTORCH_EXTENSION_NAME={_NAME}",
 )  # fmt: skip
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+
+# What a program header of an ELF file calls notes, and a note that holds the linker's build ID:
+# the sizes of name and contents, the kind, and the name.
+_NOTES = 4
+_BUILD_ID = re.compile(rb"\x04\0\0\0(.)\0\0\0\x03\0\0\0GNU\0", re.DOTALL)
 
 
 class Unavailable(RuntimeError):
@@ -83,21 +91,24 @@ def command() -> list[str]:
     ]  # fmt: skip
 
 
-def build(again: bool = False) -> bool:
+def build(again: bool = False, show: compiler.Show = lambda what, seconds: None) -> bool:
     """Makes the library now, unless it is there, or in any case ``again``; says whether it had to.
 
+    ``show`` is told what is under way, several times a second.
+
     Raises:
-        Unavailable: something is missing, the folder cannot be written, or the compiler failed.
+        Unavailable: something is missing, the folder cannot be written, the compiler failed or was
+            given up, or ``FASTCONV_BUILD_TIMEOUT`` is no number of seconds.
     """
     try:
         arguments = command()
         trust.make_folder(_folder())
         if again:
             library().unlink(missing_ok=True)
-        return compiler.compile_library(arguments, library())
+        return compiler.compile_library(arguments, library(), show)
     except compiler.CompilerError as error:
         raise Unavailable(f"the native host path did not compile: {error}") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise Unavailable(f"the native host path cannot be built: {error}") from error
 
 
@@ -108,8 +119,11 @@ def start() -> subprocess.Popen[bytes]:
         Unavailable, OSError: it cannot be begun.
     """
     arguments = [str(library()), *command()]
-    if not sys.executable:
-        raise Unavailable("the native host path needs a Python program to be built in background")
+    if not processes.is_python(sys.executable):
+        raise Unavailable(
+            "the native host path is built in the background by a Python interpreter, which "
+            f"sys.executable is not: {sys.executable!r}; `fastconv build` builds it"
+        )
     trust.make_folder(_folder())
     return subprocess.Popen(
         [sys.executable, "-I", "-S", compiler.__file__, *arguments],
@@ -149,11 +163,50 @@ def _key() -> str:
     for header in sorted(SOURCE.parent.glob("*.h")):
         digest.update(header.read_bytes())
     for part in (
-        torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI, sys.implementation.cache_tag,
-        sysconfig.get_config_var("SOABI"), platform.machine(), *_FLAGS,
+        *_torch_identity(), sys.implementation.cache_tag, sysconfig.get_config_var("SOABI"),
+        platform.machine(), *_FLAGS,
     ):  # fmt: skip
         digest.update(f"\0{part}".encode())
     return digest.hexdigest()[:32]
+
+
+def _torch_identity() -> Iterator[object]:
+    """Which build of PyTorch this is: builds of one version differ in what their headers say."""
+    yield torch.__version__
+    yield torch._C._GLIBCXX_USE_CXX11_ABI
+    for name in ("git_version", "cuda", "hip", "xpu", "debug"):
+        yield getattr(torch.version, name, None)
+    for name in _LIBRARIES:
+        yield _identity(Path(torch.__file__).parent / f"lib/lib{name}.so")
+
+
+def _identity(path: Path) -> str | None:
+    """A shared library's build ID; its size and time where the linker wrote none."""
+    try:
+        return _build_id(path) or f"{path.stat().st_size} {path.stat().st_mtime_ns}"
+    except OSError:  # PyTorch has it elsewhere, or not at all
+        return None
+
+
+def _build_id(path: Path) -> str | None:
+    with path.open("rb") as file:
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:  # of 64 bits, little-endian
+            return None
+        (table,) = struct.unpack_from("<Q", header, 32)
+        size, count = struct.unpack_from("<HH", header, 54)
+        for number in range(count):
+            file.seek(table + number * size)
+            entry = file.read(size)
+            if len(entry) < 40:
+                break
+            kind, _, place, _, _, length = struct.unpack_from("<IIQQQQ", entry)
+            if kind == _NOTES:
+                file.seek(place)
+                notes = file.read(length)
+                if found := _BUILD_ID.search(notes):
+                    return notes[found.end() :][: found[1][0]].hex()
+    return None
 
 
 def _folder() -> Path:
