@@ -174,5 +174,6 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "buffers": tile.buffers,
         "joined": tile.joined,
         "resident": tile.resident,
+        "aligned_bias": layer.operands.aligned_bias,
         **epilogue_constants(layer.operands.epilogue),
     }

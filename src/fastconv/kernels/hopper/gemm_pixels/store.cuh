@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bia
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int channel = column + 8 * j + 2 * (lane % 4);
     if (channel >= C::out_channels) continue;
-    const auto pair = *reinterpret_cast<const Vector<Scalar, 2>*>(bias + channel);
+    const auto pair = load_bias<2, C::aligned_bias>(bias + channel);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[4 * j + i] += widen(pair.element[i % 2]);
   }
