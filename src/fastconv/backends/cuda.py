@@ -223,7 +223,7 @@ def _need(
         dtype,
         not input.is_contiguous(),
         not output.is_contiguous(),
-        weight.stride(),
+        _weight_strides(weight),
         # Those without data stand for such as PyTorch allocates.
         without_data or _begin_at_multiples(ALIGNMENT, input, output, weight, residual),
         precision,
@@ -233,6 +233,15 @@ def _need(
         output.device.index,
         planner.current() if switch is None else switch,
     )
+
+
+def _weight_strides(weight: Tensor) -> tuple[int, ...]:
+    """As they are, but for those that kernels would not have in 32 bits and never multiply.
+
+    PyTorch leaves an axis of one element whatever stride it was given.
+    """
+    axes = zip(weight.shape, weight.stride(), strict=True)
+    return tuple(stride if size > 1 or stride < 1 << 31 else 0 for size, stride in axes)
 
 
 def _begin_at_multiples(of_bytes: int, *tensors: Tensor | None) -> bool:
