@@ -82,13 +82,13 @@ sm_90a/1 weight_grad tf32 nchw/nchw bias: 1x1x1x66 74x1x4x4 stride=1,3 padding=3
 """
 
 
-def _work_of(line: str) -> Work:
+def work_of(line: str) -> Work:
     """With a residual, if it is a forward pass."""
     work = net.work_of(line)
     return replace(work, epilogue=FUSED) if work.direction == "forward" else work
 
 
-WORKS = [_work_of(line) for line in (LINES + MORE_LINES * ALL).splitlines()]
+WORKS = [work_of(line) for line in (LINES + MORE_LINES * ALL).splitlines()]
 
 
 def _everything(work: Work) -> dict[str, Tensor]:
@@ -99,9 +99,9 @@ def _everything(work: Work) -> dict[str, Tensor]:
     return {**tensors, "output": new_output(work)}
 
 
-def _moved(tensor: Tensor) -> Tensor:
+def moved(tensor: Tensor) -> Tensor:
     """The same, one element past an aligned address."""
-    around = torch.full((tensor.numel() + 1,), torch.nan, dtype=tensor.dtype)
+    around = tensor.new_full((tensor.numel() + 1,), torch.nan)
     return around.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
@@ -131,40 +131,40 @@ EVERY_LINE = (LINES + MORE_LINES).splitlines()
 
 
 def test_every_kernel_is_in_a_line() -> None:
-    plans = [_plan(work, _everything(work)) for work in map(_work_of, EVERY_LINE)]
+    plans = [_plan(work, _everything(work)) for work in map(work_of, EVERY_LINE)]
     sources = {launch.kernel.source for plan in plans for launch in plan.launches}
     assert sources >= {*planner.ANATOMIES}
 
 
 def test_plans_of_a_misaligned_bias_are_others() -> None:
     """Where the bias is read in pairs; elsewhere, and wherever it is aligned, nothing changes."""
-    for work in map(_work_of, EVERY_LINE):
+    for work in map(work_of, EVERY_LINE):
         if work.direction != "forward":
             continue
         tensors = _everything(work)
         before, bias = _plan(work, tensors), tensors["bias"]
-        after = _plan(work, {**tensors, "bias": _moved(bias)})
+        after = _plan(work, {**tensors, "bias": moved(bias)})
         told = "aligned_bias" in dict(before.launches[-1].kernel.constants)
         assert (after != before) == (told and bias.element_size() == 2)
 
 
-def _placements(work: Work) -> Iterator[tuple[str, dict[str, Tensor], Plan]]:
+def placements(work: Work) -> Iterator[tuple[str, dict[str, Tensor], Plan]]:
     for name in _everything(work):
         torch.manual_seed(0)
         tensors = _everything(work)
-        tensors[name] = _moved(tensors[name])
+        tensors[name] = moved(tensors[name])
         yield name, tensors, _plan(work, tensors)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    plans = (plan for work in WORKS for _, _, plan in _placements(work))
+    plans = (plan for work in WORKS for _, _, plan in placements(work))
     precompile({launch.kernel for plan in plans for launch in plan.launches})
 
 
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_any_tensor_may_begin_anywhere(work: Work) -> None:
-    for _, tensors, plan in _placements(work):
+    for _, tensors, plan in placements(work):
         scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
         run_both_orders(plan.launches, {**tensors, "scratch": scratch})
         _check(work, tensors)
