@@ -1412,6 +1412,12 @@ __device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
                       1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
 }
 
+// Where a stage's weights begin among those of a channel tile.
+__device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int tap_row) {
+  return channel * kPackedChannel + part * kPackedPart +
+         PackedOffset{tap_row} * C::part_taps * kTileM;
+}
+
 // Copies one stage's weights: for each channel a contiguous run of the packed array.
 __device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
   constexpr int kVectorSum = 16 / static_cast<int>(sizeof(Sum));
@@ -1699,8 +1705,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
                first_row + tap_row(stage) * Rows::kTapStep,
                first_column + part(stage) * C::part_taps * Columns::kTapStep);
     if constexpr (C::packed) {
-      load_packed(weights(stage), packed + channel * kPackedChannel + part(stage) * kPackedPart +
-                                      tap_row(stage) * C::part_taps * kTileM);
+      load_packed(weights(stage), packed + packed_offset(channel, part(stage), tap_row(stage)));
     } else {
       load_unpacked(weights(stage), weight, rows, columns, tile.group, tile.m * kTileM, channel,
                     tap_row(stage), part(stage) * C::part_taps);
@@ -3094,7 +3099,8 @@ struct LineCopy {
       if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
         const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
                             static_cast<unsigned>(C::in_width);
-        copy_async<16>(to + on * 16, from + on * (C::stride_width * kInColumn), exists && inside);
+        copy_async<16>(to + on * 16, from + 1LL * on * C::stride_width * kInColumn,
+                       exists && inside);
       }
     }
   }
@@ -4781,6 +4787,22 @@ struct Tanh {
   }
 };
 
+// --- The bias ------------------------------------------------------------------------------------
+
+// Neighbours of a bias: at once, if plans may assume that they lie at a multiple of their bytes.
+template <int kCount, bool kAligned, class Scalar>
+__device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
+  if constexpr (kAligned) {
+    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "as family.py has it");
+    return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
+  } else {
+    Vector<Scalar, kCount> vector;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vector.element[i] = first[i];
+    return vector;
+  }
+}
+
 // --- The epilogue --------------------------------------------------------------------------------
 
 template <class>
@@ -5022,12 +5044,12 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + 1LL * j * kInChannel);
     } else {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
-        loaded[j] = load_element(source + j * kInChannel, valid);
+        loaded[j] = load_element(source + 1LL * j * kInChannel, valid);
       }
     }
   }
@@ -5037,8 +5059,10 @@ struct PixelUnit {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
-      loaded[j] = load_element(
-          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
+      loaded[j] =
+          load_element(place.address(folded.channel) +
+                           (InOffset{folded.row} * kInRow + InOffset{folded.column} * kInColumn),
+                       valid);
     }
   }
   __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }

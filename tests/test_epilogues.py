@@ -300,6 +300,32 @@ def test_launches_wherever_the_residual_lies(launched: list[Any]) -> None:
 
 
 @by_python
+def test_launches_wherever_the_bias_lies(launched: list[Any]) -> None:
+    """Kernels read it in pairs of 16 bits, where plans may assume that these are aligned."""
+    input, weight, bias, _ = _tensors(*ALL, dtype=torch.bfloat16)
+    around = torch.empty(2 * bias.numel() + 2, dtype=bias.dtype)
+    for given, is_aligned in (
+        (bias, True),
+        (around[1 : 1 + bias.numel()], False),
+        (around[2 : 2 + bias.numel()], True),
+        (around[1 : 1 + 2 * bias.numel() : 2], True),  # which is copied
+        (None, True),
+    ):
+        if given is not None:
+            given.copy_(bias)
+        out = _on_cuda(input, weight, given, None, activation="relu")
+        need, (*_, read, _, _) = launched[-1]
+        assert need.aligned
+        assert need.aligned_bias == is_aligned
+        assert read is None or (read.is_contiguous() and read.equal(bias))
+        asked = cuda.need(
+            planner.forward, need.problem, input, weight, out, None,
+            epilogue=need.epilogue, bias=given,
+        )  # fmt: skip
+        assert asked == need
+
+
+@by_python
 def test_what_is_more_than_launches(launched: list[Any]) -> None:
     _, _, bias, residual = _tensors(*ALL, dtype=torch.float32)
     nothing = torch.empty(2, 0, 5, 6), torch.empty(6, 0, 3, 2)

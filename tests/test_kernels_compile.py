@@ -312,6 +312,28 @@ def test_tensor_core_input_grad() -> None:
     _check_tensor_core_kernels(works, most_spilled=56)
 
 
+# Constants that few problems have: a bias that is not aligned, and batches of 2^31 pixels.
+RARE = {
+    "sm_90a/132 forward*gemm bfloat16 nhwc/nhwc: 8x64x56x56 256x64x1x1": {"aligned_bias": False},
+    "sm_90a/132 input_grad*gemm bfloat16 nhwc/nhwc: 8x256x56x56 512x256x1x1 stride=2,2": {
+        "wide_places": True
+    },
+    "sm_90a/132 forward bfloat16 nhwc/nhwc: 8x96x56x56 96x1x3x3 padding=1,1 groups=96": {
+        "aligned_bias": False
+    },
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("line", RARE)
+def test_rare_constants(line: str) -> None:
+    kernel = net.work_of(line).plan.launches[-1].kernel
+    constants = dict(kernel.constants)
+    assert RARE[line].items().isdisjoint(constants.items())
+    rare = replace(kernel, constants=tuple({**constants, **RARE[line]}.items()))
+    assert not _spilled(jit.compile_kernel(rare, HOPPER.architecture), 0)
+
+
 # GPUs with tensor cores that the kernels of a warp's products take, and what is compiled for them:
 # all workloads for each of them, if there is time, or else few.
 AMPERE = [arch for arch, gpu in GPUS.items() if gpus.number(gpu) >= 80]

@@ -101,7 +101,7 @@ def host(_native_library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def misaligned(tensor: Tensor) -> Tensor:
     """The same values at an address that is no multiple of 16."""
-    moved = torch.empty(tensor.numel() + 1)[1:].view_as(tensor)
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view_as(tensor)
     return moved.copy_(tensor)
 
 
@@ -155,6 +155,17 @@ class TestTable:
         fastconv.conv2d(misaligned(input), weight)
         fastconv.conv2d(input, misaligned(weight))
         assert len(host.asked) == 2
+
+    @pytest.mark.parametrize("fuses", [False, True], ids=["forward", "fused"])
+    def test_the_alignment_of_a_bias_counts(self, host: Host, fuses: bool) -> None:
+        """Kernels read it in pairs of 16 bits, where plans may assume that these are aligned."""
+        input, weight, bias = (tensor.bfloat16() for tensor in tensors(INPUT, WEIGHT, BIAS))
+        options = {"activation": "relu"} if fuses else {}
+        pairs = torch.empty(BIAS[0] + 2, dtype=bias.dtype)[2:].copy_(bias)
+        for given, asked in ((bias, 1), (misaligned(bias), 2), (pairs, 2), (misaligned(bias), 2)):
+            output = fastconv.conv2d(input, weight, given, **options)
+            assert output.equal(fastconv.conv2d(input, weight, bias, **options))
+            assert len(host.asked) == asked
 
     @pytest.mark.parametrize(
         ("forms", "sides"),

@@ -17,12 +17,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from effort import calls
+from fastconv.backends import cuda
 from fastconv.kernels import gpus, hopper, planner
 from fastconv.kernels.arithmetic import ceil_div, round_up
-from fastconv.kernels.family import Gpu, Launch, Operands, Plan
+from fastconv.kernels.family import Declined, Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.correlate import correlate, tuned
-from fastconv.kernels.hopper.layers import input_grad_ways
+from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
+from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.planner import Planner
 from fastconv.kernels.tensor import launches, layers
 from fastconv.problem import Problem
@@ -949,3 +951,71 @@ def test_a_table_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert tuned.read(tuned.own()) == {}
     finally:
         tuned.table.cache_clear()
+
+
+# --- 32-bit numbers -------------------------------------------------------------------------------
+
+
+def test_a_block_counts_on_from_its_last_tile() -> None:
+    """By as many as there are blocks: together, that has to be less than 2^31."""
+    rows, columns = 113, 127  # of as many phases, of which 149640 times is 8 less than 2^31
+
+    def planned(row_tiles: int) -> Plan:
+        images = row_tiles * 256
+        problem = Problem.of(
+            (images, 8, rows, columns), (64, 8, 1, 1), (rows, columns), (0,) * 4, (1, 1), 1
+        )
+        operands = _operands(problem, "bfloat16", channels_last=True)
+        layer = gemm_pixels.layer_of(problem, operands, H200, transposed=True)
+        tile = next(
+            tile for tile in gemm_pixels.tiles_of(layer, H200)
+            if tile.rows == 256 and tile.column_tiles == 1
+        )  # fmt: skip
+        assert tile.tiles(images) == row_tiles * rows * columns
+        return gemm_pixels.plan(tile, H200)
+
+    assert planned(149639).launches
+    with pytest.raises(Declined, match="positions, 2\\^31 and more"):
+        planned(149640)
+
+
+def test_a_thread_counts_on_from_its_last_packed_vector() -> None:
+    """By as many as there are threads."""
+
+    def packed(vectors: int) -> tuple[Launch, ...]:
+        problem = FOUNDING[0].problem
+        layer = Layer.of(problem, _operands(problem))
+        one = launches.Correlation(
+            layer, "hopper/correlate/correlate.cuh", {}, 1, 1, 0, 16 * vectors, 64, 64
+        )
+        return launches.launches([one], None)[0]
+
+    most = 2**31 - launches.MOST_PACK_BLOCKS * launches.PACK_THREADS
+    assert packed(most - 1)
+    with pytest.raises(Declined, match="bytes of packed weights"):
+        packed(most)
+
+
+def test_exponents_are_added_up_in_32_bits() -> None:
+    """Those of an input channel's weights, where float32 is multiplied as float16."""
+    for taps, fits in ((2056, True), (2057, False)):
+        problem = Problem.of((1, 16, taps, 64), (4096, 16, taps, 1), (1, 1), (0,) * 4, (1, 1), 1)
+        assert (255 * 4096 * taps < 2**31) == fits
+        ways = forward_ways(problem, _operands(problem, "tf32"))
+        assert any(layer.halves for way in ways for layer in way) == fits
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_strides_of_axes_of_one_element(memory_format: torch.memory_format) -> None:
+    """PyTorch leaves them as they are given, also if they are beyond 32 bits."""
+    input = torch.empty(2, 8, 5, 6)
+    weight = torch.empty(1, 8, 3, 3).contiguous(memory_format=memory_format)
+    odd = weight.as_strided(weight.shape, (2**40, *weight.stride()[1:]))
+    assert odd.is_contiguous(memory_format=memory_format)
+    problem = Problem.of(input.shape, odd.shape, (1, 1), (0,) * 4, (1, 1), 1)
+    need = cuda.need(planner.forward, problem, input, odd, torch.empty(problem.output_shape), None)
+    assert need is not None
+    plan = planner.forward(problem, cuda.operands_for(need), H200)
+    for launch in plan.launches:
+        for name, value in launch.kernel.constants:
+            assert not isinstance(value, int) or -(2**31) <= value < 2**31, name

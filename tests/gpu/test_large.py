@@ -1,8 +1,9 @@
-"""Tensors of more than 2**31 elements, in many images or in a single one."""
+"""Tensors of more than 2**31 elements, in many images or in a single one; and far from one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -96,6 +97,59 @@ def test_single_image(memory_format: Any) -> None:
     _assert_close(_corner(input_grad)[inner], exact[1][inner])
     weight_grad, _ = ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)
     _assert_close(weight_grad, exact[2])
+
+
+# Of the second, there are more pixels than a tensor map can describe.
+@pytest.mark.parametrize(("batch", "channels"), [(33000, 64), (65600, 32)])
+def test_pixels_of_a_strided_gradient(batch: int, channels: int) -> None:
+    """More than 2^31 are stored, though each phase of the stride has fewer."""
+    shapes = (batch, 8, 256, 256), (channels, 8, 1, 1)
+    problem = Problem.of(*shapes, (2, 2), (0, 0, 0, 0), (1, 1), 1)
+    assert batch * 256 * 256 > 2**31
+    needed = 2 * (prod(problem.input_shape) + prod(problem.output_shape)) + (1 << 30)
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory")
+    like = {"device": CUDA, "dtype": torch.bfloat16, "memory_format": torch.channels_last}
+    grad_output = torch.empty(problem.output_shape, **like).normal_()
+    weight = torch.randn(problem.weight_shape, device=CUDA, dtype=torch.bfloat16)
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    grad = ops.input_grad(grad_output, weight, problem.input_size, *arguments_of(problem))
+    for image in (0, 32767, 32768, batch // 2, batch - 1):
+        at = slice(image, image + 1)
+        of_pixels = torch.einsum(
+            "nkhw,kc->nchw", grad_output[at].cpu().double(), weight[:, :, 0, 0].cpu().double()
+        )
+        expected = torch.zeros(grad[at].shape, dtype=torch.float64)
+        expected[:, :, ::2, ::2] = of_pixels
+        torch.testing.assert_close(grad[at].cpu().double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@layouts
+def test_taps_far_apart(memory_format: Any, dtype: torch.dtype) -> None:
+    """Of three rows of taps, the middle one alone meets the image; the others lie 2^31 away."""
+    far = 2**18
+    shapes = (1, 64, 4, 8192), (64, 64, 3, 1)
+    problem = Problem.of(*shapes, (1, 1), (far - 1, far - 1, 0, 0), (far, 1), 1)
+    assert problem.output_size == (2, 8192)
+    input, weight, grad_output = (
+        _random(shape, memory_format).to(dtype)
+        for shape in (problem.input_shape, problem.weight_shape, problem.output_shape)
+    )
+    last = arguments_of(problem)
+    rows, middle = input[:, :, 1:3].cpu().double(), weight[:, :, 1:2].cpu().double()
+    above = grad_output.cpu().double()
+    output, of_rows, of_middle = oracle.with_gradients(oracle.conv2d, (rows, middle), above)
+    rtol, atol = (3e-2, 0.3) if dtype == torch.bfloat16 else (1e-4, 1e-3)
+    close = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
+
+    close(ops.forward(input, weight, None, *last).cpu().double(), output)
+    input_grad = ops.input_grad(grad_output, weight, problem.input_size, *last).cpu().double()
+    close(input_grad[:, :, 1:3], of_rows)
+    assert input_grad[:, :, [0, 3]].eq(0).all()
+    found, _ = ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)
+    close(found[:, :, 1:2].cpu().double(), of_middle)
+    assert found[:, :, ::2].eq(0).all()
 
 
 def _corner(image: Tensor) -> Tensor:

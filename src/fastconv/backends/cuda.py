@@ -19,7 +19,7 @@ from fastconv import _precision, native
 from fastconv.backends.epilogue import applied
 from fastconv.jit import launch
 from fastconv.kernels import planner, plans
-from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
@@ -62,11 +62,11 @@ def forward(
     else:
         input, weight = _dense(input), _dense(weight)
         residual = None if residual is None else _laid_out_as(out, residual)
+        bias = None if bias is None else bias.contiguous()
         asked = _need(
             planner.forward, problem, input, out, weight, precision,
-            residual=residual, epilogue=epilogue,
+            residual=residual, epilogue=epilogue, bias=bias,
         )  # fmt: skip
-        bias = None if bias is None else bias.contiguous()
         ready(asked).run(input, weight, bias, residual, out)
 
 
@@ -126,6 +126,7 @@ class Need(NamedTuple):
     precision: str
     bias_grad: bool
     epilogue: Epilogue
+    aligned_bias: bool
     device: int
     switch: Switch
 
@@ -141,19 +142,21 @@ def need(
     switch: Switch | None = None,
     residual: Tensor | None = None,
     epilogue: Epilogue = NO_EPILOGUE,
+    bias: Tensor | None = None,
 ) -> Need | None:
     """What one of these passes needs, for tensors that lie in memory as these do; fake ones, too.
 
     It is planned by the switch, or by the one that is set. The tensors that are not dense
-    (:func:`is_dense`) have to be made contiguous first, and a residual has to lie in memory as the
-    result does. None where there is more to it than launches.
+    (:func:`is_dense`) and the bias have to be made contiguous first, and a residual has to lie in
+    memory as the result does. None where there is more to it than launches.
     """
     if out.is_complex() or 0 in (problem.batch, problem.in_channels, problem.out_channels):
         return None
     first, second = _dense(first), _dense(second)
     roles = (second, first, out) if plan is planner.weight_grad else (first, out, second)
     residual = None if residual is None else _laid_out_as(out, residual)
-    return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue)
+    bias = None if bias is None else bias.contiguous()
+    return _need(plan, problem, *roles, precision, bias_grad, switch, residual, epilogue, bias)
 
 
 def ready(need: Need, plan: Plan | None = None) -> Ready:
@@ -205,6 +208,7 @@ def _need(
     switch: Switch | None = None,
     residual: Tensor | None = None,
     epilogue: Epilogue = NO_EPILOGUE,
+    bias: Tensor | None = None,
 ) -> Need:
     """The same; the arguments are Operands' roles."""
     dtype = input.dtype
@@ -212,25 +216,37 @@ def _need(
         precision = "ieee"
     elif precision is None:
         precision = _precision.pytorch_setting()
+    without_data = isinstance(input, FakeTensor)
     return Need(
         plan,
         problem,
         dtype,
         not input.is_contiguous(),
         not output.is_contiguous(),
-        weight.stride(),
+        _weight_strides(weight),
         # Those without data stand for such as PyTorch allocates.
-        isinstance(input, FakeTensor)
-        or (
-            (input.data_ptr() | output.data_ptr() | weight.data_ptr()) % 16 == 0
-            and (residual is None or residual.data_ptr() % 16 == 0)
-        ),
+        without_data or _begin_at_multiples(ALIGNMENT, input, output, weight, residual),
         precision,
         bias_grad,
         epilogue,
+        without_data or _begin_at_multiples(BIAS_ALIGNMENT, bias),
         output.device.index,
         planner.current() if switch is None else switch,
     )
+
+
+def _weight_strides(weight: Tensor) -> tuple[int, ...]:
+    """As they are, but for those that kernels would not have in 32 bits and never multiply.
+
+    PyTorch leaves an axis of one element whatever stride it was given.
+    """
+    axes = zip(weight.shape, weight.stride(), strict=True)
+    return tuple(stride if size > 1 or stride < 1 << 31 else 0 for size, stride in axes)
+
+
+def _begin_at_multiples(of_bytes: int, *tensors: Tensor | None) -> bool:
+    """Whether the addresses of all tensors that are there are such."""
+    return not any(tensor.data_ptr() % of_bytes for tensor in tensors if tensor is not None)
 
 
 def family(plan: Pass, problem: Problem, *operands: Any) -> str:
@@ -297,7 +313,14 @@ def begun(need: Need) -> Plan:
 
 def planned(need: Need) -> Plan:
     """The plan alone, kept on disk or made anew."""
-    operands = operands_of(
+    operands = operands_for(need)
+    _check_sizes(need.problem)
+    return plans.kept(need.plan, need.problem, operands, gpu(need.device), need.switch)
+
+
+def operands_for(need: Need) -> Operands:
+    """What its planner is told of the tensors."""
+    return operands_of(
         need.dtype,
         need.input_channels_last,
         need.output_channels_last,
@@ -306,9 +329,8 @@ def planned(need: Need) -> Plan:
         need.precision,
         need.bias_grad,
         need.epilogue,
+        need.aligned_bias,
     )
-    _check_sizes(need.problem)
-    return plans.kept(need.plan, need.problem, operands, gpu(need.device), need.switch)
 
 
 def _check_sizes(problem: Problem) -> None:

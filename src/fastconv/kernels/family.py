@@ -280,13 +280,27 @@ class Gpu:
         )
 
 
+ALIGNMENT = 16
+"""Bytes, of which the addresses of a pass's tensors are multiples if they are ``aligned``."""
+BIAS_ALIGNMENT = 4
+"""The same of a bias: kernels read no more of it at once than two elements of 16 bits."""
+
+
 @dataclass(frozen=True)
 class Operands:
     """How the tensors of a pass lie in memory.
 
     The two activations (what the pass reads, or the input and the output's gradient; and what it
-    writes) are dense, in either memory format. ``aligned`` says that all addresses are multiples
-    of 16 bytes. ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
+    writes) are dense, in either memory format.
+
+    What a plan may assume of addresses is said here, and whoever launches plans has to keep to it.
+    Every tensor begins at a multiple of its elements' bytes. ``aligned`` says that input, weight,
+    output, the output's gradient and the residual begin at multiples of :data:`ALIGNMENT`;
+    ``aligned_bias`` that the bias, if there is one, begins at a multiple of
+    :data:`BIAS_ALIGNMENT`. The bias's gradient is written one by one, so that it may begin
+    anywhere; a workspace always begins at a multiple of 256 bytes.
+
+    ``precision`` is that of float32 products, "ieee" or "tf32". ``bias_grad`` asks a
     weight gradient to fill a tensor of that name too, with that of the bias. ``epilogue`` is what a
     forward pass does to its sums; a residual is a tensor of that name, which lies as the output
     does and shares no memory with it.
@@ -301,6 +315,7 @@ class Operands:
     precision: str = "ieee"
     bias_grad: bool = False
     epilogue: Epilogue = NO_EPILOGUE
+    aligned_bias: bool = True
 
     @property
     def residuals(self) -> tuple[str, ...]:
@@ -314,8 +329,8 @@ class Operands:
 
     @property
     def vector(self) -> int:
-        """Elements of the widest copy, 16 bytes."""
-        return 16 // self.scalar_bytes
+        """Elements of the widest copy."""
+        return ALIGNMENT // self.scalar_bytes
 
     def widest_vector(self, *distances: int) -> int:
         """Elements of the widest copy whose addresses, these distances apart, are all aligned."""

@@ -72,16 +72,18 @@ inline uintptr_t address_of(const Tensor& tensor) {
   return tensor.defined() ? uintptr_t(tensor.const_data_ptr()) : 0;
 }
 
+// What plans may assume of addresses: Operands of kernels/family.py says it of each tensor.
 inline bool aligned(const Tensor& tensor) { return address_of(tensor) % 16 == 0; }
+inline bool aligned_bias(const Tensor& bias) { return address_of(bias) % 4 == 0; }
 
 inline Key key_of(const Call& call, Precision precision) {
   const Geometry& g = call.geometry;
   Key key;
   key.reserve(64);
   // Each tensor's alignment, not that of all: it does not matter of one that will be copied.
-  key.insert(key.end(),
-             {call.pass, precision, aligned(call.first), aligned(call.second), call.bias_grad,
-              call.size[0], call.size[1], call.format ? int64_t(*call.format) : -1, g.groups});
+  key.insert(key.end(), {call.pass, precision, aligned(call.first), aligned(call.second),
+                         aligned_bias(call.third), call.bias_grad, call.size[0], call.size[1],
+                         call.format ? int64_t(*call.format) : -1, g.groups});
   key.insert(key.end(), g.stride.begin(), g.stride.end());
   key.insert(key.end(), g.padding.begin(), g.padding.end());
   key.insert(key.end(), g.dilation.begin(), g.dilation.end());

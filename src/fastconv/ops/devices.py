@@ -91,6 +91,7 @@ def need(
         switch=switch,
         residual=args[RESIDUAL] if is_fused else None,
         epilogue=result.epilogue,
+        bias=args[2] if operator.plan is planner.forward else None,
     )
 
 

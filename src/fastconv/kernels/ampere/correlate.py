@@ -147,7 +147,8 @@ def _explain(tile: Tile) -> str:
 
 def _correlation(tile: Tile) -> Correlation:
     layer = tile.layer
-    if tile.tiles >= 2**31:
+    # A block counts on from its last tile by as many as there are blocks.
+    if tile.tiles + tile.team.gpu.processors >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.team.output_groups
     return Correlation(

@@ -100,7 +100,8 @@ def _channels(c: Mapping[str, Any]) -> str:
 
 
 PIXELS = Anatomy(
-    sizes=GEOMETRY | _TILE | _LANES | {"flush_rows", "slots", "weight_vector"},
+    # A bias that is not aligned is no class: tests/emulator/test_alignment.py has some.
+    sizes=GEOMETRY | _TILE | _LANES | {"flush_rows", "slots", "weight_vector", "aligned_bias"},
     chosen=_pixels,
     parts={
         "load": ("copied in vectors", "image", "several images"),

@@ -116,7 +116,7 @@ __device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const 
   const int channel = tile.channels.first_output() + at.output;
   if (image >= images || !tile.channels.has(at.output)) return;
   Channels shift = {};
-  if (bias != nullptr) shift = *reinterpret_cast<const Channels*>(bias + channel);
+  if (bias != nullptr) shift = load_bias<C::lane_channels, C::aligned_bias>(bias + channel);
 #pragma unroll
   for (int r = 0; r < C::rows; ++r) {
     const int y = tile.y + at.y + r * Rows::kOutStep;

@@ -289,7 +289,10 @@ class Pixels(PixelsTile, Correlation):
         return self.channels * self.layer.operands.scalar_bytes
 
     def constants(self) -> dict[str, Constant]:
-        return super().constants() | {"weight_vector": self.weight_vector}
+        return super().constants() | {
+            "weight_vector": self.weight_vector,
+            "aligned_bias": self.layer.operands.aligned_bias,
+        }
 
 
 def planes(layer: Layer) -> Iterator[Planes]:

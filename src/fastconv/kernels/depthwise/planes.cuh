@@ -45,8 +45,11 @@ struct Tile {
   __device__ int group(int slot) const { return (first + slot) / kParts; }
 };
 
-// From the first slot's input plane to those of the others.
-using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + C::in_width>;
+// From the first slot's input plane to those of the others, and to rows that padding or the last
+// tile has before or behind one.
+constexpr long long kFarRow = 1ll * (C::out_height + kTileRows) * Rows::kTimes + kHaloRows +
+                              max_of(Rows::kOrigin, -Rows::kOrigin);
+using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + (kFarRow + 1) * C::in_width>;
 
 // A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,

@@ -237,6 +237,12 @@ __device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
                       1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
 }
 
+// Where a stage's weights begin among those of a channel tile.
+__device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int tap_row) {
+  return channel * kPackedChannel + part * kPackedPart +
+         PackedOffset{tap_row} * C::part_taps * kTileM;
+}
+
 // Copies one stage's weights: for each channel a contiguous run of the packed array.
 __device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
   constexpr int kVectorSum = 16 / static_cast<int>(sizeof(Sum));
@@ -524,8 +530,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Conf
                first_row + tap_row(stage) * Rows::kTapStep,
                first_column + part(stage) * C::part_taps * Columns::kTapStep);
     if constexpr (C::packed) {
-      load_packed(weights(stage), packed + channel * kPackedChannel + part(stage) * kPackedPart +
-                                      tap_row(stage) * C::part_taps * kTileM);
+      load_packed(weights(stage), packed + packed_offset(channel, part(stage), tap_row(stage)));
     } else {
       load_unpacked(weights(stage), weight, rows, columns, tile.group, tile.m * kTileM, channel,
                     tap_row(stage), part(stage) * C::part_taps);

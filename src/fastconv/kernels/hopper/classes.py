@@ -262,6 +262,8 @@ GEMM_PIXELS = Anatomy(
         "position_rows", "position_columns", "lower_height", "lower_width", "input_step_height",
         "input_step_width", "consumers", "tile_columns", "blocks", "stages", "patch_rows",
         "patch_width", "patch_pitch",
+        # A bias that is not aligned is no class: tests/emulator/test_alignment.py has some.
+        "aligned_bias",
     },
     chosen=_gemm_pixels,
     parts={
@@ -361,17 +363,17 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
 
 
 def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
-    """Whether four input channels are neighbours in the weight, at a multiple of four."""
+    """Whether four input channels are neighbours in the weight, at a multiple of their bytes."""
     far = ["group_in", "weight_start", "weight_stride_out"]
     far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
-    return c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
+    return c["aligned"] and c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
 
 
 GEMM_WEIGHTS = Anatomy(
     sizes=GEOMETRY
     | {
         "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
-        "flush_steps", "cluster", "team_warps", "weight_start",
+        "flush_steps", "cluster", "team_warps", "weight_start", "aligned",
     },
     chosen=_gemm_weights,
     parts={

@@ -93,6 +93,22 @@ struct Tanh {
   }
 };
 
+// --- The bias ------------------------------------------------------------------------------------
+
+// Neighbours of a bias: at once, if plans may assume that they lie at a multiple of their bytes.
+template <int kCount, bool kAligned, class Scalar>
+__device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
+  if constexpr (kAligned) {
+    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "as family.py has it");
+    return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
+  } else {
+    Vector<Scalar, kCount> vector;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vector.element[i] = first[i];
+    return vector;
+  }
+}
+
 // --- The epilogue --------------------------------------------------------------------------------
 
 template <class>

@@ -109,12 +109,12 @@ struct PixelUnit {
       for (Scalar& element : loaded) element = Scalar{};
     } else if (kWholeChunks && __all_sync(~0u, inside)) {
 #pragma unroll
-      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + j * kInChannel);
+      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + 1LL * j * kInChannel);
     } else {
 #pragma unroll
       for (int j = 0; j < kElements; ++j) {
         const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
-        loaded[j] = load_element(source + j * kInChannel, valid);
+        loaded[j] = load_element(source + 1LL * j * kInChannel, valid);
       }
     }
   }
@@ -124,8 +124,10 @@ struct PixelUnit {
       const FoldedChannel folded(channel + j);
       const bool valid =
           place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
-      loaded[j] = load_element(
-          place.address(folded.channel) + folded.row * kInRow + folded.column * kInColumn, valid);
+      loaded[j] =
+          load_element(place.address(folded.channel) +
+                           (InOffset{folded.row} * kInRow + InOffset{folded.column} * kInColumn),
+                       valid);
     }
   }
   __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }

@@ -135,7 +135,9 @@ def _scale(layer: Layer, pack: Kernel) -> Launch:
 def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
     """What packs a layer's weights, and what computes it."""
     layer = one.layer
-    if one.packed_bytes // 16 >= 2**31 or place.tables_at >= 2**31:
+    # A thread counts on from its last vector by as many as there are threads.
+    vectors = one.packed_bytes // 16 + MOST_PACK_BLOCKS * PACK_THREADS
+    if vectors >= 2**31 or place.tables_at >= 2**31:
         raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
     constants = tuple({**one.constants, **place._asdict()}.items())
     blocks = ceil_div(one.packed_bytes // 16, PACK_THREADS)

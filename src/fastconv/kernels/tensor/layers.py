@@ -27,6 +27,7 @@ SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large te
 LONG_SUM = 240  # products
 LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
 HALVES_CHANNELS = 16
+MOST_EXPONENTS = 2**31 // 255  # weights of an input channel, whose exponents are added up
 LEAST_FILLED = 4  # channels of a vector of float16
 MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
 # Phases as channels of the products: of how few channels, and how many there may be then.
@@ -486,8 +487,8 @@ def _fits_halves(layer: Layer) -> bool:
     """Whether float32 can be multiplied as float16 (see ``scale.cuh``).
 
     Not channels-last, which is not loaded so; not short sums in two parts, which need products of
-    their low parts; not fewer channels than a product has; and not where the last vector has so few
-    that often all of them are small.
+    their low parts; not fewer channels than a product has; not where the last vector has so few
+    that often all of them are small; and not more weights than 32 bits can add up the exponents of.
     """
     operands = layer.operands
     filled = (layer.group_in - 1) % 8 + 1
@@ -497,6 +498,7 @@ def _fits_halves(layer: Layer) -> bool:
         and not layer.low_products
         and layer.group_in >= HALVES_CHANNELS
         and filled >= LEAST_FILLED
+        and layer.group_out * layer.weight_kernel[0] * layer.weight_kernel[1] < MOST_EXPONENTS
     )
 
 

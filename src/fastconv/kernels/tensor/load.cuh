@@ -180,7 +180,8 @@ struct LineCopy {
       if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
         const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
                             static_cast<unsigned>(C::in_width);
-        copy_async<16>(to + on * 16, from + on * (C::stride_width * kInColumn), exists && inside);
+        copy_async<16>(to + on * 16, from + 1LL * on * C::stride_width * kInColumn,
+                       exists && inside);
       }
     }
   }

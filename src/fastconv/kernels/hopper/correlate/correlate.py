@@ -207,7 +207,8 @@ def _repairs(layer: Layer, gpu: Gpu) -> Tile:
 def _correlation(tile: Tile, gpu: Gpu, repairs: bool = False) -> Correlation:
     layer = tile.layer
     items = item_count(tile, gpu)
-    if max(items, tile.shape.tiles) >= 2**31:
+    # A block counts on from its last item by as many as there are blocks.
+    if max(items, tile.shape.tiles) + gpu.processors >= 2**31:
         raise Declined("more than 2^31 tiles")
     blocks = layer.groups * tile.shape.output_groups
     return Correlation(

@@ -41,12 +41,14 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
     layer, batch = tile.layer, tile.layer.problem.batch
     rows, columns = layer.positions
     tiles = tile.tiles(batch)
-    if max(tiles, (batch * rows * columns + tile.rows)) >= 2**31:
+    blocks = min(tiles, gpu.processors * tile.blocks)
+    # A block counts on from its last tile by as many as there are blocks.
+    if max(tiles + blocks, batch * rows * columns + tile.rows) >= 2**31:
         raise Declined(f"{batch} images of {rows} by {columns} positions, 2^31 and more")
     constants = tuple(_constants(tile).items())
     launch = Launch(
         Kernel(SOURCE, "gemm_pixels", constants),
-        (min(tiles, gpu.processors * tile.blocks), 1, 1),
+        (blocks, 1, 1),
         tile.threads,
         tile.shared_bytes,
         (
@@ -60,8 +62,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         ),
         early=True,
     )
-    weights = layer.problem.out_channels * layer.problem.in_channels
-    weights *= layer.problem.kernel_size[0] * layer.problem.kernel_size[1]
+    weights = layer.weights
     pack = Launch(
         Kernel(SOURCE, "pack", constants),
         (min(ceil_div(weights // 8, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
@@ -123,9 +124,13 @@ def _weight_map(tile: Tile) -> TensorMap:
 
 
 def _output_map(tile: Tile) -> TensorMap:
-    """Of all pixels; a warp stores 16 of them."""
+    """Of all positions, if these are pixels; a warp stores 16 of them.
+
+    Otherwise it stores without it: then there are more pixels than positions, maybe more than a map
+    can describe.
+    """
     layer = tile.layer
-    height, width = layer.image_size
+    height, width = layer.positions
     pixels, pitch = layer.problem.batch * height * width, 2 * layer.out_channels
     sizes: tuple[int, ...] = (layer.out_channels, pixels)
     strides: tuple[int, ...] = (pitch,)
@@ -174,5 +179,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "buffers": tile.buffers,
         "joined": tile.joined,
         "resident": tile.resident,
+        "wide_places": problem.batch * layer.image_size[0] * layer.image_size[1] >= 2**31,
+        "aligned_bias": layer.operands.aligned_bias,
         **epilogue_constants(layer.operands.epilogue),
     }

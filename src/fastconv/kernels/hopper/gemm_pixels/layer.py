@@ -5,6 +5,7 @@ Decided from the layer alone, as all that decides the order of a sum: taps, then
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from fastconv.kernels.arithmetic import ceil_div
@@ -19,6 +20,7 @@ from fastconv.problem import Pair, Problem
 CORNERS = range(-128, 128)
 MOST_OFFSET = 255
 MOST_STEP = 8
+MOST_PACKED = 2**33  # weights: threads count them by eights, and on by as many as there are
 MOST_PHASES = 128  # along an axis: each is looked at, most of them for nothing
 
 
@@ -102,6 +104,10 @@ class Layer(Directed):
         return in_ != 1 or any(stride % self.operands.vector for stride in sides)
 
     @property
+    def weights(self) -> int:
+        return math.prod(self.problem.weight_shape)
+
+    @property
     def weight_strides(self) -> tuple[int, int, int, int]:
         """Of the weights that are mapped."""
         channels, (height, width) = self.problem.in_channels, self.problem.kernel_size
@@ -155,6 +161,8 @@ def layer_of(problem: Problem, operands: Operands, gpu: Gpu, transposed: bool) -
     for count in channels:
         if count % operands.vector:
             raise Declined(f"{count} channels, not a multiple of {operands.vector}")
+    if layer.packs and layer.weights >= MOST_PACKED:
+        raise Declined(f"{layer.weights} weights that have to be packed")
     if not layer.flat:
         _check_corners(layer)
     return layer

@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_bias(float (&sums)[kSums], const Scalar* bia
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int channel = column + 8 * j + 2 * (lane % 4);
     if (channel >= C::out_channels) continue;
-    const auto pair = *reinterpret_cast<const Vector<Scalar, 2>*>(bias + channel);
+    const auto pair = load_bias<2, C::aligned_bias>(bias + channel);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[4 * j + i] += widen(pair.element[i % 2]);
   }
@@ -79,15 +79,18 @@ __device__ __forceinline__ void load_residual(unsigned char* staged, const Scala
   copy_async_commit();
 }
 
-// The pixel of a row's position among all that are stored, or -1: of a phase, it is every
-// stride-th of an image.
-__device__ __forceinline__ int place_of(int flat, const Tile& tile, int batch) {
+// A pixel among all that are stored: positions are counted in 32 bits, but each stands for one
+// pixel of every phase.
+using Place = IndexOf<C::wide_places>::type;
+
+// That of a row's position, or -1: of a phase, it is every stride-th of an image.
+__device__ __forceinline__ Place place_of(int flat, const Tile& tile, int batch) {
   const int image = flat / kPositions;
   const int in_image = flat - image * kPositions;
   const int row = in_image / C::position_columns * kRowPhases + tile.row_residue;
   const int column = in_image % C::position_columns * kColumnPhases + tile.column_residue;
   if (image >= batch || row >= C::image_height || column >= C::image_width) return -1;
-  return (image * C::image_height + row) * C::image_width + column;
+  return (static_cast<Place>(image) * C::image_height + row) * C::image_width + column;
 }
 
 // A lane's eight of the channels that are staged for a row.
@@ -97,12 +100,12 @@ __device__ __forceinline__ uint4 staged_vector(const unsigned char* staged, int 
 
 // Of 64 staged channels to pixels anywhere: 8 lanes have the 128 bytes of one.
 __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* output, int column,
-                                        int place, int lane) {
+                                        Place place, int lane) {
   const int channel = column + lane % 8 * 8;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * i + lane / 8;
-    const int pixel = __shfl_sync(~0u, place, row);
+    const Place pixel = __shfl_sync(~0u, place, row);
     const uint4 values = staged_vector(staged, row, lane);
     store_if(reinterpret_cast<uint4*>(output + 1LL * pixel * C::out_channels + channel), values,
              pixel >= 0 && channel < C::out_channels);
@@ -112,12 +115,12 @@ __device__ __forceinline__ void scatter(const unsigned char* staged, Scalar* out
 // The same of patches: rows are patches, channels those of all of their pixels. A row of a patch's
 // pixels lies in one piece, which need not be aligned to more than two numbers.
 __device__ __forceinline__ void scatter_patches(const unsigned char* staged, Scalar* output,
-                                                int column, int place, int lane) {
+                                                int column, Place place, int lane) {
   using Pair = Bits<2 * sizeof(Scalar)>::type;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * i + lane / 8;
-    const int patch = __shfl_sync(~0u, place, row);
+    const Place patch = __shfl_sync(~0u, place, row);
     const uint4 values = staged_vector(staged, row, lane);
     const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
     Scalar* const first = output +
@@ -168,7 +171,7 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], const Sha
                                            int batch, int warp, int lane,
                                            const Epilogue<C>& epilogue) {
   const int row = tile.row + 16 * warp;
-  const int place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
+  const Place place = C::dense ? 0 : place_of(row + lane % 16, tile, batch);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
     unsigned char* const staged = shared.staged(warp, box / C::joined % C::buffers);

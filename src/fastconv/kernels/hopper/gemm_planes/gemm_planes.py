@@ -95,7 +95,8 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
     batch = layer.problem.batch
     count = tile.tiles(batch)
     positions = batch * tile.shape.image_pixels + tile.shape.tile_pixels
-    if max(count, positions, tile.packed_bytes) >= 2**31:
+    # A block counts on from its last tile by as many as there are blocks.
+    if max(count + gpu.processors, positions, tile.packed_bytes) >= 2**31:
         raise Declined(f"{positions} positions, or {tile.packed_bytes} bytes of packed weights")
     constants = tuple(_constants(tile).items())
     vectors = tile.packed_bytes // 16

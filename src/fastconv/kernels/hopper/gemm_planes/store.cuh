@@ -6,7 +6,9 @@
 namespace fastconv {
 namespace hopper {
 
-constexpr int kOutPlane = C::out_height * C::out_width;
+// From a channel's plane to the next; a product's last columns may be no channels.
+constexpr IndexTo<elements_of(kColumns, C::out_height, C::out_width)> kOutPlane =
+    C::out_height * C::out_width;
 static_assert(!kAddsResidual || kRowPhases * kColumnPhases == 1, "of a forward pass");
 
 struct Storer {

@@ -28,6 +28,22 @@ constexpr int kInChannels = C::groups * C::group_in;
 constexpr int kChannelStride = C::channels_last ? 1 : kInPixels;
 constexpr int kPixelStride = C::channels_last ? kInChannels : 1;
 
+// Rows, columns and channels that taps read, before or behind the input's first, channels that only
+// columns of the product have included; and what counts the elements to there.
+constexpr long long kFarRow = max_of<long long>(
+    C::padding_top, tensor::elements_of(C::out_height, C::stride_height) +
+                        tensor::elements_of(C::kernel_height, C::dilation_height));
+constexpr long long kFarColumn =
+    max_of<long long>(C::padding_left, tensor::elements_of(C::out_width, C::stride_width) +
+                                           tensor::elements_of(C::kernel_width, C::dilation_width));
+constexpr int kFarChannel =
+    kInChannels + (kOctets ? ceil_div(kColumnTiles * kTileColumns, 8 * kTaps) * 8 : 0);
+using InOffset = IndexTo<tensor::elements_of(kFarRow, C::in_width, kPixelStride) +
+                         tensor::elements_of(kFarColumn, kPixelStride) +
+                         tensor::elements_of(kFarChannel, kChannelStride)>;
+// The same of the output's gradient, to channels that only rows of the product have.
+using OutOffset = IndexTo<tensor::elements_of(kRowTiles, kTileRows, kPositions)>;
+
 // What a position has of a group: its element of the first output channel; and where its first tap
 // reads the first input channel, which may be outside of the image.
 struct Position {
@@ -49,7 +65,8 @@ struct Position {
       grad = sources.grad_output + first * kPositions + in_image;
     }
     first_tap = sources.input + 1LL * number * kInChannels * kInPixels +
-                (group * kIn * kChannelStride + (row * C::in_width + column) * kPixelStride);
+                (InOffset{group * kIn} * kChannelStride +
+                 (InOffset{row} * C::in_width + column) * kPixelStride);
   }
   // Whether what lies so far from its first tap is in the image.
   __device__ __forceinline__ bool has_row(int offset) const {
@@ -69,8 +86,8 @@ struct Tap {
         column(tap % C::kernel_width * C::dilation_width) {}
 
   // Elements, of the first channel.
-  __device__ __forceinline__ int offset() const {
-    return (row * C::in_width + column) * kPixelStride;
+  __device__ __forceinline__ InOffset offset() const {
+    return (InOffset{row} * C::in_width + column) * kPixelStride;
   }
 };
 
@@ -92,8 +109,8 @@ struct Octet {
   __device__ __forceinline__ explicit Octet(int first_column)
       : first(first_column), tap(first.tap) {}
 
-  __device__ __forceinline__ int offset() const {
-    return tap.offset() + first.channel * kChannelStride;
+  __device__ __forceinline__ InOffset offset() const {
+    return tap.offset() + InOffset{first.channel} * kChannelStride;
   }
   __device__ __forceinline__ bool is_read(const Position& position) const {
     const bool exists = kTaps * kTapColumns % kTileColumns == 0 || first.channel < kIn;
@@ -172,7 +189,7 @@ struct Gatherer {
     const Scalar* sources[kLanePositions];
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
-      sources[i] = positions[i].grad + first * kPositions;
+      sources[i] = positions[i].grad + OutOffset{first} * kPositions;
       hold_address(sources[i]);
     }
 #pragma unroll
@@ -181,7 +198,7 @@ struct Gatherer {
       const bool is_row = kOut % kTileRows == 0 || first + row_place(row) < kOut;
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        bits[row][i] = tensor::load_bits(sources[i] + row_place(row) * kPositions,
+        bits[row][i] = tensor::load_bits(sources[i] + 1LL * row_place(row) * kPositions,
                                          is_row && positions[i].exists);
       }
     }
@@ -210,7 +227,7 @@ struct Gatherer {
 #pragma unroll
         for (int i = 0; i < kLanePositions; ++i) {
           bits[index][i] =
-              tensor::load_bits(sources[i] + j * kChannelStride, is_channel && read[i]);
+              tensor::load_bits(sources[i] + 1LL * j * kChannelStride, is_channel && read[i]);
         }
       }
     }
@@ -240,7 +257,7 @@ struct Gatherer {
           of_row[i] = positions[i].has_row(tap.row) ? read[i] : 0;
         }
         bits[kWarpRows + j][i] =
-            tensor::load_bits(sources[i] + tap.offset() + channel * kChannelStride,
+            tensor::load_bits(sources[i] + tap.offset() + InOffset{channel} * kChannelStride,
                               number < kTaps && (of_row[i] >> tap_column & 1));
       }
     }

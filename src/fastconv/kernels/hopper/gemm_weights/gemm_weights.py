@@ -162,6 +162,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "out_width": problem.output_size[1],
         **problem_constants(problem, layer.operands),
         "weight_start": layer.weight_start,
+        "aligned": layer.operands.aligned,
         "row_groups": tile.row_groups,
         "column_groups": tile.column_groups,
         "product_columns": tile.product_columns,

@@ -40,10 +40,10 @@ __device__ __forceinline__ void store_weight(Scalar* grad, const Tile& tile, int
   if (has_weight(row, column)) grad[offset_of(tile, row, column)] = narrow<Scalar>(sum);
 }
 
-// Whether four columns, from a multiple of four on, are neighbours in memory, all or none of which
-// exist.
+// Whether four columns, from a multiple of four on, are neighbours in memory at a multiple of their
+// bytes, all or none of which exist.
 constexpr bool kVectorWeights =
-    C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
+    C::aligned && C::weight_stride_in == 1 && C::group_in % 4 == 0 && kTapColumns % 4 == 0 &&
     C::weight_start % 4 == 0 && C::weight_stride_out % 4 == 0 &&
     (kTaps == 1 || (C::weight_stride_height % 4 == 0 && C::weight_stride_width % 4 == 0));
 

@@ -1,0 +1,181 @@
+"""Tensors that do not begin at multiples of 16 bytes: each of a pass's in turn, in every kernel.
+
+What plans may assume of addresses is what the CUDA backend finds out of its tensors
+(``backends/cuda.py: need``), so here it is asked, and what it answers is planned and run on the
+same tensors. The emulator has no mercy on a vector that is not aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulator import net, precompile, run_both_orders
+from emulator.works import (
+    ALL,
+    ROUNDINGS,
+    Tensors,
+    Work,
+    assert_close,
+    assert_correct,
+    new_output,
+    tensors_read,
+)
+from fastconv.backends import cuda
+from fastconv.kernels import planner
+from fastconv.kernels.family import Declined, Plan
+from fastconv.problem import Epilogue
+
+FUSED = Epilogue("relu", residual=True)
+
+# What CI has time for: the kernels that read a bias, or write weights, in vectors of their own.
+LINES = """\
+sm_90a/1 forward*gemm bfloat16 nhwc/nhwc: 2x72x5x7 88x72x1x1
+sm_75/1 forward bfloat16 nhwc/nhwc: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
+sm_90a/2 weight_grad*gemm float16 nchw/nchw: 1x8x12x12 64x8x1x1
+sm_75/1 forward float16 nchw/nhwc: 2x3x4x8 8x3x3x3 padding=1,1
+sm_80/1 forward* bfloat16 nhwc/nhwc: 1x16x4x8 16x16x3x3 padding=1,1
+"""
+# And for each other kernel, and each type that it reads in vectors of its own.
+MORE_LINES = """\
+sm_75/1 forward float64 nchw/nchw: 2x3x4x8 8x3x3x3 padding=1,1
+sm_75/1 forward float32 nhwc/nhwc: 2x4x4x8 8x4x3x3 padding=1,1
+sm_75/1 input_grad bfloat16 nchw/nchw: 2x8x8x8 8x8x1x1 stride=2,2
+sm_75/1 weight_grad float16 nchw/nchw bias: 2x4x4x8 8x4x3x3 padding=1,1
+sm_75/1 weight_grad float64 nhwc/nhwc bias: 2x4x4x8 8x4x3x3 padding=1,1
+sm_75/1 forward float16 nhwc/nhwc: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
+sm_75/1 forward float32 nhwc/nhwc: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
+sm_75/1 forward float64 nhwc/nhwc: 2x4x6x6 4x1x3x3 padding=1,1 groups=4
+sm_75/1 forward float16 nchw/nchw: 2x8x6x8 8x1x3x3 padding=1,1 groups=8
+sm_75/1 input_grad float32 nchw/nchw: 2x8x6x8 8x1x3x3 padding=1,1 groups=8
+sm_75/1 weight_grad bfloat16 nhwc/nhwc bias: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
+sm_75/1 weight_grad float32 nchw/nchw bias: 2x8x6x8 8x1x3x3 padding=1,1 groups=8
+sm_90a/2 forward tf32 nchw/nchw: 1x2x61x64 2x1x3x31 padding=11,7,9,5 groups=2
+sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8
+sm_80/1 forward* tf32 nchw/nchw: 1x16x4x8 16x16x3x3 padding=1,1
+sm_80/1 weight_grad* bfloat16 nhwc/nhwc bias: 1x16x4x8 16x16x3x3 padding=1,1
+sm_80/1 weight_grad* tf32 nchw/nchw bias: 1x16x4x8 16x16x3x3 padding=1,1
+sm_90a/1 forward* tf32 nchw/nchw: 1x16x2x64 64x16x3x3 padding=1,1
+sm_90a/1 forward* bfloat16 nchw/nchw: 1x32x2x64 64x32x3x3 padding=1,1
+sm_90a/1 forward* bfloat16 nhwc/nhwc: 1x24x4x16 40x24x3x3 stride=2,2 padding=1,1
+sm_90a/1 forward tf32 nhwc/nhwc: 1x32x4x16 64x32x3x3 padding=1,1
+sm_90a/1 input_grad* float32 nchw/nchw: 1x8x8x32 64x8x4x4 stride=2,2 padding=1,1
+sm_90a/3 forward float16 nchw/nchw: 1x32x20x64 2x32x3x3 padding=1,1
+sm_90a/3 forward bfloat16 nhwc/nhwc: 1x32x20x64 3x32x3x3 padding=1,1
+sm_90a/1 forward*gemm float16 nhwc/nhwc plain: 1x24x6x6 96x24x3x3 padding=1,1
+sm_90a/1 input_grad*gemm bfloat16 nhwc/nhwc: 2x24x8x8 32x24x1x1 stride=2,2
+sm_90a/2 forward*gemm tf32 nchw/nchw: 1x40x1x64 48x40x1x1
+sm_90a/1 input_grad*gemm tf32 nchw/nchw: 1x16x8x8 24x16x1x1 stride=2,2
+sm_90a/1 weight_grad*gemm bfloat16 nhwc/nhwc bias: 2x64x6x6 64x64x3x3 padding=1,1
+sm_90a/1 weight_grad*gemm tf32 nchw/nchw bias: 2x16x8x8 64x16x1x1
+sm_90a/4 weight_grad*gemm float32 nchw/nchw: 1x8x12x12 64x8x1x1
+sm_90a/1 weight_grad* bfloat16 nchw/nchw bias: 2x16x4x16 64x16x3x3 padding=1,1
+sm_90a/1 weight_grad* tf32 nhwc/nhwc bias: 2x16x4x16 64x16x3x3 padding=1,1
+sm_90a/1 weight_grad*halves tf32 nchw/nchw bias: 2x16x4x16 64x16x3x3 padding=1,1
+sm_90a/2 weight_grad float16 nhwc/nchw bias: 1x2x1x52 28x2x3x5 padding=4,0,4,0
+sm_90a/1 weight_grad tf32 nchw/nchw bias: 1x1x1x66 74x1x4x4 stride=1,3 padding=3,0,3,0
+"""
+
+
+def work_of(line: str) -> Work:
+    """With a residual, if it is a forward pass."""
+    work = net.work_of(line)
+    return replace(work, epilogue=FUSED) if work.direction == "forward" else work
+
+
+WORKS = [work_of(line) for line in (LINES + MORE_LINES * ALL).splitlines()]
+
+
+def _everything(work: Work) -> dict[str, Tensor]:
+    """All tensors of a pass that are the caller's, by the names that launches have for them."""
+    tensors = tensors_read(work, Tensors.random(work))
+    if work.bias_grad:
+        tensors["bias_grad"] = torch.full(work.case.weight[:1], torch.nan, dtype=work.dtype)
+    return {**tensors, "output": new_output(work)}
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """The same, one element past an aligned address."""
+    around = tensor.new_full((tensor.numel() + 1,), torch.nan)
+    return around.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+def _plan(work: Work, tensors: dict[str, Tensor]) -> Plan:
+    """What the CUDA backend would plan for these tensors; with the work's kernel, if it can."""
+    first = "grad_output" if work.direction == "weight_grad" else "input"
+    second = "input" if work.direction == "weight_grad" else "weight"
+    need = cuda.need(
+        getattr(planner, work.direction), work.case.problem, tensors[first], tensors[second],
+        tensors["output"], work.precision, work.bias_grad, planner.EVERY,
+        tensors.get("residual"), work.epilogue, tensors.get("bias"),
+    )  # fmt: skip
+    assert need is not None
+    operands = replace(
+        cuda.operands_for(need),
+        # Of images of one pixel, PyTorch cannot tell.
+        input_channels_last=work.channels_last,
+        output_channels_last=work.output_channels_last,
+    )
+    for chosen in (work.planner, need.plan):
+        with suppress(Declined):
+            return chosen(work.case.problem, operands, work.gpu)
+    raise AssertionError("the portable kernels take everything")
+
+
+EVERY_LINE = (LINES + MORE_LINES).splitlines()
+
+
+def test_every_kernel_is_in_a_line() -> None:
+    plans = [_plan(work, _everything(work)) for work in map(work_of, EVERY_LINE)]
+    sources = {launch.kernel.source for plan in plans for launch in plan.launches}
+    assert sources >= {*planner.ANATOMIES}
+
+
+def test_plans_of_a_misaligned_bias_are_others() -> None:
+    """Where the bias is read in pairs; elsewhere, and wherever it is aligned, nothing changes."""
+    for work in map(work_of, EVERY_LINE):
+        if work.direction != "forward":
+            continue
+        tensors = _everything(work)
+        before, bias = _plan(work, tensors), tensors["bias"]
+        after = _plan(work, {**tensors, "bias": moved(bias)})
+        told = "aligned_bias" in dict(before.launches[-1].kernel.constants)
+        assert (after != before) == (told and bias.element_size() == 2)
+
+
+def placements(work: Work) -> Iterator[tuple[str, dict[str, Tensor], Plan]]:
+    for name in _everything(work):
+        torch.manual_seed(0)
+        tensors = _everything(work)
+        tensors[name] = moved(tensors[name])
+        yield name, tensors, _plan(work, tensors)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    plans = (plan for work in WORKS for _, _, plan in placements(work))
+    precompile({launch.kernel for plan in plans for launch in plan.launches})
+
+
+@pytest.mark.parametrize("work", WORKS, ids=str)
+def test_any_tensor_may_begin_anywhere(work: Work) -> None:
+    for _, tensors, plan in placements(work):
+        scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
+        run_both_orders(plan.launches, {**tensors, "scratch": scratch})
+        _check(work, tensors)
+
+
+def _check(work: Work, tensors: dict[str, Tensor]) -> None:
+    torch.manual_seed(0)
+    given = Tensors.random(work)
+    # Which family takes it depends on the addresses, and whether it rounds to TF32 on the family.
+    roundings = ROUNDINGS if work.precision == "ieee" else ROUNDINGS * 2.0**13
+    assert_correct(replace(work, precision="ieee"), given, tensors["output"], roundings)
+    if "bias_grad" in tensors:
+        grad, over = given.grad_output.double(), (0, 2, 3)
+        assert_close(tensors["bias_grad"], grad.sum(over), grad.abs().sum(over), ROUNDINGS)
