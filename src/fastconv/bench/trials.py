@@ -265,7 +265,7 @@ def need(trial: Trial, data: Data, results: Results) -> cuda.Need | None:
     return cuda.need(
         getattr(planner, direction), trial.problem, first, second, results.main,
         trial.case.precision, results.bias_grad is not None, residual=data.residual,
-        epilogue=data.epilogue,
+        epilogue=data.epilogue, bias=data.bias,
     )  # fmt: skip
 
 
