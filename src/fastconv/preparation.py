@@ -34,7 +34,7 @@ from fastconv.kernels.family import Kernel, Plan
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
 from fastconv.problem import Epilogue, Problem
-from fastconv.state import State, clear_caches, holders, take_out
+from fastconv.state import State, clear_caches, holders, named_variables, take_out
 
 _GPU = "cuda"
 
@@ -283,6 +283,7 @@ class _DryRun:
     def __init__(self, fake: FakeTensorMode, watch: AbstractContextManager[Any]) -> None:
         self._fake, self._watch = fake, watch
         self._state = State()
+        self._others: set[int] = set()  # fake tensors of this mode that were there before
         self._stack = ExitStack()
         self._thread = threading.get_ident()
 
@@ -290,7 +291,7 @@ class _DryRun:
         with self._stack:  # which undoes what has been done if something fails here
             # Autocast would go on to give out fake weights that it has cast and kept.
             self._stack.callback(torch.clear_autocast_cache)
-            self._stack.callback(self._state.put_back, self._is_made)
+            self._stack.callback(self._state.put_back, self._is_new)
             for mode in (self._fake, self._watch, _StandIns(self._fake, self._state)):
                 self._stack.enter_context(mode)
             self._stack = self._stack.pop_all()
@@ -298,8 +299,10 @@ class _DryRun:
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
 
-    def _is_made(self, one: Any) -> bool:
-        return isinstance(one, FakeTensor) and one.fake_mode is self._fake
+    def _is_new(self, one: Any) -> bool:
+        """Whether it is a fake tensor that has been made meanwhile."""
+        is_ours = isinstance(one, FakeTensor) and one.fake_mode is self._fake
+        return is_ours and id(one) not in self._others
 
     # --- Guarded ---
 
@@ -313,19 +316,17 @@ class _DryRun:
         there is a block of its code within, which may keep tensors in its own variables; what they
         had before must not. ``is_known`` says that there may be others' tensors of this mode.
         """
-        before = self._made() if is_known else []
+        before = self._left() if is_known else []
         self._others = {id(one) for one in before}
-        if caller is not None:
-            _take_variables(self._state, caller)
-        for of in (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks):
-            self._state.take(of, "the hooks of all modules")
-        self._state.take(parametrize._cache, "parametrize.cached")
         for one in before:
             self._state.take_tensor(one)
+        if caller is not None:
+            self._state.take(_variables(caller), shared=True)
+        # Before what watches is entered, which may have hooks of its own.
+        modules = self._state.take({**roots, **_OF_PYTORCH})
         try:
             with _random_numbers(), self:
-                for name, root in roots.items():
-                    self._exchange(self._state.take(root, name))
+                self._exchange(modules)
                 handle = _hooks.register_module_forward_pre_hook(self._meet)
                 try:
                     yield
@@ -347,8 +348,7 @@ class _DryRun:
     def _meet(self, module: torch.nn.Module, _: Any) -> None:
         """Is told of each module that is about to be called, in whichever thread."""
         if threading.get_ident() == self._thread and not self._state.has(module):
-            found = self._state.take(module, type(module).__name__, late=True)
-            self._exchange(found)
+            self._exchange(self._state.take({type(module).__name__: module}, late=True))
 
     def _exchange(self, modules: Iterable[torch.nn.Module]) -> None:
         """Has fake parameters and buffers in place of the modules' own, which are noted."""
@@ -386,27 +386,28 @@ class _DryRun:
                 "Clear that before it is called next, and call it once with data instead"
             )
 
-    def _is_new(self, one: Any) -> bool:
-        return self._is_made(one) and id(one) not in self._others
-
-    def _made(self) -> list[Any]:
-        return [one for one in gc.get_objects() if type(one) is FakeTensor and self._is_made(one)]
-
     def _left(self) -> list[Any]:
-        return [one for one in self._made() if id(one) not in self._others]
+        """All that there is of them."""
+        return [one for one in gc.get_objects() if type(one) is FakeTensor and self._is_new(one)]
 
 
-def _take_variables(state: State, caller: FrameType) -> None:
+# What PyTorch itself keeps of models.
+_OF_PYTORCH = {
+    "hooks of all modules": (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks),
+    "parametrize.cached()": parametrize._cache,
+}
+
+
+def _variables(caller: FrameType) -> dict[str, Any]:
     """What a function's variables have now, and global ones that it names."""
-    code, names = caller.f_code, caller.f_globals
-    state.take_values(code, names)
-    if not code.co_flags & inspect.CO_OPTIMIZED:  # the variables of a file
-        return
-    variables = caller.f_locals
-    for name, value in [*variables.items()]:
-        state.take(value, name, shared=True)
-    if sys.version_info < (3, 13):
-        variables.clear()  # a copy that the frame keeps, and with it what they had
+    code = caller.f_code
+    found = named_variables(code, caller.f_globals)
+    if code.co_flags & inspect.CO_OPTIMIZED:  # else they are those of a file
+        variables = caller.f_locals
+        found |= variables
+        if sys.version_info < (3, 13):
+            variables.clear()  # a copy that the frame keeps, and with it what they had
+    return found
 
 
 def _calling() -> FrameType:
@@ -472,7 +473,7 @@ _OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fres
 def unchanged_attributes(model: torch.nn.Module) -> Iterator[None]:
     """Undoes what the model does to its Python state meanwhile, in whatever it can reach."""
     state = State()
-    state.take(model, "model")
+    state.take({"model": model})
     try:
         yield
     finally:

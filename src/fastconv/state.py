@@ -17,7 +17,7 @@ import gc
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -304,6 +304,8 @@ _ATOMS: frozenset[type] = frozenset({
 def _notes(of: Any) -> tuple[list[_Note], list[_Child]]:
     """What can change about an object, and what else it leads to."""
     kind = type(of)
+    if kind in (dict, OrderedDict):  # which most are
+        return [_Items(of)], []
     if issubclass(kind, type):
         if _is_library(of):
             return [], []
@@ -426,12 +428,21 @@ def _variables(code: types.CodeType, names: dict[str, Any]) -> Iterator[_Note]:
             yield _global_variables([one for one in used if one in vars(value)], vars(value))
 
 
+def named_variables(code: types.CodeType, names: dict[str, Any]) -> dict[str, Any]:
+    """What global variables have that code names."""
+    return {name: value for note in _variables(code, names) for (_, name), value in note.children()}
+
+
 def _global_variables(used: Iterable[str], names: dict[str, Any]) -> _Note:
+    def delete(name: str) -> None:
+        if type(names[name]) is not types.ModuleType:  # what was imported meanwhile stays
+            del names[name]
+
     return _Names(
         used,
         lambda name: names.get(name, _NOTHING),
         lambda name, value: names.__setitem__(name, value),
-        lambda name: names.__delitem__(name),
+        delete,
         _VARIABLE,
     )
 
@@ -496,17 +507,18 @@ class State:
         self._met: dict[int, _Met] = {}
 
     def take(
-        self, root: Any, name: str, shared: bool = False, late: bool = False
+        self, roots: Mapping[str, Any], shared: bool = False, late: bool = False
     ) -> list[nn.Module]:
-        """Notes an object and all that it leads to; the model's modules that are new.
+        """Notes objects and all that they lead to; the model's modules that are new.
 
-        ``shared`` says that it is not the model's own; ``late``, that the model is being called.
+        ``shared`` says that they are not the model's own; ``late``, that it is being called.
         """
         queues: tuple[deque[Any], deque[Any]] = deque(), deque()
-        queues[shared].append((root, None, (name, None)))
-        if isinstance(root, nn.Module) and not shared:  # modules before all else
-            named = root.named_modules()
-            queues[False].extend((one, None, (_of_module(name, of), None)) for of, one in named)
+        for name, root in roots.items():
+            if isinstance(root, nn.Module) and not shared:  # modules before all else
+                inner = root.named_modules()
+                queues[False].extend((one, None, (_of_module(name, of), None)) for of, one in inner)
+        queues[shared].extend((root, None, (name, None)) for name, root in roots.items())
         found: list[nn.Module] = []
         room = LIMIT
         with _plainly():
@@ -542,12 +554,6 @@ class State:
         for note in notes:
             leads.extend(note.children())
         return [(child, id(of), how) for how, child in leads]
-
-    def take_values(self, code: types.CodeType, names: dict[str, Any]) -> None:
-        """Notes the values of variables that code names, which it may go on to change itself."""
-        for note in _variables(code, names):
-            for (_, name), value in [*note.children()]:
-                self.take(value, str(name), shared=True)
 
     def take_tensor(self, tensor: Tensor) -> None:
         """Notes what autograd knows of a tensor from outside, unless it was noted before."""
@@ -689,7 +695,7 @@ def holders(of: list[Any], state: State, named_only: bool) -> dict[str, Any]:
         and not wanted.isdisjoint(map(id, gc.get_referents(one)))
     ]
     found: dict[str, Any] = {}
-    for one in direct:
+    for one in direct[:_MOST_NAMES]:
         child = next(ref for ref in gc.get_referents(one) if id(ref) in wanted)
         name = _name(one, child, state, {id(of), id(direct), id(found)})
         if name is not None or not named_only:
@@ -709,7 +715,8 @@ def take_out(holder: Any, must_go: Callable[[Any], bool]) -> None:
 
 
 _NO_HOLDERS = frozenset({types.FrameType, types.TracebackType, types.FunctionType, FakeTensor})
-_CLIMB = 200  # how many objects are looked at for a name
+_MOST_NAMES = 20
+_CLIMB = 50  # how many objects are looked at for a name
 
 
 def _name(holder: Any, child: Any, state: State, ignored: set[int]) -> str | None:
