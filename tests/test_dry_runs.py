@@ -168,6 +168,38 @@ def test_weights_are_what_they_were(name: str, by: str) -> None:
         assert type(model(EXAMPLE)) is Tensor
 
 
+BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "complex": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "of 4 bits": lambda: torch.empty(3, dtype=torch.uint4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_of_another_kind(name: str) -> None:
+    """Some have no fake form: they stay what they are, and nobody uses them here."""
+    model = nn.Sequential(_layer())
+    buffer = BUFFERS[name]()
+    model.register_buffer("other", buffer)
+    _prepare(model)
+    assert model.other is buffer
+    _no_fakes()
+
+
+def test_wrapped_models() -> None:
+    """They call what they wrap in ways of their own; ``torch.func`` wraps tensors, too."""
+    model = nn.Sequential(_layer())
+    _check_entries(model, lambda: _prepare(nn.DataParallel(model)))
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: model(x).sum())(x)
+
+    _check_entries(model, lambda: _prepare(gradient))
+
+
 def test_tied_parameters_are_tied() -> None:
     """While it is called, too: their gradients are one."""
 

@@ -21,7 +21,6 @@ import torch.nn.modules.module as _hooks
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -363,7 +362,8 @@ class _DryRun:
                             f"({type(module).__name__}.{name}): call it once before"
                         )
                     if tensor is not None:
-                        with suppress(UnsupportedFakeTensorException):
+                        # What has no fake form stays what it is; who uses it is told.
+                        with suppress(Exception):
                             of[name] = self._fake.from_tensor(tensor)
 
     def _check(self, named_only: bool) -> None:

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 LIMIT = 100_000
 """How many objects are noted at most, a model's modules first, then what is nearest to them."""
 
-_REACH = 20_000  # how many objects are looked at for something that must not stay
+# How many objects are looked at for something that must not stay; in each of many caches.
+_REACH, _REACH_OF_CACHES = 20_000, 1000
 
 # Code and classes of these are no model's: what they keep for themselves is not looked at.
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fastconv", "numpy", "sympy", "triton"})
@@ -210,7 +211,8 @@ class _Autograd(_Note):
         self._has_grad = self._is_leaf or of.retains_grad
         self._grad = of.grad if self._has_grad else None
         # In a way that tells whether somebody has assigned to .data.
-        self._data = of.data if type(of) in _TENSORS and of.layout == torch.strided else None
+        plain = type(of) in _TENSORS and of.layout == torch.strided and not of.is_nested
+        self._data = of.data if plain else None
 
     def changed(self) -> bool:
         of = self._of
@@ -333,7 +335,7 @@ def _notes(of: Any) -> tuple[list[_Note], list[_Child]]:
     if kind in _CONTAINERS:
         return notes, leads
     if issubclass(kind, Tensor):
-        if not issubclass(kind, FakeTensor) and not is_lazy(of):
+        if _has_memory(of):
             notes.append(_Autograd(of))
     elif any(kind.__module__.startswith(name) for name in _OF_COMPILERS) and not issubclass(
         kind, nn.Module
@@ -352,6 +354,12 @@ def _notes(of: Any) -> tuple[list[_Note], list[_Child]]:
 
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, deque, set, tuple, frozenset})
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is a tensor with data: not one without sizes, nor what torch.func makes of one."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (isinstance(tensor, FakeTensor) or is_lazy(tensor) or wrapped)
 
 
 def _attributes(of: Any, kind: type) -> Iterator[_Note]:
@@ -557,7 +565,7 @@ class State:
 
     def take_tensor(self, tensor: Tensor) -> None:
         """Notes what autograd knows of a tensor from outside, unless it was noted before."""
-        if not self._is_noted(tensor, False):
+        if _has_memory(tensor) and not self._is_noted(tensor, False):
             met = self._met.setdefault(id(tensor), _Met(tensor, None, ("a tensor", None)))
             with _plainly():
                 met.own = [_Autograd(tensor)]
@@ -665,10 +673,9 @@ def clear_caches(must_go: Callable[[Any], bool]) -> None:
 
 
 def _holds(cache: Any, must_go: Callable[[Any], bool]) -> bool:
-    left = [one for one in gc.get_referents(cache) if type(one) is not types.FunctionType]
-    seen = set[int]()
-    while left and len(seen) < _REACH:
-        of = left.pop()
+    left, seen = deque(gc.get_referents(cache)), set[int]()
+    while left and len(seen) < _REACH_OF_CACHES:
+        of = left.popleft()
         if must_go(of):
             return True
         if id(of) in seen or isinstance(of, type | types.ModuleType | types.FunctionType | Tensor):
