@@ -148,7 +148,7 @@ class _OfList(nn.Module):
         return fastconv.conv2d(x, first) + fastconv.conv2d(x, self.weights[1]) * second.sum()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # of what is deprecated, and of tracing
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("by", ["prepare", "function", "preparing"])
 def test_weights_are_what_they_were(name: str, by: str) -> None:

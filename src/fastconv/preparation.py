@@ -88,8 +88,10 @@ def prepare(
 
     Without it a network's first step waits for its layers one after the other. Nothing is
     computed: the model is called with tensors that have no data (``FakeTensorMode``), its
-    parameters and buffers replaced likewise, so that none of them changes. Where gradients are
-    enabled and the result has some, those of a backward pass are prepared as well.
+    parameters and buffers replaced likewise, so that none of them changes. What its code does to
+    Python state meanwhile is undone: attributes, caches, counters, layers and buffers that it makes
+    on its first call, random numbers (:mod:`fastconv.state`). Where gradients are enabled and the
+    result has some, those of a backward pass are prepared as well.
 
         >>> model = model.cuda()
         >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))
@@ -110,7 +112,9 @@ def prepare(
 
     Raises:
         RuntimeError: the model does something that takes data (``.item()``, a branch on a value, an
-            operator that knows no fake tensors). Its first step compiles what it needs then.
+            operator that knows no fake tensors), or its layers have no sizes yet. Its first step
+            compiles what it needs then. Or it keeps tensors without data where that cannot be
+            undone; the error says where.
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start = time.perf_counter()
@@ -135,8 +139,9 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
         ...     criterion(model(images), targets).backward()
         >>> print(step.report)
 
-    Leave the optimizer's step out: it would keep tensors without data. So would modules that note a
-    tensor in an attribute; :func:`prepare`, which knows the model, undoes that.
+    What modules do to their Python state in the block is undone, as by :func:`prepare`. Of other
+    objects that were there before, such as a ``GradScaler`` or a list, that is undone by which they
+    hold tensors without data. Variables that the block sets are its own.
 
     Args:
         progress: whether to show on stderr how far compiling is; by default, if that is a terminal.
@@ -144,6 +149,7 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
     Raises:
         Exception: whatever the block raises; what takes data (``.item()`` of a tensor that was made
             there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
+        RuntimeError: something goes on to hold tensors without data; it is named.
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start, found, recorder = time.perf_counter(), Preparing(), _Recorder()
