@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import sys
 import threading
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -302,6 +304,32 @@ def test_tensors_from_outside() -> None:
     assert kept.grad is None
     assert weight.grad is None
     _no_fakes()
+
+
+def test_what_a_graph_has_saved_is_of_use() -> None:
+    """To autograd it is as if nobody had written to it, and nobody has."""
+    layer, scale = _layer(), torch.ones(())
+    weight = torch.ones((), requires_grad=True)
+    output = weight * scale
+    _prepare(lambda x: layer(x) * scale.add_(1))
+    output.backward()
+    assert weight.grad == 1
+
+
+def test_what_does_not_let_itself_be_looked_at() -> None:
+    """All else is put back."""
+
+    class Odd:
+        __slots__ = ("__dict__", "x")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise TypeError(name)
+
+        __dict__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+    model = Keeps()
+    model.cache["odd"] = Odd()
+    _check_entries(model, lambda: _prepare(model))
 
 
 def test_a_graph_that_is_changed_is_an_error() -> None:
@@ -662,6 +690,31 @@ def test_variables_of_a_block() -> None:
     assert losses == []
     assert old == {"loss": None}
     del result, loss
+    _no_fakes()
+
+
+def test_a_block_in_a_file() -> None:
+    """Whose variables are global ones, and its own all the same."""
+    file = types.ModuleType("test_dry_runs_file")
+    lines = """
+losses, cache = [], {"old": 1}
+with fastconv.preparing() as step:
+    result = {"output": model(example)}
+    loss = result["output"].sum()
+    loss.backward()
+    losses.append(loss)
+    cache["new"] = (loss,)
+"""
+    vars(file).update(fastconv=fastconv, model=Backbone(), example=EXAMPLE)
+    sys.modules[file.__name__] = file
+    try:
+        exec(lines, vars(file))
+        assert file.step.report.passes
+        assert isinstance(file.loss, FakeTensor)
+        assert (file.losses, file.cache) == ([], {"old": 1})
+    finally:
+        del sys.modules[file.__name__]
+        vars(file).clear()
     _no_fakes()
 
 

@@ -346,7 +346,7 @@ class _DryRun:
                 self._check(named_only=True)
             raise
         else:
-            self._check(named_only=caller is not None)
+            self._check(caller is not None, caller and caller.f_globals)
         finally:
             self._state.forget()
 
@@ -372,8 +372,11 @@ class _DryRun:
                         with suppress(Exception):
                             of[name] = self._fake.from_tensor(tensor)
 
-    def _check(self, named_only: bool) -> None:
-        """Raises if something still holds fake tensors that have been made meanwhile."""
+    def _check(self, named_only: bool, allowed: Any = None) -> None:
+        """Raises if something still holds fake tensors that have been made meanwhile.
+
+        What has no name may be what a function's variable has. ``allowed`` may hold them as well.
+        """
         self._state.close()
         if not self._left():
             return
@@ -382,7 +385,7 @@ class _DryRun:
             return
         clear_caches(self._is_new)
         left = self._left()
-        found = holders(left, self._state, named_only) if left else {}
+        found = holders(left, self._state, named_only, allowed) if left else {}
         for holder in found.values():
             take_out(holder, self._is_new)
         if found:

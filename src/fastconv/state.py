@@ -18,7 +18,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,7 +202,7 @@ class _Script(_Names):
 
 
 class _Autograd(_Note):
-    """Of a tensor with data: its memory, its gradient, and whether it wants one."""
+    """Of a tensor with data: its memory, version and gradient, and whether it wants one."""
 
     def __init__(self, of: Tensor) -> None:
         self._of = of
@@ -211,6 +211,7 @@ class _Autograd(_Note):
         self._has_grad = self._is_leaf or of.retains_grad
         self._grad = of.grad if self._has_grad else None
         # In a way that tells whether somebody has assigned to .data.
+        self._version = None if of.is_inference() else of._version
         plain = type(of) in _TENSORS and of.layout == torch.strided and not of.is_nested
         self._data = of.data if plain else None
 
@@ -220,6 +221,7 @@ class _Autograd(_Note):
             of.requires_grad != self._wants
             or of.grad_fn is not self._node
             or (self._has_grad and of.grad is not self._grad)
+            or (self._version is not None and of._version != self._version)
             or not self._has_its_memory()
         )
 
@@ -252,6 +254,8 @@ class _Autograd(_Note):
             of.requires_grad_(self._wants)
         if self._has_grad and of.grad is not self._grad:
             of.grad = self._grad
+        if self._version is not None:  # no number was written: who has saved it need not mind
+            torch._C._autograd._unsafe_set_version_counter((of,), (self._version,))
 
 
 class _Type(_Note):
@@ -362,11 +366,19 @@ def _has_memory(tensor: Tensor) -> bool:
     return not (isinstance(tensor, FakeTensor) or is_lazy(tensor) or wrapped)
 
 
+def _dictionary(of: Any) -> dict[str, Any] | None:
+    """An object's attributes, if it has such and lets itself be looked at."""
+    try:
+        found = object.__getattribute__(of, "__dict__") if type(of).__dictoffset__ else None
+    except Exception:  # by code of somebody's
+        return None
+    return found if type(found) is dict else None
+
+
 def _attributes(of: Any, kind: type) -> Iterator[_Note]:
-    if kind.__dictoffset__:
-        attributes = object.__getattribute__(of, "__dict__")
-        if type(attributes) is dict:
-            yield _Items(attributes, _ATTRIBUTE)
+    attributes = _dictionary(of)
+    if attributes is not None:
+        yield _Items(attributes, _ATTRIBUTE)
     slots = {
         name: slot
         for base in kind.__mro__
@@ -478,12 +490,8 @@ def _is_shared(of: Any) -> bool:
         return False
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
         return True
-    if not kind.__dictoffset__:
-        return False
-    attributes = object.__getattribute__(of, "__dict__")
-    return type(attributes) is dict and any(
-        type(value).__module__ in ("_thread", "threading") for value in [*attributes.values()]
-    )
+    values = [*(_dictionary(of) or {}).values()]
+    return any(type(value).__module__ in ("_thread", "threading") for value in values)
 
 
 _OWN = (nn.Module, type, dict, list, deque, set, tuple, frozenset)
@@ -540,9 +548,10 @@ class State:
                         queues[True].append((of, parent, segment))
                         continue
                     room -= 1
-                    queue.extend(self._note(of, parent, segment, is_shared, late))
-                    if isinstance(of, nn.Module) and not is_shared:
-                        found.append(of)
+                    with suppress(Exception):  # what does not let itself be looked at is let be
+                        queue.extend(self._note(of, parent, segment, is_shared, late))
+                        if isinstance(of, nn.Module) and not is_shared:
+                            found.append(of)
         return found
 
     def _is_noted(self, of: Any, shared: bool) -> bool:
@@ -590,20 +599,18 @@ class State:
             raise interrupt
 
     def _put_back(self, must_go: Callable[[Any], bool]) -> None:
-        trouble: RuntimeError | None = None
+        trouble: Exception | None = None
         with _plainly():
             for met in [*self._met.values()]:
-                for note in met.own or ():
-                    if note.changed():
-                        try:
+                own, shared = met.own or (), met.shared or ()
+                for note, is_own in (*((n, True) for n in own), *((n, False) for n in shared)):
+                    try:
+                        if note.changed() and (is_own or self._leads_to(note.now(), must_go)):
                             note.put_back()
-                        except RuntimeError as error:
-                            trouble = error
-                for note in met.shared or ():
-                    if note.changed() and self._leads_to(note.now(), must_go):
-                        note.put_back()
+                    except Exception as error:  # the others are to be put back all the same
+                        trouble = error
         if trouble is not None:
-            raise trouble
+            raise RuntimeError(f"the model is not as it was: {trouble}") from trouble
 
     def _leads_to(self, values: Iterable[Any], must_go: Callable[[Any], bool]) -> bool:
         """Whether something of the kind hangs on these values, by objects that are new."""
@@ -685,8 +692,8 @@ def _holds(cache: Any, must_go: Callable[[Any], bool]) -> bool:
     return False
 
 
-def holders(of: list[Any], state: State, named_only: bool) -> dict[str, Any]:
-    """What holds these objects, by its name; not frames, which hold variables.
+def holders(of: list[Any], state: State, named_only: bool, allowed: Any = None) -> dict[str, Any]:
+    """What holds these objects, by its name; not frames, which hold variables, nor what is allowed.
 
     It is looked for from each object upwards, to something that has a name: what is in ``state``,
     a file's variable, a class, a function. What else it is has the name of its type, or is left out
@@ -698,13 +705,14 @@ def holders(of: list[Any], state: State, named_only: bool) -> dict[str, Any]:
         for one in gc.get_objects()
         if type(one) not in _NO_HOLDERS
         and one is not of
+        and one is not allowed
         and id(one) not in wanted
         and not wanted.isdisjoint(map(id, gc.get_referents(one)))
     ]
     found: dict[str, Any] = {}
     for one in direct[:_MOST_NAMES]:
         child = next(ref for ref in gc.get_referents(one) if id(ref) in wanted)
-        name = _name(one, child, state, {id(of), id(direct), id(found)})
+        name = _name(one, child, state, {id(of), id(direct), id(found), id(allowed)})
         if name is not None or not named_only:
             found[name or written([(f"a {type(one).__name__}", None), *_steps(one, child)])] = one
     return found
