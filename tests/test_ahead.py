@@ -51,7 +51,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(cuda, "before_forward", ahead.begin_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
-    monkeypatch.setattr(cuda, "_made", set())
+    monkeypatch.setattr(cuda, "_made", {})
     monkeypatch.setattr(launch, "prepare", lambda *_: prepared)
     monkeypatch.setattr(launch, "begin_work", lambda need, work: found.begun.append(need))
     for name, kernels, on in (
@@ -271,7 +271,7 @@ def test_how_far_it_looks(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None
     model = nn.Sequential(*(fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 9)))
     model[:2](torch.randn(1, 8, 6, 6))
     noted.begun.clear()
-    monkeypatch.setattr(cuda, "_made", set(noted.needed))
+    monkeypatch.setattr(cuda, "_made", dict.fromkeys(noted.needed))
     model(torch.randn(1, 8, 6, 6)[..., :5].contiguous())
     channels = [need.problem.in_channels for need in noted.guesses]
     assert channels[: ahead.LAYERS] == [40, 32, 24, 16]
@@ -375,3 +375,14 @@ def test_what_is_guessed_is_taken(noted: Noted, compiled: list[str]) -> None:
     assert len(compiled) == len(set(compiled))
     assert len(noted.needed) == len(set(noted.needed)) == 9
     assert not launch._workers._pieces
+
+
+def test_how_many_passes_are_noted_as_ready(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are kept: with sizes that change all the time, the table has an end."""
+    monkeypatch.setattr(cuda, "MOST_READY", 3)
+    with torch.no_grad():
+        for size in range(10, 16):
+            fastconv.conv2d(*_tensors(size=size))
+    assert [*cuda._made] == noted.needed[-3:]
+    assert all(map(cuda.is_ready, noted.needed[-3:]))
+    assert not cuda.is_ready(noted.needed[0])

@@ -12,7 +12,7 @@ import fastconv
 
 PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
-    {"problem", "_precision", "tables", "timing"},
+    {"problem", "_precision", "tables", "timing", "state"},
     {"kernels", "jit", "native", "files"},
     {
         "backends",

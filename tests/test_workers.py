@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from effort import PATIENCE_S
 from fastconv.jit import launch
-from fastconv.jit.workers import Workers, is_ahead
+from fastconv.jit.workers import KEPT_S, Workers, is_ahead
 from test_jit import in_threads
 
 
@@ -92,6 +93,137 @@ def test_what_nobody_has_got_to_can_be_dropped() -> None:
     _idle(workers)
     assert sorted(done) == ["b", "c"]
     assert workers.claim("a") is None
+
+
+class Time:
+    """A clock, and calls that are due at some time by it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Any:
+        self.due.append(one := (self.now + seconds, call))
+        return SimpleNamespace(cancel=lambda: self.due.remove(one))
+
+    def goes_on(self, seconds: float) -> None:
+        self.now += seconds
+        for at, call in [*self.due]:
+            if at <= self.now:
+                self.due.remove((at, call))
+                call()
+
+    def workers(self) -> Workers:
+        return Workers(clock=lambda: self.now, later=self.later)
+
+
+def test_what_nobody_asks_for_is_dropped_after_a_while() -> None:
+    """With nobody beginning or asking for anything: there is a timer."""
+    time = Time()
+    workers = time.workers()
+    workers.begin("early", lambda: "result", 2)
+    _idle(workers)
+    time.goes_on(KEPT_S / 2)
+    workers.begin("late", lambda: "result", 2)
+    _idle(workers)
+    time.goes_on(KEPT_S / 2 - 1)
+    assert [*workers._pieces] == ["early", "late"]
+    time.goes_on(1)
+    assert [*workers._pieces] == ["late"]
+    assert workers.claim("early") is None
+    time.goes_on(KEPT_S / 2)
+    assert not workers._pieces
+    assert not time.due
+
+
+def test_what_nobody_has_got_to_is_dropped_as_well() -> None:
+    time, gates = Time(), [Gate(), Gate()]
+    workers = time.workers()
+    futures = [workers.ask(gate, gate, 2) for gate in gates]
+    workers.begin("never", pytest.fail, 2)
+    time.goes_on(KEPT_S)
+    assert "never" not in workers._pieces
+    assert not workers._ahead
+    for gate in gates:
+        gate.may_end.set()
+    assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
+    _idle(workers)
+
+
+def test_what_somebody_waits_for_is_not_dropped() -> None:
+    """Nor what is under way, from whose end on it is kept."""
+    time, gates = Time(), [Gate() for _ in range(2)]
+    workers = time.workers()
+    for number, gate in enumerate(gates):
+        workers.begin(number, gate, 3)
+        assert gate.began.wait(PATIENCE_S)
+    asked = workers.claim(0)
+    waiting = workers.ask("waiting", lambda: "came", 2)
+    time.goes_on(3 * KEPT_S)
+    assert {0, 1} <= {*workers._pieces}
+    for gate in gates:
+        gate.may_end.set()
+    assert asked is not None
+    assert asked.result(PATIENCE_S) == "through"
+    assert waiting.result(PATIENCE_S) == "came"
+    _idle(workers)
+    time.goes_on(KEPT_S - 1)
+    later = workers.claim(1)
+    assert later is not None
+    assert later.result(PATIENCE_S) == "through"
+    assert not workers._pieces
+    assert not time.due
+
+
+def test_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest; and nothing that was asked for counts."""
+    monkeypatch.setattr("fastconv.jit.workers.MOST_KEPT", 3)
+    time, gate = Time(), Gate()
+    workers = time.workers()
+    future = workers.ask("asked", gate, 2)
+    assert gate.began.wait(PATIENCE_S)
+    for number in range(10):
+        time.now += 1
+        workers.begin(number, partial(int, number), 2)
+        assert len(workers._pieces) <= 4
+        assert len(workers._ahead) <= 3
+    gate.may_end.set()
+    assert future.result(PATIENCE_S) == "through"
+    _idle(workers)
+    assert [*workers._pieces] == [7, 8, 9]
+    for number in range(7, 10):
+        found = workers.claim(number)
+        assert found is not None
+        assert found.result(PATIENCE_S) == number
+    assert workers.ask(0, lambda: "anew", 2).result(PATIENCE_S) == "anew"
+    _idle(workers)
+    assert not workers._pieces
+
+
+def test_a_timer_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then what is too old is dropped when something else is begun."""
+    time = Time()
+    workers = Workers(clock=lambda: time.now, later=lambda *_: None)
+    workers.begin("early", lambda: "result", 2)
+    _idle(workers)
+    time.goes_on(2 * KEPT_S)
+    workers.begin("late", lambda: "result", 2)
+    assert "early" not in workers._pieces
+    _idle(workers)
+
+
+def test_the_timer_is_a_thread_of_its_own() -> None:
+    """Which ends when there is nothing left, and no process waits for it."""
+    workers = Workers()
+    workers.begin("ahead", lambda: "result", 2)
+    timer = workers._timer
+    assert isinstance(timer, threading.Timer)
+    assert timer.daemon
+    _idle(workers)
+    assert workers.claim("ahead") is not None
+    timer.join(PATIENCE_S)
+    assert not timer.is_alive()
+    assert workers._timer is None
 
 
 def test_who_works_ahead_knows() -> None:

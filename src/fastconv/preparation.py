@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import random
 import sys
+import threading
 import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.modules.module as _hooks
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv import tables
@@ -24,6 +33,7 @@ from fastconv.kernels.family import Kernel, Plan
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
 from fastconv.problem import Epilogue, Problem
+from fastconv.state import State, clear_caches, holders, named_variables, take_out
 
 _GPU = "cuda"
 
@@ -78,8 +88,10 @@ def prepare(
 
     Without it a network's first step waits for its layers one after the other. Nothing is
     computed: the model is called with tensors that have no data (``FakeTensorMode``), its
-    parameters and buffers replaced likewise, so that none of them changes. Where gradients are
-    enabled and the result has some, those of a backward pass are prepared as well.
+    parameters and buffers replaced likewise, so that none of them changes. What its code does to
+    Python state meanwhile is undone: attributes, caches, counters, layers and buffers that it makes
+    on its first call, random numbers (:mod:`fastconv.state`). Where gradients are enabled and the
+    result has some, those of a backward pass are prepared as well.
 
         >>> model = model.cuda()
         >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))
@@ -100,11 +112,13 @@ def prepare(
 
     Raises:
         RuntimeError: the model does something that takes data (``.item()``, a branch on a value, an
-            operator that knows no fake tensors). Its first step compiles what it needs then.
+            operator that knows no fake tensors), or its layers have no sizes yet. Its first step
+            compiles what it needs then. Or it keeps tensors without data where that cannot be
+            undone; the error says where.
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start = time.perf_counter()
-    return _prepared(needs_of(model, example, named), start, progress)
+    return _prepared(needs_of(model, example, named, guard=True), start, progress)
 
 
 class Preparing:
@@ -125,8 +139,9 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
         ...     criterion(model(images), targets).backward()
         >>> print(step.report)
 
-    Leave the optimizer's step out: it would keep tensors without data. So would modules that note a
-    tensor in an attribute; :func:`prepare`, which knows the model, undoes that.
+    What modules do to their Python state in the block is undone, as by :func:`prepare`. Of other
+    objects that were there before, such as a ``GradScaler`` or a list, that is undone by which they
+    hold tensors without data. Variables that the block sets are its own.
 
     Args:
         progress: whether to show on stderr how far compiling is; by default, if that is a terminal.
@@ -134,10 +149,12 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
     Raises:
         Exception: whatever the block raises; what takes data (``.item()`` of a tensor that was made
             there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
+        RuntimeError: something goes on to hold tensors without data; it is named.
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start, found, recorder = time.perf_counter(), Preparing(), _Recorder()
-    with _without_data(FakeTensorMode(allow_non_fake_inputs=True), recorder):
+    run = _DryRun(FakeTensorMode(allow_non_fake_inputs=True), recorder)
+    with run.guarded({}, is_known=False, caller=_calling()):
         yield found
     found.report = _prepared(recorder.needs, start, progress)
 
@@ -196,13 +213,18 @@ Needs = Counter[cuda.Need]
 """What passes are asked to do; how often."""
 
 
-def needs_of(model: Callable[..., Any], example: Any, named: Any) -> Needs:
-    """What the model's passes ask for, a backward pass included."""
+def needs_of(
+    model: Callable[..., Any], example: Any, named: Any, guard: bool | None = None
+) -> Needs:
+    """What the model's passes ask for, a backward pass included.
+
+    ``guard`` is :func:`call_without_data`'s.
+    """
     if not tensors_of((example, named)):
         raise ValueError("prepare() takes a model and an example of what it is called with")
     recorder = _Recorder()
     try:
-        call_without_data(model, example, named, watch=recorder, backward=True)
+        call_without_data(model, example, named, watch=recorder, backward=True, guard=guard)
     except NeedsData as error:
         raise RuntimeError(f"cannot prepare the model, as it {error}") from error
     return recorder.needs
@@ -218,61 +240,224 @@ def call_without_data(
     named: Any,
     watch: AbstractContextManager[Any],
     backward: bool = False,
+    guard: bool | None = None,
 ) -> None:
     """Calls the model with fake tensors, in a context, and a backward pass if it should.
 
-    Parameters and buffers are fake as well, and attributes of modules are put back: nothing
-    changes, and nothing is computed.
+    Nothing is computed and no tensor changes. With ``guard`` nothing else does, either: parameters
+    and buffers are fake as well, and what the model does to its Python state is undone. It is there
+    for modules unless it is False; functions of ours, which keep nothing or keep it on purpose, do
+    without.
 
     Raises:
         NeedsData: it does something that takes data.
+        RuntimeError: it keeps fake tensors, guarded as it is.
     """
-    tensors = tensors_of((example, named))
-    state = {}
+    module = isinstance(model, torch.nn.Module)
+    given = [*tensors_of((example, named))]
     if isinstance(model, torch.nn.Module):
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    fake = detect_fake_mode([*tensors, *state.values()]) or FakeTensorMode(
-        allow_non_fake_inputs=True  # tensors that are neither parameters nor buffers
-    )
-    with ExitStack() as stack:
-        stack.enter_context(_without_data(fake, watch))
-        example, named, state = tree_map_only(Tensor, fake.from_tensor, (example, named, state))
+        given += (*model.parameters(), *model.buffers())
+    known = detect_fake_mode(given)
+    fake = known or FakeTensorMode(allow_non_fake_inputs=True)  # for what is not exchanged
+    roots = {"model": model, "example": example, "named": named}
+    run = _DryRun(fake, watch)
+    with run.guarded(roots, known is not None) if guard or (module and guard is None) else run:
+        _call(fake, model, example, named, backward)
+
+
+def _call(
+    fake: FakeTensorMode, model: Callable[..., Any], example: Any, named: Any, backward: bool
+) -> None:
+    """Calls it; when this returns, what it has made is gone."""
+    example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
+    try:
+        outputs = [one for one in tensors_of(model(*example, **named)) if one.requires_grad]
+        if backward and outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    except NeedsData:
+        raise
+    except Exception as error:
+        raise NeedsData(
+            f"cannot be called with tensors that have no data (torch.utils FakeTensorMode): {error}"
+        ) from error
+
+
+class _DryRun:
+    """Within, nothing is computed, and tensors from outside do not change; nor does their grad."""
+
+    def __init__(self, fake: FakeTensorMode, watch: AbstractContextManager[Any]) -> None:
+        self._fake, self._watch = fake, watch
+        self._state = State()
+        self._others: set[int] = set()  # fake tensors of this mode that were there before
+        self._stack = ExitStack()
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        with self._stack:  # which undoes what has been done if something fails here
+            # Autocast would go on to give out fake weights that it has cast and kept.
+            self._stack.callback(torch.clear_autocast_cache)
+            self._stack.callback(self._state.put_back, self._is_new)
+            for mode in (self._fake, self._watch, _StandIns(self._fake, self._state)):
+                self._stack.enter_context(mode)
+            self._stack = self._stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def _is_new(self, one: Any) -> bool:
+        """Whether it is a fake tensor that has been made meanwhile."""
+        is_ours = isinstance(one, FakeTensor) and one.fake_mode is self._fake
+        return is_ours and id(one) not in self._others
+
+    # --- Guarded ---
+
+    @contextmanager
+    def guarded(
+        self, roots: Mapping[str, Any], is_known: bool, caller: FrameType | None = None
+    ) -> Iterator[None]:
+        """The same, and Python state that can be reached from the roots does not change.
+
+        Nor does that of modules that are called, whatever they are reached from. With a ``caller``
+        there is a block of its code within, which may keep tensors in its own variables; what they
+        had before must not. ``is_known`` says that there may be others' tensors of this mode.
+        """
+        before = self._left() if is_known else []
+        self._others = {id(one) for one in before}
+        for one in before:
+            self._state.take_tensor(one)
+        if caller is not None:
+            self._state.take(_variables(caller), shared=True)
+        # Before what watches is entered, which may have hooks of its own.
+        modules = self._state.take({**roots, **_OF_PYTORCH})
         try:
-            if isinstance(model, torch.nn.Module):
-                stack.enter_context(unchanged_attributes(model))
-                result = torch.func.functional_call(model, state, example, named)
-            else:
-                result = model(*example, **named)
-            outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-            if backward and outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        except Exception as error:
-            raise NeedsData(
-                "cannot be called with tensors that have no data "
-                f"(torch.utils FakeTensorMode): {error}"
-            ) from error
+            with _random_numbers(), self:
+                self._exchange(modules)
+                handle = _hooks.register_module_forward_pre_hook(self._meet)
+                try:
+                    yield
+                finally:
+                    handle.remove()
+        except BaseException as error:
+            if caller is not None:
+                clear_caches(self._is_new)
+                raise
+            _clear_frames(error)  # whose variables would hold what was made
+            with nullcontext() if isinstance(error, Exception) else suppress(RuntimeError):
+                self._check(named_only=True)
+            raise
+        else:
+            self._check(caller is not None, caller and caller.f_globals)
+        finally:
+            self._state.forget()
+
+    def _meet(self, module: torch.nn.Module, _: Any) -> None:
+        """Is told of each module that is about to be called, in whichever thread."""
+        if threading.get_ident() == self._thread and not self._state.has(module):
+            self._exchange(self._state.take({type(module).__name__: module}, late=True))
+
+    def _exchange(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Has fake parameters and buffers in place of the modules' own, which are noted."""
+        for module in modules:
+            for of in (vars(module).get("_parameters"), vars(module).get("_buffers")):
+                if not isinstance(of, dict):  # a ScriptModule's are C++'s: see _StandIns
+                    continue
+                for name, tensor in of.items():
+                    if is_lazy(tensor):
+                        raise NeedsData(
+                            "has parameters that have no sizes yet "
+                            f"({type(module).__name__}.{name}): call it once before"
+                        )
+                    if tensor is not None:
+                        # What has no fake form stays what it is; who uses it is told.
+                        with suppress(Exception):
+                            of[name] = self._fake.from_tensor(tensor)
+
+    def _check(self, named_only: bool, allowed: Any = None) -> None:
+        """Raises if something still holds fake tensors that have been made meanwhile.
+
+        What has no name may be what a function's variable has. ``allowed`` may hold them as well.
+        """
+        self._state.close()
+        if not self._left():
+            return
+        gc.collect()
+        if not self._left():
+            return
+        clear_caches(self._is_new)
+        left = self._left()
+        found = holders(left, self._state, named_only, allowed) if left else {}
+        for holder in found.values():
+            take_out(holder, self._is_new)
+        if found:
+            raise RuntimeError(
+                "the model was called with tensors that have no data, and keeps such in "
+                f"{', '.join(found)}, where fastconv cannot put back what was there before. "
+                "Clear that before it is called next, and call it once with data instead"
+            )
+
+    def _left(self) -> list[Any]:
+        """All that there is of them."""
+        return [one for one in gc.get_objects() if type(one) is FakeTensor and self._is_new(one)]
+
+
+# What PyTorch itself keeps of models.
+_OF_PYTORCH = {
+    "hooks of all modules": (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks),
+    "parametrize.cached()": parametrize._cache,
+}
+
+
+def _variables(caller: FrameType) -> dict[str, Any]:
+    """What a function's variables have now, and global ones that it names."""
+    code = caller.f_code
+    found = named_variables(code, caller.f_globals)
+    if code.co_flags & inspect.CO_OPTIMIZED:  # else they are those of a file
+        variables = caller.f_locals
+        found |= variables
+        if sys.version_info < (3, 13):
+            variables.clear()  # a copy that the frame keeps, and with it what they had
+    return found
+
+
+def _calling() -> FrameType:
+    """Who has entered a context of ours."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
-def _without_data(fake: FakeTensorMode, watch: AbstractContextManager[Any]) -> Iterator[None]:
-    """Within, nothing is computed, and tensors from outside do not change; nor does their grad."""
-    stand_ins = _StandIns(fake)
-    with ExitStack() as stack:
-        # Autocast would go on to give out fake weights that it has cast and kept.
-        stack.callback(torch.clear_autocast_cache)
-        stack.callback(stand_ins.put_back)
-        for mode in (fake, watch, stand_ins):
-            stack.enter_context(mode)
+def _random_numbers() -> Iterator[None]:
+    """Puts back the state of random numbers: Python's, NumPy's and PyTorch's."""
+    numpy = sys.modules.get("numpy")
+    with _disable_current_modes():
+        state = random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state()
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
         yield
+    finally:
+        with _disable_current_modes():
+            random.setstate(state[0])
+            if numpy is not None:
+                numpy.random.set_state(state[1])
+            torch.set_rng_state(state[2])
+            if gpus:
+                torch.cuda.set_rng_state_all(gpus)
 
 
 class _StandIns(TorchDispatchMode):
     """Has fake tensors instead of those with data: one for each, which is changed in its place."""
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, state: State) -> None:
         super().__init__()
-        self._fake = fake
-        self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, before
+        self._fake, self._state = fake, state
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -285,13 +470,8 @@ class _StandIns(TorchDispatchMode):
     def _of(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor.requires_grad and tensor.is_leaf:
-            self._grads.setdefault(id(tensor), (tensor, tensor.grad))
+        self._state.take_tensor(tensor)
         return self._fake.from_tensor(tensor)
-
-    def put_back(self) -> None:
-        for tensor, grad in self._grads.values():
-            tensor.grad = grad
 
 
 # What torch.tensor(2.0) ends with: the fake tensor knows its value, which models may look at.
@@ -300,15 +480,13 @@ _OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fres
 
 @contextmanager
 def unchanged_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Undoes what modules note in attributes meanwhile: not to be met again is a fake tensor."""
-    noted = [(module, dict(vars(module))) for module in model.modules()]
+    """Undoes what the model does to its Python state meanwhile, in whatever it can reach."""
+    state = State()
+    state.take({"model": model})
     try:
         yield
     finally:
-        for module, attributes in noted:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
+        state.put_back()
 
 
 def tensors_of(values: Any) -> list[Tensor]:

@@ -59,6 +59,43 @@ def test_nothing_is_left_to_compile(
     assert cuda._ready.cache_info().misses == misses
 
 
+@pytest.mark.parametrize("by", ["prepare", "preparing"])
+def test_it_leaves_no_trace(by: str) -> None:
+    """With gradients, which threads of the engine's compute on a GPU: all is as it was."""
+
+    class Keeps(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(self.layers[0])  # under two names
+            self.cache: dict[object, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache[x.shape] = self.first(x)
+            return super().forward(x) + self.cache[x.shape].mean()
+
+    model, scaler = Keeps().cuda(), torch.amp.GradScaler("cuda")
+    example = torch.randn(6, 3, 66, 50, device="cuda")
+    before = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    copies = [tensor.clone() for _, tensor in before]
+    random_numbers = torch.cuda.get_rng_state()
+    with torch.autocast("cuda", torch.float16):
+        if by == "prepare":
+            fastconv.prepare(model, example)
+        else:
+            with fastconv.preparing():
+                scaler.scale(model(example).sum()).backward()
+    after = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    for (_, tensor), (name, found), copy in zip(before, after, copies, strict=True):
+        assert found is tensor, name
+        assert torch.equal(tensor, copy), name
+        assert tensor.grad is None, name
+    assert model.cache == {}
+    assert torch.equal(torch.cuda.get_rng_state(), random_numbers)
+    with torch.autocast("cuda", torch.float16):
+        scaler.scale(model(example).sum()).backward()
+    assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_backward_finds_its_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, channels_last: bool

@@ -254,7 +254,11 @@ def family(plan: Pass, problem: Problem, *operands: Any) -> str:
     return ready(_need(plan, problem, *operands)).family
 
 
-@lru_cache(maxsize=4096)
+MOST_READY = 4096
+"""Passes whose launches are kept, those that were asked for last."""
+
+
+@lru_cache(maxsize=MOST_READY)
 def _ready(*fields: Any) -> Ready:
     need = Need(*fields)
     native.begin()
@@ -265,7 +269,7 @@ def _ready(*fields: Any) -> Ready:
         plan = launch.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
     prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
-    _made.add(need)
+    _note_made(need)
     _latest.need = need if need.plan is planner.forward else None
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
 
@@ -274,8 +278,16 @@ before_forward: Callable[[Need], None] | None = None
 """Is told of forward passes that are about to be planned and compiled."""
 
 _ahead: dict[Need, Plan] = {}  # for _ready to take, beside its arguments
-_made: set[Need] = set()
+_made: dict[Need, None] = {}  # the latest MOST_READY, in this order
 _latest = threading.local()
+_lock = threading.Lock()
+
+
+def _note_made(need: Need) -> None:
+    with _lock:
+        _made[need] = None
+        while len(_made) > MOST_READY:
+            del _made[next(iter(_made))]
 
 
 def is_ready(need: Need) -> bool:
