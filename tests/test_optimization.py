@@ -471,9 +471,10 @@ def test_no_example(example: Any, model: ResNet) -> None:
 
 
 def test_not_on_a_gpu(model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="but the example is on meta: there is nothing to gain"):
+    with pytest.raises(ValueError, match="has to have data: it is on meta"):
         fastconv.optimize(model, EXAMPLE.to("meta"))
     monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="but the model is on cpu: there is nothing to gain there"):
         fastconv.optimize(model, EXAMPLE)
 
@@ -1071,21 +1072,386 @@ def test_no_fake_tensor_stays_in_autocast_s_cache(model: ResNet, clock: Clock) -
             assert type(model(EXAMPLE)) is Tensor
 
 
+class Within(Followed):
+    """A layer, and another behind it that is called in a context."""
+
+    def __init__(self, context: Callable[[], Any], all_of_it: bool = False) -> None:
+        super().__init__(torch.relu)
+        self.last = nn.Conv2d(3, 3, 1)
+        self.context, self.all_of_it = context, all_of_it
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.all_of_it:
+            with self.context():
+                return self.last(super().forward(x).float()).float()
+        x = super().forward(x).float()
+        with self.context():
+            return self.last(x).float()
+
+
 @pytest.mark.usefixtures("_inference")
-def test_a_model_that_sets_autocast_itself_is_not_fused() -> None:
-    class Casts(Followed):
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+        (lambda: fastconv.precision("ieee"), "fastconv.precision"),
+        (torch.enable_grad, "whether gradients are recorded"),
+        (torch.inference_mode, "inference mode"),
+        (lambda: torch.backends.cudnn.flags(enabled=False), "torch.backends.cudnn"),
+        (lambda: torch.backends.mkldnn.flags(enabled=False), "torch.backends.mkldnn"),
+        (fastconv.frozen_weights, "fastconv.frozen_weights"),
+        (lambda: torch.device("cpu"), "a mode of functions"),
+    ],
+)
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_a_model_that_sets_a_context_itself_is_not_fused(
+    context: Callable[[], Any], name: str, all_of_it: bool
+) -> None:
+    model = Within(context, all_of_it).eval()
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert f"not fused: the model sets {name} itself" in str(report(optimized))
+    assert ours(optimized) == ["layer", "last"]
+    assert optimized(EXAMPLE).dtype == model(EXAMPLE).dtype
+
+
+@pytest.mark.usefixtures("_inference")
+def test_a_linear_without_autocast_is_not_fused_with_it() -> None:
+    """Only what is not a convolution is in the context: how these are called does not show it."""
+
+    class Head(Followed):
         def __init__(self) -> None:
             super().__init__(torch.relu)
-            self.last = nn.Conv2d(3, 3, 1)
+            self.linear = nn.Linear(10, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                x = super().forward(x)
-            return self.last(x.float()).relu()
+            x = super().forward(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x.float())
 
-    optimized = fastconv.optimize(Casts().eval(), EXAMPLE)
+    model = Head().eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        optimized = fastconv.optimize(model, EXAMPLE)
+        assert optimized(EXAMPLE).dtype == model(EXAMPLE).dtype == torch.float32
     assert "not fused: the model sets autocast itself" in str(report(optimized))
-    assert ours(optimized) == ["layer", "last"]
+
+
+@pytest.mark.usefixtures("_inference")
+def test_a_context_that_changes_nothing_does_not_keep_from_fusing() -> None:
+    optimized = fastconv.optimize(Within(torch.no_grad, all_of_it=True).eval(), EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+
+
+# --- Whether what is fused is right ---------------------------------------------------------------
+
+
+def not_fused(model: nn.Module, *example: Any) -> str:
+    """Why a model is not fused; what it has become computes what it did."""
+    model.eval()
+    with torch.no_grad():
+        expected = model(*example)
+        optimized = fastconv.optimize(model, *example)
+        torch.testing.assert_close(optimized(*example), expected, equal_nan=True)
+    assert type(optimized) is type(model)
+    assert not report(optimized).fused
+    (reason,) = (note for note in report(optimized).notes if note.startswith("not fused: "))
+    return reason.removeprefix("not fused: ")
+
+
+class Alias(Followed):
+    """torch.fx makes ``y = y * 1.0001`` of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0
+        y = x
+        y *= 1.0001
+        return super().forward(x)
+
+
+class Calls(Followed):
+    """torch.fx calls forward alone."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) * 1.0001
+
+
+class CallsWithin(Followed):
+    """torch.fx writes the layer down, and what it does once more."""
+
+    class Layer(nn.Conv2d):
+        def __call__(self, x: Tensor) -> Any:
+            return super().__call__(x) * 1.0001
+
+    def __init__(self, follower: Callable[..., Tensor]) -> None:
+        super().__init__(follower)
+        self.first = self.Layer(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+@pytest.mark.parametrize("kind", [Alias, Calls, CallsWithin])
+def test_an_error_of_tracing_is_found(kind: type[Followed]) -> None:
+    assert "off those of the model" in not_fused(kind(torch.relu), EXAMPLE)
+
+
+class Says(Followed):
+    """Returns something beside its result that torch.fx takes for a constant."""
+
+    def __init__(self, says: Callable[[int], Any]) -> None:
+        super().__init__(torch.relu)
+        self.says, self.calls = says, 0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.says(random.randrange(1 << 40))
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda number: torch.tensor(number),
+        lambda number: torch.tensor(number % 2 == 0).expand(40).clone() ^ (torch.arange(40) > 9),
+        lambda number: torch.tensor([1, number]) * 1j,
+        lambda number: torch.where(torch.arange(4) == number % 4, float("nan"), torch.ones(4)),
+        lambda number: torch.where(torch.arange(4) == number % 4, float("inf"), torch.ones(4)),
+        lambda number: number,
+        lambda number: {f"{number}": 1},
+    ],
+)
+def test_everything_in_results_is_compared(says: Callable[[int], Any]) -> None:
+    random.seed(5)
+    model = Says(says).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert not report(optimized).fused
+    assert "not fused: its graph" in str(report(optimized))
+
+
+def test_nan_and_infinity_do_not_keep_from_fusing() -> None:
+    example = EXAMPLE.clone()
+    example[0, 0, 2, 3], example[1, 1, 5, 5] = float("nan"), float("inf")
+    model = Followed(nn.Sigmoid(), norm=True).eval()
+    with torch.no_grad():
+        assert activations(fastconv.optimize(model, example)) == {"layer": "sigmoid"}
+
+
+def test_a_model_whose_results_differ_from_call_to_call() -> None:
+    class Counts(Followed):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * self.count
+
+    model = Counts(torch.relu).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert "the model's results differ from call to call" in str(report(optimized))
+    assert (model.count, optimized.count) == (0, 0)
+
+
+def test_random_numbers_that_are_drawn_in_the_graph() -> None:
+    """Both draw the same; they are no constants."""
+    model = Followed(lambda out: F.dropout(torch.relu(out), 0.5, training=True)).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+
+
+def test_a_constant_that_was_drawn_is_found() -> None:
+    class Draws(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn(10)
+
+    with torch.no_grad():
+        optimized = fastconv.optimize(Draws(torch.relu).eval(), EXAMPLE)
+    assert "off those of the model" in str(report(optimized))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda out: out * 1.01, "times what rounding can do, as a whole"),
+        (lambda out: torch.where(torch.arange(10) == 3, out + 0.1, out), "times what rounding"),
+        (lambda out: torch.where(torch.arange(10) == 3, float("nan"), out), "NaN instead of 0"),
+        (lambda out: out[..., :9], "instead of"),
+    ],
+)
+def test_a_fused_layer_that_is_wrong_is_found(
+    wrong: Callable[[Tensor], Tensor], says: str, model: ResNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = FusedConv2d.forward
+    monkeypatch.setattr(
+        FusedConv2d,
+        "forward",
+        lambda self, *args: (
+            wrong(forward(self, *args)) if vars(self).get("broken") else forward(self, *args)
+        ),
+    )
+    fuse = optimization.fusion.fuse
+
+    def breaking(*args: Any) -> Any:
+        found = fuse(*args)
+        found.compared["layers.0.conv2"].layer.broken = True
+        return found
+
+    monkeypatch.setattr(optimization.fusion, "fuse", breaking)
+    reason = not_fused(model, EXAMPLE)
+    assert reason.startswith("layers.0.conv2 with BatchNorm, addition, relu gives ")
+    assert says in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chaotic_network_is_fused(dtype: torch.dtype) -> None:
+    """Whose results, computed in two ways, differ by more than roundings: it makes more of them."""
+    layers = []
+    for _ in range(12):
+        layers += [nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), Sharp()]
+        nn.init.normal_(layers[-2].weight, 1, 0.1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *layers).to(dtype).eval()
+    example = EXAMPLE.to(dtype)
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, example)
+        expected, found = model(example).double(), optimized(example).double()
+    assert report(optimized).fused, report(optimized)
+    assert report(optimized).folded == 12
+    assert (found - expected).norm() > 1e-3 * expected.norm()
+
+
+class Sharp(nn.Module):
+    """Multiplies differences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(40 * x)
+
+
+# --- Who writes -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastconv_tests::grow_", mutates_args={"x"})
+def grow_(x: Tensor) -> None:
+    x.mul_(1.001)
+
+
+@grow_.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+@torch.fx.wrap
+def grown(x: Tensor) -> Tensor:
+    """A function that torch.fx does not look into."""
+    x.mul_(1.001)
+    return x
+
+
+@torch.fx.wrap
+def grown_elsewhere(x: Tensor) -> Tensor:
+    made = x.clone()
+    made.mul_(1.001)
+    return made
+
+
+class Writes(Followed):
+    """The layer reads ``x`` before something writes to it; their results are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0
+        out = self.layer(x)
+        return out + self.follower(x)
+
+
+@pytest.mark.parametrize(
+    ("writer", "fuses"),
+    [
+        (lambda x: (torch.ops.fastconv_tests.grow_(x), x)[1], False),
+        (lambda x: torch.ops.aten.mul_.Tensor(x, 1.001), False),
+        (lambda x: grown(x), False),
+        (lambda x: torch.mul(x, 1.001, out=x), False),
+        (lambda x: x.detach().mul_(1.001), False),
+        (lambda x: F.hardtanh(x, -2.5, 2.5, inplace=True), False),
+        (nn.ReLU(inplace=True), False),
+        (lambda x: grown_elsewhere(x), True),
+        (lambda x: F.interpolate(x, size=(10, 10)), True),
+        (lambda x: F.pad(x, (0, 0)), True),
+        (lambda x: x.amax((2, 3), True).expand(2, 3, 10, 10), True),
+    ],
+)
+def test_a_layer_does_not_move_past_a_writer(
+    writer: Callable[[Tensor], Tensor], fuses: bool
+) -> None:
+    """Not even by so little that comparing results with a large tolerance would not show it."""
+    optimized = fused(Writes(writer), EXAMPLE)
+    assert any(isinstance(one, FusedConv2d) for one in optimized.modules()) == fuses
+    reason = "not fused: nothing follows a convolution that could be"
+    assert (reason in report(optimized).notes) != fuses  # it was not the comparison that told
+
+
+class OwnStatistics(Followed):
+    """Writes to what its BatchNorm has, in one of several ways."""
+
+    def __init__(self, write: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(torch.relu, norm=True)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.norm, x)
+        return super().forward(x)
+
+
+def _replace(norm: Any, x: Tensor) -> None:
+    norm.running_mean = norm.running_mean.clone()
+
+
+def _train(norm: Any, x: Tensor) -> None:
+    F.batch_norm(x.detach(), norm.running_mean, norm.running_var, training=True)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda norm, x: norm.running_mean.mul_(1.0),  # which changes nothing this time
+        lambda norm, x: norm.running_mean.data.copy_(norm.running_mean),
+        lambda norm, x: norm.running_mean.lerp_(x.mean((0, 2, 3)), 0.0),
+        lambda norm, x: norm.running_var[:1].fill_(1.0),
+        _replace,
+        _train,
+    ],
+)
+def test_a_norm_that_the_model_writes_to_is_not_folded(write: Callable[..., Any]) -> None:
+    model = OwnStatistics(write).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+        assert report(optimized).folded == 0
+        for _ in range(2):
+            torch.testing.assert_close(optimized(EXAMPLE), model(EXAMPLE))
+
+
+def test_a_buffer_that_a_graph_would_not_write() -> None:
+    class Counted(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    assert "its graph gives the keys" in not_fused(Counted(), EXAMPLE)
+
+
+def test_constants_that_are_made_in_forward() -> None:
+    class Constants(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            shift = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
+            return super().forward(x - shift) * torch.arange(10, device=x.device)
+
+    model = Constants(torch.relu)
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+    assert not any("constant" in name for name in vars(model))
+    other = torch.randn(4, 3, 10, 10)
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        torch.testing.assert_close(one(other), model(other), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("_inference")
