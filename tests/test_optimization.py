@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -373,6 +374,105 @@ def test_an_error_leaves_the_model_as_it_was(model: ResNet, clock: Clock) -> Non
     assert ours(model) == []
 
 
+class Remembers(nn.Module):
+    """Changes what is neither a parameter nor a buffer, in every call."""
+
+    class Meter:
+        count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+        self.calls, self.history, self.by_size = 0, [], {}
+        self.average, self.meter = torch.zeros(3), self.Meter()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.meter.count += 1
+        self.history.append(x.shape)
+        self.by_size[x.shape, self.calls] = x
+        self.average.lerp_(x.detach().mean((0, 2, 3)), 0.1)
+        self.mean = self.mean * 0.9
+        self.layer.bias.data.add_(1)
+        self.last = np.random.rand() + random.random()
+        return self.layer(x) if x.sum().item() < 1e9 else x  # so it is called for real
+
+    def state(self) -> list[Any]:
+        return [
+            self.calls, self.meter.count, [*self.history], [*self.by_size], self.average.tolist(),
+            self.mean.tolist(), self.layer.bias.tolist(), hasattr(self, "last"),
+            float(np.random.get_state()[1].sum()), random.getstate(),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_what_a_model_notes_is_as_it_was(inplace: bool, clock: Clock) -> None:
+    model = Remembers()
+    model.forward(EXAMPLE)
+    before = model.state()
+    optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+    assert clock.models == 1
+    assert ours(optimized) == ["layer"]
+    assert model.state() == optimized.state() == before
+
+    def fails(*_: Any) -> Times:
+        model(EXAMPLE)
+        raise RuntimeError("out of order")
+
+    clock.model = fails  # type: ignore[method-assign]
+    fastconv.restore(model)
+    cache.remove(cache.entries())
+    with pytest.raises(RuntimeError, match="out of order"):
+        fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert model.state() == before
+    assert ours(model) == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.jit.trace(nn.BatchNorm2d(3), EXAMPLE),
+        lambda: torch.jit.script(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.quint8),
+        lambda: torch.zeros(1).expand(4),
+        lambda: torch.full((3,), float("nan")),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_odd_modules_and_buffers(odd: Callable[[], Any], training: bool) -> None:
+    class Odd(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu, norm=True)
+            self.called = nn.Identity()
+            if isinstance(found := odd(), nn.Module):
+                self.called = found
+            else:
+                self.register_buffer("odd", found)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.called(x))
+
+    model = Odd().train(training)
+    state = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
+    compressed = any(one.layout is torch.sparse_csr for one in model.buffers())
+    inplace = training or compressed  # PyTorch cannot copy those
+    with torch.set_grad_enabled(training):
+        optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+    assert ours(optimized) == ["layer"]
+    assert "fastconv_optimization" in vars(optimized)
+    for name, value in state.items():
+        now = model.state_dict()[name]
+        assert torch.equal(*(
+            torch.nan_to_num(one.dequantize() if one.is_quantized else one.to_dense(), 7.0)
+            for one in (now, value)
+        ))  # fmt: skip
+
+
 def test_restore(model: ResNet) -> None:
     model.own = fastconv.Conv2d(3, 3, 1)
     fastconv.optimize(model, EXAMPLE, inplace=True)
@@ -383,6 +483,19 @@ def test_restore(model: ResNet) -> None:
         assert ours(one) == ["own"]
         assert not hasattr(one, "fastconv_optimization")
         assert all("_fastconv" not in key for m in one.modules() for key in vars(m))
+    assert fastconv.restore(model) is model
+
+
+@pytest.mark.usefixtures("_inference")
+def test_restore_of_what_is_only_folded(model: ResNet, clock: Clock) -> None:
+    """No layer's class tells, and a copy of the graph has no report."""
+    clock.gains = lambda call: times(1, 2)
+    optimized = fastconv.optimize(model.eval(), EXAMPLE)
+    assert report(optimized).folded == 7
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized)),
+                nn.Sequential(copy.deepcopy(optimized))):  # fmt: skip
+        with pytest.raises(ValueError, match=r"cannot take a fused model apart: of .*layers\.0"):
+            fastconv.restore(one)
     assert fastconv.restore(model) is model
 
 
@@ -479,6 +592,34 @@ def test_not_on_a_gpu(model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
         fastconv.optimize(model, EXAMPLE)
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+def test_without_a_gpu(inplace: bool, model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same script runs there."""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    expected = model.eval()(EXAMPLE)
+    optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+    assert (optimized is model) == inplace
+    assert type(optimized) is ResNet
+    assert ours(optimized) == []
+    assert "there is no GPU: nothing was measured, and the model is as it was" in str(
+        report(optimized)
+    )
+    assert optimized(EXAMPLE).equal(expected)
+    assert fastconv.restore(optimized) is optimized
+
+
+@pytest.mark.usefixtures("_inference")
+@pytest.mark.parametrize("fuse", [True, False])
+def test_images_without_a_batch(fuse: bool) -> None:
+    model = Followed(torch.relu, norm=False).eval()
+    optimized = fastconv.optimize(model, EXAMPLE[0], fuse=fuse)
+    assert "3x10x10" in str(report(optimized))
+    assert "float32 chw" in str(report(optimized))
+    assert report(optimized).fused == fuse
+    torch.testing.assert_close(optimized(EXAMPLE[0]), model(EXAMPLE[0]))
+
+
 def test_what_is_no_model() -> None:
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not function"):
         fastconv.optimize(lambda x: x, EXAMPLE)  # type: ignore[arg-type]
@@ -564,6 +705,27 @@ def test_times_are_kept(model: ResNet, clock: Clock) -> None:
     assert "5 measured, 0 known from earlier" in str(report(first))
 
 
+class Behind(nn.Module):
+    """A layer, and something behind it whose time no layer's tells."""
+
+    def __init__(self, behind: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.behind = nn.Conv2d(3, 3, 1), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.layer(x))
+
+
+def test_another_model_of_the_same_layers_is_measured(clock: Clock) -> None:
+    models = [Behind(nn.ReLU()), Behind(nn.Linear(10, 4)), Behind(nn.Linear(10, 5)),
+              nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())]  # fmt: skip
+    for number, model in enumerate(models, 1):
+        for _ in range(2):  # the second time, it is known
+            fastconv.optimize(model, EXAMPLE)
+            assert clock.models == number
+    assert len(clock.seen) == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -606,13 +768,13 @@ def test_damaged_times_are_measured_anew(model: ResNet, clock: Clock) -> None:
 # --- Several processes ----------------------------------------------------------------------------
 
 
-def _process(rank: int, folder: Path) -> None:
+def _process(rank: int, folder: Path, do: Callable[[int, Path], Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
     try:
-        found = _in_process(rank, folder)
+        found = do(rank, folder)
     finally:
         dist.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")
@@ -648,9 +810,67 @@ def _in_process(rank: int, folder: Path) -> tuple[list[str], str, int, str]:
     return ours(optimized), str(report(optimized)), len(clock.seen), error
 
 
+class Branches(nn.Module):
+    """Layers that depend on the size of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.large = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 3)
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.large(x).relu() if x.shape[-1] > 5 else x
+
+
+def _unlike(rank: int, folder: Path) -> list[Any]:
+    """Examples of another size in each process; then errors in one of them alone."""
+    stand_in(folder / f"cache{rank}", setattr)
+    monkeypatch = pytest.MonkeyPatch()
+    from conftest import loads
+
+    found: list[Any] = []
+    for _ in loads.__wrapped__(monkeypatch):
+        calls.clock = Clock()
+        size = 5 + 2 * rank
+        found.append(ours(fastconv.optimize(Branches(), torch.randn(2, 2, size, size))))
+        model = Branches().eval()
+        with torch.no_grad():
+            optimized = fastconv.optimize(model, torch.randn(2, 2, size, size))
+        found += [report(optimized).fused, ours(optimized)]
+        models = nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, 1))
+        for model, example in (
+            (models[rank], torch.randn(1, 2, 5, 5)),
+            (models[0], () if rank else torch.randn(1, 2, 5, 5)),
+            (models[0], torch.randn(1, 2 + rank, 5, 5)),
+        ):
+            try:
+                fastconv.optimize(model, example)
+            except Exception as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+def test_examples_of_other_sizes_in_each_process(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_process, (tmp_path, _unlike), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    # Rank 0, whose example is the smaller one, has not called the other layer.
+    assert first[0] == second[0] == ["first"]
+    assert first[1] == second[1]
+    assert first[2] == second[2]
+    for errors in (first[3:], second[3:]):
+        assert len(errors) == 3
+        assert "takes the same model in all processes, but they differ" in errors[0]
+    assert "failed in rank 1: ValueError: optimize() takes a model and an example" in first[4]
+    assert "takes a model and an example" in second[4]
+    assert "failed in rank 1" in first[5]
+    assert "expected input" in second[5]
+
+
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 def test_rank_0_decides(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (tmp_path,), nprocs=2)
+    torch.multiprocessing.spawn(_process, (tmp_path, _in_process), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first[0] == second[0] == ["0"]
     assert (first[2], second[2]) == (2 * 2, 0)
@@ -1327,12 +1547,12 @@ class Sharp(nn.Module):
 # --- Who writes -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastconv_tests::grow_", mutates_args={"x"})
-def grow_(x: Tensor) -> None:
+@torch.library.custom_op("fastconv_tests::grow", mutates_args={"x"})
+def grow(x: Tensor) -> None:
     x.mul_(1.001)
 
 
-@grow_.register_fake
+@grow.register_fake
 def _(x: Tensor) -> None:
     return None
 
@@ -1363,7 +1583,7 @@ class Writes(Followed):
 @pytest.mark.parametrize(
     ("writer", "fuses"),
     [
-        (lambda x: (torch.ops.fastconv_tests.grow_(x), x)[1], False),
+        (lambda x: (torch.ops.fastconv_tests.grow(x), x)[1], False),
         (lambda x: torch.ops.aten.mul_.Tensor(x, 1.001), False),
         (lambda x: grown(x), False),
         (lambda x: torch.mul(x, 1.001, out=x), False),

@@ -513,8 +513,10 @@ class _Work:
 
         try:
             preparation.call_without_data(self.model, self.example, self.named, watch=watch())
-        except preparation.NeedsData as error:
-            self.notes.append(f"the model was called to see its layers, as it {error}")
+        except Exception as error:  # if the model fails with data as well, that is raised
+            known = isinstance(error, preparation.NeedsData)
+            why = error if known else f"cannot be called without data: {tables.error_line(error)}"
+            self.notes.append(f"the model was called to see its layers, as it {why}")
             seen.clear()
             operators = calls.Operators()
             with watch():
