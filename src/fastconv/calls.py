@@ -275,6 +275,18 @@ def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
     return made
 
 
+def sums(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+    """What PyTorch's layer gives with these weights and no bias, in their type."""
+    tries: bool = torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_benchmark(False)  # to try algorithms out takes long
+    try:
+        with torch.autocast(input.device.type, enabled=False):
+            found: Tensor = _twin(layer, PYTORCHS, {"weight": weight, "bias": None}).forward(input)
+    finally:
+        torch._C._set_cudnn_benchmark(tries)
+    return found
+
+
 def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
     """How our passes of a call would be computed; nothing is."""
     with FakeTensorMode():
