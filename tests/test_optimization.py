@@ -220,6 +220,38 @@ def test_a_model_that_is_not_faster_as_a_whole(model: ResNet, clock: Clock) -> N
         assert report(optimized).exchanged == ()
 
 
+@pytest.mark.parametrize("gains", [True, False])
+def test_the_native_host_path_is_waited_for_where_it_may_decide(
+    gains: bool, model: ResNet, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gains without it gains with it; it takes half a minute to be built."""
+    waited: list[str] = []
+    monkeypatch.setattr(optimization.native, "under_way", lambda: not waited)
+    monkeypatch.setattr(optimization.native, "settle", lambda: waited.append("settled"))
+    clock.wholes = [] if gains else [times(10, 11)]
+    monkeypatch.setattr(calls, "kept", lambda *_: None)
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert ours(optimized) == NAMES
+    assert (waited, clock.models) == (([], 1) if gains else (["settled"], 2))
+    said = "measured while the native host path was being built" in str(report(optimized))
+    assert said == gains
+    assert {"planning", "compiling", "PyTorch's first calls", "measuring layers",
+            "measuring the whole model"} <= report(optimized).phases.keys()  # fmt: skip
+
+
+def test_a_clear_choice_takes_few_samples() -> None:
+    taken: list[int] = []
+
+    def runs(theirs: float, ours: float) -> list[Callable[[], float]]:
+        return [lambda: (taken.append(0), theirs)[1], lambda: (taken.append(1), ours)[1]]
+
+    far, near = runs(2.0, 1.0), runs(1.05, 1.0)
+    for run, samples in ((far, timing.LEAST_SAMPLES), (far[::-1], timing.LEAST_SAMPLES), (near, 7)):
+        taken.clear()
+        timing._in_turn(run, calls.CALL_EFFORT, calls.is_clear)
+        assert len(taken) == 2 * samples
+
+
 def test_nothing_to_exchange_is_not_measured_as_a_whole(model: ResNet, clock: Clock) -> None:
     clock.gains = lambda call: times(1, 2)
     found = report(fastconv.optimize(model, EXAMPLE))

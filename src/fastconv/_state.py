@@ -134,7 +134,8 @@ class _Values:
                 _each_once(self._same).copy_(_each_once(self._kept, like=self._same))
             if self.changed():  # it has other memory
                 self._tensor.data = self._same
-            torch.autograd.graph.increment_version(self._tensor)
+            if not self._tensor.is_inference():  # which has no version
+                torch.autograd.graph.increment_version(self._tensor)
 
 
 def _each_once(tensor: Tensor, like: Tensor | None = None) -> Tensor:

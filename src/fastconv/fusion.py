@@ -22,7 +22,8 @@ from torch.nn import Parameter, functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from fastconv import _frozen, _precision, _state, preparation, tables
+from fastconv import _frozen, _precision, preparation, tables
+from fastconv._state import Snapshot
 from fastconv.agreement import Rounding
 from fastconv.calls import Call, Form
 from fastconv.functional import Activation
@@ -163,8 +164,10 @@ class Traced:
     writers: Collection[Node]  # that change tensors which were there before
 
 
-def traced(model: nn.Module, example: Any, named: Any) -> Traced:
+def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Traced:
     """The model's graph for such arguments; the modules in it are the model's own.
+
+    What tracing changes of the model, into which it puts what is no tensor, is put back.
 
     Raises:
         Untraceable: there is none.
@@ -177,7 +180,6 @@ def traced(model: nn.Module, example: Any, named: Any) -> Traced:
         # What is no tensor decides branches: it has to stay what it is.
         fixed = {name: value for name, value in given.arguments.items() if not tensors_of(value)}
         tracer = _Tracer({one.device.type for one in tensors_of((example, named))})
-        before = _state.Snapshot([model])
         try:
             graph = tracer.trace(model, fixed)
             _name_placeholders(graph, list(given.signature.parameters))
@@ -279,10 +281,12 @@ class _Watch(TorchDispatchMode):
         return 0
 
 
-def written(model: nn.Module, run: Callable[[], _Value]) -> tuple[_Value, set[int]]:
+def written(
+    model: nn.Module, run: Callable[[], _Value], before: Snapshot
+) -> tuple[_Value, set[int]]:
     """What calling a model results in, and the ids of its parameters and buffers it writes to."""
     tensors = [*model.parameters(), *model.buffers()]
-    before, watch = _state.Snapshot(tensors), _Watch(keep=False)
+    watch = _Watch(keep=False)
     with watch:
         result = run()
     # Some operators write to statistics without saying so.
