@@ -1284,6 +1284,16 @@ def test_not_fused_where_gradients_are_recorded(model: ResNet) -> None:
     )
 
 
+def test_not_fused_where_only_a_norm_s_gradients_are_recorded() -> None:
+    """Its parameters would be part of weights, and learn nothing."""
+    model = Followed(torch.relu, norm=True).eval()
+    model.layer.requires_grad_(False)
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert report(optimized).folded == 0
+    optimized(EXAMPLE).sum().backward()
+    assert optimized.norm.weight.grad is not None
+
+
 @pytest.mark.usefixtures("_inference")
 def test_not_fused_where_it_is_not_wanted(model: ResNet) -> None:
     model.eval()

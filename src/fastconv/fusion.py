@@ -281,20 +281,23 @@ class _Watch(TorchDispatchMode):
         return 0
 
 
-def written(
-    model: nn.Module, run: Callable[[], _Value], before: Snapshot
-) -> tuple[_Value, set[int]]:
-    """What calling a model results in, and the ids of its parameters and buffers it writes to."""
+def written(model: nn.Module, run: Callable[[], object], before: Snapshot) -> set[int]:
+    """The ids of a model's parameters and buffers that it writes to, or has others for.
+
+    ``run`` calls it; what comes of that is not to be compared with anything, for some of PyTorch's
+    functions take other ways while somebody watches.
+    """
+    before.restore()
     tensors = [*model.parameters(), *model.buffers()]
     watch = _Watch(keep=False)
     with watch:
-        result = run()
+        run()
     # Some operators write to statistics without saying so.
     by_value = before.changed()
     before_run = {id(tensor) for tensor in tensors}
     there = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_schema = {id(one) for one in tensors if watch._storage(one) in watch.written - {0}}
-    return result, by_value | by_schema | (before_run - there)
+    return by_value | by_schema | (before_run - there)
 
 
 # --- What can be fused ----------------------------------------------------------------------------

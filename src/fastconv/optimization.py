@@ -383,7 +383,6 @@ class _Work:
 
     def proposed(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
         """What the model should be, and the report's fields; the model is as it was."""
-        native.begin()  # it is ready when the whole model is measured
         tensors = [*self.model.parameters(), *self.model.buffers()]
         gpus = _gpus([*tensors, *tensors_of((self.example, self.named))])
         self._state, self._gpus = _state.Snapshot([self.model]), gpus
@@ -544,9 +543,7 @@ class _Work:
         ]
         if not fusion.sites(graph, once):
             raise fusion.Untraceable("nothing follows a convolution that could be")
-        expected, written = fusion.written(
-            self.model, lambda: self._result(self.model), self._state
-        )
+        expected = self._result(self.model)
         again = self._result(self.model, anew=False)
         words, unsteady = agreement.difference(expected["result"], again["result"])
         if words is not None or unsteady > _UNSTEADY:
@@ -557,6 +554,7 @@ class _Work:
         trouble = _disagreement(expected, self._result(graph.module), unsteady)
         if trouble is not None:
             raise fusion.Untraceable(trouble)
+        written = fusion.written(self.model, lambda: self._result(self.model), self._state)
         sites = fusion.sites(graph, once, written)
         if not sites:
             raise fusion.Untraceable("the model writes to what could be fused")
@@ -602,6 +600,7 @@ class _Work:
         missing = {call: layer for call, layer in of.items() if call not in found}
         if not missing:
             return found
+        native.begin()  # and is there when the whole model is measured, or soon after
         with self._phase("planning"):
             failed, plans = _planned(missing)
             self.plans |= plans
