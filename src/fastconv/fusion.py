@@ -297,6 +297,7 @@ def written(model: nn.Module, run: Callable[[], object], before: Snapshot) -> se
     before_run = {id(tensor) for tensor in tensors}
     there = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_schema = {id(one) for one in tensors if watch._storage(one) in watch.written - {0}}
+    before.restore()  # the model has those again that are told of
     return by_value | by_schema | (before_run - there)
 
 
