@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -219,6 +220,38 @@ def test_a_model_that_is_not_faster_as_a_whole(model: ResNet, clock: Clock) -> N
         assert report(optimized).exchanged == ()
 
 
+@pytest.mark.parametrize("gains", [True, False])
+def test_the_native_host_path_is_waited_for_where_it_may_decide(
+    gains: bool, model: ResNet, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gains without it gains with it; it takes half a minute to be built."""
+    waited: list[str] = []
+    monkeypatch.setattr(optimization.native, "under_way", lambda: not waited)
+    monkeypatch.setattr(optimization.native, "settle", lambda: waited.append("settled"))
+    clock.wholes = [] if gains else [times(10, 11)]
+    monkeypatch.setattr(calls, "kept", lambda *_: None)
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert ours(optimized) == NAMES
+    assert (waited, clock.models) == (([], 1) if gains else (["settled"], 2))
+    said = "measured while the native host path was being built" in str(report(optimized))
+    assert said == gains
+    assert {"planning", "compiling", "PyTorch's first calls", "measuring layers",
+            "measuring the whole model"} <= report(optimized).phases.keys()  # fmt: skip
+
+
+def test_a_clear_choice_takes_few_samples() -> None:
+    taken: list[int] = []
+
+    def runs(theirs: float, ours: float) -> list[Callable[[], float]]:
+        return [lambda: (taken.append(0), theirs)[1], lambda: (taken.append(1), ours)[1]]
+
+    far, near = runs(2.0, 1.0), runs(1.05, 1.0)
+    for run, samples in ((far, timing.LEAST_SAMPLES), (far[::-1], timing.LEAST_SAMPLES), (near, 7)):
+        taken.clear()
+        timing._in_turn(run, calls.CALL_EFFORT, calls.is_clear)
+        assert len(taken) == 2 * samples
+
+
 def test_nothing_to_exchange_is_not_measured_as_a_whole(model: ResNet, clock: Clock) -> None:
     clock.gains = lambda call: times(1, 2)
     found = report(fastconv.optimize(model, EXAMPLE))
@@ -373,6 +406,105 @@ def test_an_error_leaves_the_model_as_it_was(model: ResNet, clock: Clock) -> Non
     assert ours(model) == []
 
 
+class Remembers(nn.Module):
+    """Changes what is neither a parameter nor a buffer, in every call."""
+
+    class Meter:
+        count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+        self.calls, self.history, self.by_size = 0, [], {}
+        self.average, self.meter = torch.zeros(3), self.Meter()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.meter.count += 1
+        self.history.append(x.shape)
+        self.by_size[x.shape, self.calls] = x
+        self.average.lerp_(x.detach().mean((0, 2, 3)), 0.1)
+        self.mean = self.mean * 0.9
+        self.layer.bias.data.add_(1)
+        self.last = np.random.rand() + random.random()
+        return self.layer(x) if x.sum().item() < 1e9 else x  # so it is called for real
+
+    def state(self) -> list[Any]:
+        return [
+            self.calls, self.meter.count, [*self.history], [*self.by_size], self.average.tolist(),
+            self.mean.tolist(), self.layer.bias.tolist(), hasattr(self, "last"),
+            float(np.random.get_state()[1].sum()), random.getstate(),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_what_a_model_notes_is_as_it_was(inplace: bool, clock: Clock) -> None:
+    model = Remembers()
+    model.forward(EXAMPLE)
+    before = model.state()
+    optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+    assert clock.models == 1
+    assert ours(optimized) == ["layer"]
+    assert model.state() == optimized.state() == before
+
+    def fails(*_: Any) -> Times:
+        model(EXAMPLE)
+        raise RuntimeError("out of order")
+
+    clock.model = fails  # type: ignore[method-assign]
+    fastconv.restore(model)
+    cache.remove(cache.entries())
+    with pytest.raises(RuntimeError, match="out of order"):
+        fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert model.state() == before
+    assert ours(model) == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.jit.trace(nn.BatchNorm2d(3), EXAMPLE),
+        lambda: torch.jit.script(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.quint8),
+        lambda: torch.zeros(1).expand(4),
+        lambda: torch.full((3,), float("nan")),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_odd_modules_and_buffers(odd: Callable[[], Any], training: bool) -> None:
+    class Odd(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu, norm=True)
+            self.called = nn.Identity()
+            if isinstance(found := odd(), nn.Module):
+                self.called = found
+            else:
+                self.register_buffer("odd", found)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.called(x))
+
+    model = Odd().train(training)
+    state = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
+    compressed = any(one.layout is torch.sparse_csr for one in model.buffers())
+    inplace = training or compressed  # PyTorch cannot copy those
+    with torch.set_grad_enabled(training):
+        optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+    assert ours(optimized) == ["layer"]
+    assert "fastconv_optimization" in vars(optimized)
+    for name, value in state.items():
+        now = model.state_dict()[name]
+        assert torch.equal(*(
+            torch.nan_to_num(one.dequantize() if one.is_quantized else one.to_dense(), 7.0)
+            for one in (now, value)
+        ))  # fmt: skip
+
+
 def test_restore(model: ResNet) -> None:
     model.own = fastconv.Conv2d(3, 3, 1)
     fastconv.optimize(model, EXAMPLE, inplace=True)
@@ -383,6 +515,19 @@ def test_restore(model: ResNet) -> None:
         assert ours(one) == ["own"]
         assert not hasattr(one, "fastconv_optimization")
         assert all("_fastconv" not in key for m in one.modules() for key in vars(m))
+    assert fastconv.restore(model) is model
+
+
+@pytest.mark.usefixtures("_inference")
+def test_restore_of_what_is_only_folded(model: ResNet, clock: Clock) -> None:
+    """No layer's class tells, and a copy of the graph has no report."""
+    clock.gains = lambda call: times(1, 2)
+    optimized = fastconv.optimize(model.eval(), EXAMPLE)
+    assert report(optimized).folded == 7
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized)),
+                nn.Sequential(copy.deepcopy(optimized))):  # fmt: skip
+        with pytest.raises(ValueError, match=r"cannot take a fused model apart: of .*layers\.0"):
+            fastconv.restore(one)
     assert fastconv.restore(model) is model
 
 
@@ -471,11 +616,40 @@ def test_no_example(example: Any, model: ResNet) -> None:
 
 
 def test_not_on_a_gpu(model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="but the example is on meta: there is nothing to gain"):
+    with pytest.raises(ValueError, match="has to have data: it is on meta"):
         fastconv.optimize(model, EXAMPLE.to("meta"))
     monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="but the model is on cpu: there is nothing to gain there"):
         fastconv.optimize(model, EXAMPLE)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_without_a_gpu(inplace: bool, model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same script runs there."""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    expected = model.eval()(EXAMPLE)
+    optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
+    assert (optimized is model) == inplace
+    assert type(optimized) is ResNet
+    assert ours(optimized) == []
+    assert "there is no GPU: nothing was measured, and the model is as it was" in str(
+        report(optimized)
+    )
+    assert optimized(EXAMPLE).equal(expected)
+    assert fastconv.restore(optimized) is optimized
+
+
+@pytest.mark.usefixtures("_inference")
+@pytest.mark.parametrize("fuse", [True, False])
+def test_images_without_a_batch(fuse: bool) -> None:
+    model = Followed(torch.relu, norm=False).eval()
+    optimized = fastconv.optimize(model, EXAMPLE[0], fuse=fuse)
+    assert "3x10x10" in str(report(optimized))
+    assert "float32 chw" in str(report(optimized))
+    assert report(optimized).fused == fuse
+    torch.testing.assert_close(optimized(EXAMPLE[0]), model(EXAMPLE[0]))
 
 
 def test_what_is_no_model() -> None:
@@ -563,6 +737,27 @@ def test_times_are_kept(model: ResNet, clock: Clock) -> None:
     assert "5 measured, 0 known from earlier" in str(report(first))
 
 
+class Behind(nn.Module):
+    """A layer, and something behind it whose time no layer's tells."""
+
+    def __init__(self, behind: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.behind = nn.Conv2d(3, 3, 1), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.layer(x))
+
+
+def test_another_model_of_the_same_layers_is_measured(clock: Clock) -> None:
+    models = [Behind(nn.ReLU()), Behind(nn.Linear(10, 4)), Behind(nn.Linear(10, 5)),
+              nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())]  # fmt: skip
+    for number, model in enumerate(models, 1):
+        for _ in range(2):  # the second time, it is known
+            fastconv.optimize(model, EXAMPLE)
+            assert clock.models == number
+    assert len(clock.seen) == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -605,13 +800,13 @@ def test_damaged_times_are_measured_anew(model: ResNet, clock: Clock) -> None:
 # --- Several processes ----------------------------------------------------------------------------
 
 
-def _process(rank: int, folder: Path) -> None:
+def _process(rank: int, folder: Path, do: Callable[[int, Path], Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
     try:
-        found = _in_process(rank, folder)
+        found = do(rank, folder)
     finally:
         dist.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")
@@ -647,9 +842,67 @@ def _in_process(rank: int, folder: Path) -> tuple[list[str], str, int, str]:
     return ours(optimized), str(report(optimized)), len(clock.seen), error
 
 
+class Branches(nn.Module):
+    """Layers that depend on the size of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.large = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 3)
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.large(x).relu() if x.shape[-1] > 5 else x
+
+
+def _unlike(rank: int, folder: Path) -> list[Any]:
+    """Examples of another size in each process; then errors in one of them alone."""
+    stand_in(folder / f"cache{rank}", setattr)
+    monkeypatch = pytest.MonkeyPatch()
+    from conftest import loads
+
+    found: list[Any] = []
+    for _ in loads.__wrapped__(monkeypatch):
+        calls.clock = Clock()
+        size = 5 + 2 * rank
+        found.append(ours(fastconv.optimize(Branches(), torch.randn(2, 2, size, size))))
+        model = Branches().eval()
+        with torch.no_grad():
+            optimized = fastconv.optimize(model, torch.randn(2, 2, size, size))
+        found += [report(optimized).fused, ours(optimized)]
+        models = nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, 1))
+        for model, example in (
+            (models[rank], torch.randn(1, 2, 5, 5)),
+            (models[0], () if rank else torch.randn(1, 2, 5, 5)),
+            (models[0], torch.randn(1, 2 + rank, 5, 5)),
+        ):
+            try:
+                fastconv.optimize(model, example)
+            except Exception as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+def test_examples_of_other_sizes_in_each_process(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_process, (tmp_path, _unlike), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    # Rank 0, whose example is the smaller one, has not called the other layer.
+    assert first[0] == second[0] == ["first"]
+    assert first[1] == second[1]
+    assert first[2] == second[2]
+    for errors in (first[3:], second[3:]):
+        assert len(errors) == 3
+        assert "takes the same model in all processes, but they differ" in errors[0]
+    assert "failed in rank 1: ValueError: optimize() takes a model and an example" in first[4]
+    assert "takes a model and an example" in second[4]
+    assert "failed in rank 1" in first[5]
+    assert "expected input" in second[5]
+
+
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 def test_rank_0_decides(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (tmp_path,), nprocs=2)
+    torch.multiprocessing.spawn(_process, (tmp_path, _in_process), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first[0] == second[0] == ["0"]
     assert (first[2], second[2]) == (2 * 2, 0)
@@ -1031,6 +1284,16 @@ def test_not_fused_where_gradients_are_recorded(model: ResNet) -> None:
     )
 
 
+def test_not_fused_where_only_a_norm_s_gradients_are_recorded() -> None:
+    """Its parameters would be part of weights, and learn nothing."""
+    model = Followed(torch.relu, norm=True).eval()
+    model.layer.requires_grad_(False)
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert report(optimized).folded == 0
+    optimized(EXAMPLE).sum().backward()
+    assert optimized.norm.weight.grad is not None
+
+
 @pytest.mark.usefixtures("_inference")
 def test_not_fused_where_it_is_not_wanted(model: ResNet) -> None:
     model.eval()
@@ -1071,21 +1334,386 @@ def test_no_fake_tensor_stays_in_autocast_s_cache(model: ResNet, clock: Clock) -
             assert type(model(EXAMPLE)) is Tensor
 
 
+class Within(Followed):
+    """A layer, and another behind it that is called in a context."""
+
+    def __init__(self, context: Callable[[], Any], all_of_it: bool = False) -> None:
+        super().__init__(torch.relu)
+        self.last = nn.Conv2d(3, 3, 1)
+        self.context, self.all_of_it = context, all_of_it
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.all_of_it:
+            with self.context():
+                return self.last(super().forward(x).float()).float()
+        x = super().forward(x).float()
+        with self.context():
+            return self.last(x).float()
+
+
 @pytest.mark.usefixtures("_inference")
-def test_a_model_that_sets_autocast_itself_is_not_fused() -> None:
-    class Casts(Followed):
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+        (lambda: fastconv.precision("ieee"), "fastconv.precision"),
+        (torch.enable_grad, "whether gradients are recorded"),
+        (torch.inference_mode, "inference mode"),
+        (lambda: torch.backends.cudnn.flags(enabled=False), "torch.backends.cudnn"),
+        (lambda: torch.backends.mkldnn.flags(enabled=False), "torch.backends.mkldnn"),
+        (fastconv.frozen_weights, "fastconv.frozen_weights"),
+        (lambda: torch.device("cpu"), "a mode of functions"),
+    ],
+)
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_a_model_that_sets_a_context_itself_is_not_fused(
+    context: Callable[[], Any], name: str, all_of_it: bool
+) -> None:
+    model = Within(context, all_of_it).eval()
+    optimized = fastconv.optimize(model, EXAMPLE)
+    assert f"not fused: the model sets {name} itself" in str(report(optimized))
+    assert ours(optimized) == ["layer", "last"]
+    assert optimized(EXAMPLE).dtype == model(EXAMPLE).dtype
+
+
+@pytest.mark.usefixtures("_inference")
+def test_a_linear_without_autocast_is_not_fused_with_it() -> None:
+    """Only what is not a convolution is in the context: how these are called does not show it."""
+
+    class Head(Followed):
         def __init__(self) -> None:
             super().__init__(torch.relu)
-            self.last = nn.Conv2d(3, 3, 1)
+            self.linear = nn.Linear(10, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                x = super().forward(x)
-            return self.last(x.float()).relu()
+            x = super().forward(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x.float())
 
-    optimized = fastconv.optimize(Casts().eval(), EXAMPLE)
+    model = Head().eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        optimized = fastconv.optimize(model, EXAMPLE)
+        assert optimized(EXAMPLE).dtype == model(EXAMPLE).dtype == torch.float32
     assert "not fused: the model sets autocast itself" in str(report(optimized))
-    assert ours(optimized) == ["layer", "last"]
+
+
+@pytest.mark.usefixtures("_inference")
+def test_a_context_that_changes_nothing_does_not_keep_from_fusing() -> None:
+    optimized = fastconv.optimize(Within(torch.no_grad, all_of_it=True).eval(), EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+
+
+# --- Whether what is fused is right ---------------------------------------------------------------
+
+
+def not_fused(model: nn.Module, *example: Any) -> str:
+    """Why a model is not fused; what it has become computes what it did."""
+    model.eval()
+    with torch.no_grad():
+        expected = model(*example)
+        optimized = fastconv.optimize(model, *example)
+        torch.testing.assert_close(optimized(*example), expected, equal_nan=True)
+    assert type(optimized) is type(model)
+    assert not report(optimized).fused
+    (reason,) = (note for note in report(optimized).notes if note.startswith("not fused: "))
+    return reason.removeprefix("not fused: ")
+
+
+class Alias(Followed):
+    """torch.fx makes ``y = y * 1.0001`` of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0
+        y = x
+        y *= 1.0001
+        return super().forward(x)
+
+
+class Calls(Followed):
+    """torch.fx calls forward alone."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) * 1.0001
+
+
+class CallsWithin(Followed):
+    """torch.fx writes the layer down, and what it does once more."""
+
+    class Layer(nn.Conv2d):
+        def __call__(self, x: Tensor) -> Any:
+            return super().__call__(x) * 1.0001
+
+    def __init__(self, follower: Callable[..., Tensor]) -> None:
+        super().__init__(follower)
+        self.first = self.Layer(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+@pytest.mark.parametrize("kind", [Alias, Calls, CallsWithin])
+def test_an_error_of_tracing_is_found(kind: type[Followed]) -> None:
+    assert "off those of the model" in not_fused(kind(torch.relu), EXAMPLE)
+
+
+class Says(Followed):
+    """Returns something beside its result that torch.fx takes for a constant."""
+
+    def __init__(self, says: Callable[[int], Any]) -> None:
+        super().__init__(torch.relu)
+        self.says, self.calls = says, 0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.says(random.randrange(1 << 40))
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda number: torch.tensor(number),
+        lambda number: torch.tensor(number % 2 == 0).expand(40).clone() ^ (torch.arange(40) > 9),
+        lambda number: torch.tensor([1, number]) * 1j,
+        lambda number: torch.where(torch.arange(4) == number % 4, float("nan"), torch.ones(4)),
+        lambda number: torch.where(torch.arange(4) == number % 4, float("inf"), torch.ones(4)),
+        lambda number: number,
+        lambda number: {f"{number}": 1},
+    ],
+)
+def test_everything_in_results_is_compared(says: Callable[[int], Any]) -> None:
+    random.seed(5)
+    model = Says(says).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert not report(optimized).fused
+    assert "not fused: its graph" in str(report(optimized))
+
+
+def test_nan_and_infinity_do_not_keep_from_fusing() -> None:
+    example = EXAMPLE.clone()
+    example[0, 0, 2, 3], example[1, 1, 5, 5] = float("nan"), float("inf")
+    model = Followed(nn.Sigmoid(), norm=True).eval()
+    with torch.no_grad():
+        assert activations(fastconv.optimize(model, example)) == {"layer": "sigmoid"}
+
+
+def test_a_model_whose_results_differ_from_call_to_call() -> None:
+    class Counts(Followed):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * self.count
+
+    model = Counts(torch.relu).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert "the model's results differ from call to call" in str(report(optimized))
+    assert (model.count, optimized.count) == (0, 0)
+
+
+def test_random_numbers_that_are_drawn_in_the_graph() -> None:
+    """Both draw the same; they are no constants."""
+    model = Followed(lambda out: F.dropout(torch.relu(out), 0.5, training=True)).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+
+
+def test_a_constant_that_was_drawn_is_found() -> None:
+    class Draws(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn(10)
+
+    with torch.no_grad():
+        optimized = fastconv.optimize(Draws(torch.relu).eval(), EXAMPLE)
+    assert "off those of the model" in str(report(optimized))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda out: out * 1.01, "times what rounding can do, as a whole"),
+        (lambda out: torch.where(torch.arange(10) == 3, out + 0.1, out), "times what rounding"),
+        (lambda out: torch.where(torch.arange(10) == 3, float("nan"), out), "NaN instead of 0"),
+        (lambda out: out[..., :9], "instead of"),
+    ],
+)
+def test_a_fused_layer_that_is_wrong_is_found(
+    wrong: Callable[[Tensor], Tensor], says: str, model: ResNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = FusedConv2d.forward
+    monkeypatch.setattr(
+        FusedConv2d,
+        "forward",
+        lambda self, *args: (
+            wrong(forward(self, *args)) if vars(self).get("broken") else forward(self, *args)
+        ),
+    )
+    fuse = optimization.fusion.fuse
+
+    def breaking(*args: Any) -> Any:
+        found = fuse(*args)
+        found.compared["layers.0.conv2"].layer.broken = True
+        return found
+
+    monkeypatch.setattr(optimization.fusion, "fuse", breaking)
+    reason = not_fused(model, EXAMPLE)
+    assert reason.startswith("layers.0.conv2 with BatchNorm, addition, relu gives ")
+    assert says in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chaotic_network_is_fused(dtype: torch.dtype) -> None:
+    """Whose results, computed in two ways, differ by more than roundings: it makes more of them."""
+    layers = []
+    for _ in range(12):
+        layers += [nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), Sharp()]
+        nn.init.normal_(layers[-2].weight, 1, 0.1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *layers).to(dtype).eval()
+    example = EXAMPLE.to(dtype)
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, example)
+        expected, found = model(example).double(), optimized(example).double()
+    assert report(optimized).fused, report(optimized)
+    assert report(optimized).folded == 12
+    assert (found - expected).norm() > 1e-3 * expected.norm()
+
+
+class Sharp(nn.Module):
+    """Multiplies differences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(40 * x)
+
+
+# --- Who writes -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastconv_tests::grow", mutates_args={"x"})
+def grow(x: Tensor) -> None:
+    x.mul_(1.001)
+
+
+@grow.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+@torch.fx.wrap
+def grown(x: Tensor) -> Tensor:
+    """A function that torch.fx does not look into."""
+    x.mul_(1.001)
+    return x
+
+
+@torch.fx.wrap
+def grown_elsewhere(x: Tensor) -> Tensor:
+    made = x.clone()
+    made.mul_(1.001)
+    return made
+
+
+class Writes(Followed):
+    """The layer reads ``x`` before something writes to it; their results are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0
+        out = self.layer(x)
+        return out + self.follower(x)
+
+
+@pytest.mark.parametrize(
+    ("writer", "fuses"),
+    [
+        (lambda x: (torch.ops.fastconv_tests.grow(x), x)[1], False),
+        (lambda x: torch.ops.aten.mul_.Tensor(x, 1.001), False),
+        (lambda x: grown(x), False),
+        (lambda x: torch.mul(x, 1.001, out=x), False),
+        (lambda x: x.detach().mul_(1.001), False),
+        (lambda x: F.hardtanh(x, -2.5, 2.5, inplace=True), False),
+        (nn.ReLU(inplace=True), False),
+        (lambda x: grown_elsewhere(x), True),
+        (lambda x: F.interpolate(x, size=(10, 10)), True),
+        (lambda x: F.pad(x, (0, 0)), True),
+        (lambda x: x.amax((2, 3), True).expand(2, 3, 10, 10), True),
+    ],
+)
+def test_a_layer_does_not_move_past_a_writer(
+    writer: Callable[[Tensor], Tensor], fuses: bool
+) -> None:
+    """Not even by so little that comparing results with a large tolerance would not show it."""
+    optimized = fused(Writes(writer), EXAMPLE)
+    assert any(isinstance(one, FusedConv2d) for one in optimized.modules()) == fuses
+    reason = "not fused: nothing follows a convolution that could be"
+    assert (reason in report(optimized).notes) != fuses  # it was not the comparison that told
+
+
+class OwnStatistics(Followed):
+    """Writes to what its BatchNorm has, in one of several ways."""
+
+    def __init__(self, write: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(torch.relu, norm=True)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.norm, x)
+        return super().forward(x)
+
+
+def _replace(norm: Any, x: Tensor) -> None:
+    norm.running_mean = norm.running_mean.clone()
+
+
+def _train(norm: Any, x: Tensor) -> None:
+    F.batch_norm(x.detach(), norm.running_mean, norm.running_var, training=True)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda norm, x: norm.running_mean.mul_(1.0),  # which changes nothing this time
+        lambda norm, x: norm.running_mean.data.copy_(norm.running_mean),
+        lambda norm, x: norm.running_mean.lerp_(x.mean((0, 2, 3)), 0.0),
+        lambda norm, x: norm.running_var[:1].fill_(1.0),
+        _replace,
+        _train,
+    ],
+)
+def test_a_norm_that_the_model_writes_to_is_not_folded(write: Callable[..., Any]) -> None:
+    model = OwnStatistics(write).eval()
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, EXAMPLE)
+        assert report(optimized).folded == 0
+        for _ in range(2):
+            torch.testing.assert_close(optimized(EXAMPLE), model(EXAMPLE))
+
+
+def test_a_buffer_that_a_graph_would_not_write() -> None:
+    class Counted(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    assert "its graph gives the keys" in not_fused(Counted(), EXAMPLE)
+
+
+def test_constants_that_are_made_in_forward() -> None:
+    class Constants(Followed):
+        def forward(self, x: Tensor) -> Tensor:
+            shift = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
+            return super().forward(x - shift) * torch.arange(10, device=x.device)
+
+    model = Constants(torch.relu)
+    optimized = fused(model, EXAMPLE)
+    assert activations(optimized) == {"layer": "relu"}
+    assert not any("constant" in name for name in vars(model))
+    other = torch.randn(4, 3, 10, 10)
+    for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
+        torch.testing.assert_close(one(other), model(other), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("_inference")

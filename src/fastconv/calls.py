@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import statistics
@@ -11,11 +12,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from fastconv import _frozen, _precision, preparation, timing
 from fastconv._precision import Precision, precision
@@ -33,6 +37,9 @@ from fastconv.timing import Effort, Run
 
 LEAST_GAIN = 0.01
 """Of PyTorch's time: what gains less is not exchanged."""
+
+CLEAR_GAIN = 1.1
+"""No more samples are taken where all of one are this many times as long as all of the other."""
 
 CALL_EFFORT = Effort(repeats=7, seconds=2.0)
 MODEL_EFFORT = Effort(repeats=7, seconds=10.0)
@@ -148,6 +155,60 @@ def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Ite
         yield
 
 
+class Operators(TorchDispatchMode):
+    """Notes which operators a model calls, with what: its structure, as far as times depend on it.
+
+    Numbers in tensors are not noted, and nor are the names of layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hash = hashlib.sha256()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, tree = tree_flatten((args, kwargs))
+        words = [_form_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        self._hash.update(f"{function} {tree} {words}\n".encode())
+        return function(*args, **kwargs)
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _form_of(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}"
+    return f"{tuple(Form.of(tensor))} {tensor.requires_grad}"
+
+
+def code_of(model: nn.Module) -> str:
+    """The classes of a model's modules and the code of those that are not PyTorch's, as a hash."""
+    digest = hashlib.sha256()
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        for one in kind.__mro__:
+            digest.update(f"{one.__module__}.{one.__qualname__}\n".encode())
+            if not one.__module__.startswith(("torch.", "builtins")):
+                for name, value in vars(one).items():
+                    code = getattr(inspect.unwrap(value), "__code__", None)
+                    if code is not None:
+                        digest.update(f"{name} {_instructions(code)}\n".encode())
+    return digest.hexdigest()
+
+
+def _instructions(code: CodeType) -> object:
+    """What a function does, whatever line of whatever file it stands in."""
+    constants = [
+        _instructions(one) if isinstance(one, CodeType)
+        else sorted(map(repr, one)) if isinstance(one, frozenset)
+        else repr(one)
+        for one in code.co_consts
+    ]  # fmt: skip
+    return code.co_code.hex(), code.co_names, constants
+
+
 # --- Made again -----------------------------------------------------------------------------------
 
 
@@ -214,6 +275,18 @@ def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
     return made
 
 
+def sums(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+    """What PyTorch's layer gives with these weights and no bias, in their type."""
+    tries: bool = torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_benchmark(False)  # to try algorithms out takes long
+    try:
+        with torch.autocast(input.device.type, enabled=False):
+            found: Tensor = _twin(layer, PYTORCHS, {"weight": weight, "bias": None}).forward(input)
+    finally:
+        torch._C._set_cudnn_benchmark(tries)
+    return found
+
+
 def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
     """How our passes of a call would be computed; nothing is."""
     with FakeTensorMode():
@@ -256,17 +329,28 @@ def _error(samples: Sequence[float]) -> float:
     return 2 * 1.25 * deviation / math.sqrt(len(samples))
 
 
+def is_clear(samples: Sequence[Sequence[float]]) -> bool:
+    """Whether two runs are so far apart that more samples would not change the choice."""
+    first, second = samples
+    return min(first) > CLEAR_GAIN * max(second) or min(second) > CLEAR_GAIN * max(first)
+
+
 class Clock:
     """Measures. Tests, which have no GPU, replace :data:`clock`."""
+
+    def first(self, trial: Trial) -> None:
+        """Has PyTorch find out how it computes a call, which takes long where it tries."""
+        trial.pytorchs()
+        timing.synchronize(trial.input.device)
 
     def call(self, trial: Trial) -> Times:
         """GPU time of a call, the host's not included."""
         runs = trial.pytorchs, trial.ours
-        return Times.of(*timing.take_turns(runs, trial.input.device, CALL_EFFORT))
+        return Times.of(*timing.take_turns(runs, trial.input.device, CALL_EFFORT, is_clear))
 
     def model(self, runs: Sequence[Run], before: Sequence[Run], device: torch.device) -> Times:
         """Time of the whole model, the host's included, as it was and as it would be."""
-        return Times.of(*timing.take_wall_turns(runs, device, MODEL_EFFORT, before))
+        return Times.of(*timing.take_wall_turns(runs, device, MODEL_EFFORT, before, is_clear))
 
 
 clock = Clock()

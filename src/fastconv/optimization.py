@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from fastconv import calls, fusion, native, preparation, tables, timing
+from fastconv import _state, agreement, calls, fusion, native, preparation, tables, timing
 from fastconv.backends import cuda
 from fastconv.calls import Call, Times, Trial
 from fastconv.kernels.family import Plan
@@ -29,11 +29,13 @@ from fastconv.problem import is_channels_last
 _REPORT = "fastconv_optimization"
 _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
 
-# By how much a fused model's results may differ from the model's, as a share of their norm. Only
-# roundings should differ; of numbers of 16 bits, a deep network makes much of them.
-_AGREEMENT, _HALF_AGREEMENT = 0.02, 0.1
+# By how much a model's results may differ from call to call, as a share of their norm, for its
+# graph to be judged by them. Atomic additions make such differences.
+_UNSTEADY = 1e-4
+_SEED = 1729  # of comparisons: not that with which a model is traced
 
 _Value = TypeVar("_Value")
+_Plans = dict[cuda.Need, Plan]
 
 
 # --- The report -----------------------------------------------------------------------------------
@@ -70,11 +72,16 @@ class Optimization:
     measured: int  # of the layers' times; the others were kept from earlier
     notes: tuple[str, ...]
     seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict)  # where the seconds went
 
     def __str__(self) -> str:
         lines = [*self._table(), *self._sums(), *self._left(), *self.notes]
         kept = sum(row.times is not None for row in self.layers) - self.measured
-        lines.append(f"{self.measured} measured, {kept} known from earlier, {self.seconds:.1f} s")
+        phases = ", ".join(f"{name} {took:.1f}" for name, took in self.phases.items())
+        lines.append(
+            f"{self.measured} measured, {kept} known from earlier, {self.seconds:.1f} s"
+            + (f" ({phases})" if phases else "")
+        )
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -121,7 +128,9 @@ class Optimization:
 def _cells(row: MeasuredLayer) -> tuple[str, ...]:
     call = row.call
     sizes = ("x".join(map(str, form.shape)) for form in (call.input, call.weight))
-    format = "nhwc" if is_channels_last(call.input.shape, call.input.stride) else "nchw"
+    batched = len(call.input.shape) == 4
+    nhwc = batched and is_channels_last(call.input.shape, call.input.stride)
+    format = "nhwc" if nhwc else "nchw" if batched else "chw"
     dtype = str(call.dtype).removeprefix("torch.")
     backward = f", gradients of {' '.join(call.gradients)}" if call.gradients else ""
     ms = ("", "") if row.times is None else (f"{row.times.theirs:.4f}", f"{row.times.ours:.4f}")
@@ -165,13 +174,17 @@ def optimize(
 
     In inference, in ``eval`` mode, a copy is also fused: by ``torch.fx``, BatchNorms become part of
     weights, activations and additions part of kernels. The result is then a
-    ``torch.fx.GraphModule`` for inference alone. What cannot be traced is not fused.
+    ``torch.fx.GraphModule`` for inference alone. What cannot be traced, or sets ``autocast`` or
+    the like for a part of itself, is not fused. A graph has to give the model's results, and each
+    fused layer those of what it is made of, but for rounding.
 
     Times are kept on disk beside the kernels: the next process takes them from there. Where
     ``torch.distributed`` is initialized, all processes have to call it, and rank 0 decides.
 
+    Where there is no GPU, nothing is measured, and the model is as it was: the report says so.
+
     Args:
-        model: on a GPU. What wraps it (``torch.compile``, DDP, FSDP) comes later.
+        model: on a GPU, if there is one. What wraps it (``torch.compile``, DDP, FSDP) comes later.
         example: what it will be called with.
         inplace: change the model itself; else a copy. An optimizer that was made before goes on
             to hold the parameters of the model, not those of a copy.
@@ -185,20 +198,28 @@ def optimize(
         is: :func:`restore` it first to decide anew.
 
     Raises:
-        ValueError: there is no example, something is not on a GPU, or the model is wrapped.
+        ValueError: there is no example, there is a GPU but the model or the example is not on it,
+            the model is wrapped, or processes have different models.
     """
     start = time.perf_counter()
-    _check(model, example, named)
-    target = model if inplace else _copied(model)
-    if hasattr(model, _REPORT):
+    _each(lambda: _check(model, example, named))
+    target = model if inplace else _each(lambda: _copied(model))
+    if _alike("has been optimized before", hasattr(model, _REPORT)):
         setattr(target, _REPORT, getattr(model, _REPORT))  # which copies of graphs lose
         return target
     work = _Work(target, _cloned(example), _cloned(named), progress)
-    with _untouched(target):
-        optimized, report = work.done(fuse=fuse and not inplace)
+    reason = next(filter(None, _gathered(lambda: _reason_not_to_measure(model))), None)
+    if reason is not None:
+        proposal, report = work.nothing(reason)
+    else:
+        proposal, report = work.proposed(fuse=fuse and not inplace)
+    # All else is as it was: whatever has raised, nothing is exchanged.
+    _exchange(proposal.plain)
+    for layer in proposal.plain:
+        vars(layer)[_MARK] = True
     seconds = time.perf_counter() - start
-    setattr(optimized, _REPORT, Optimization(**report, seconds=seconds))
-    return optimized
+    setattr(proposal.model, _REPORT, Optimization(**report, seconds=seconds))
+    return proposal.model
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -210,10 +231,13 @@ def restore(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model was fused. It is a copy; the model that it was made of is as it was.
     """
-    if any(map(_is_fused, model.modules())):
+    fused = [name for name, module in model.named_modules() if _is_fused(module)]
+    if fused:
         raise ValueError(
-            "restore() cannot take a fused model apart: it is a copy, and the model that it was "
-            "made of is as it was"
+            "restore() cannot take a fused model apart: of "
+            f"{', '.join(filter(None, fused[:4])) or 'it'}{' ...' if len(fused) > 4 else ''}, "
+            "BatchNorms, additions or activations have become part. It is a copy, and the model "
+            "that it was made of is as it was"
         )
     for module in model.modules():
         state = vars(module)
@@ -224,8 +248,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def _is_fused(module: nn.Module) -> bool:
-    report = vars(module).get(_REPORT)
-    return isinstance(module, FusedConv2d) or (isinstance(report, Optimization) and report.fused)
+    return isinstance(module, FusedConv2d) or fusion.FOLDED in vars(module)
 
 
 def _check(model: nn.Module, example: Any, named: Any) -> None:
@@ -241,12 +264,20 @@ def _check(model: nn.Module, example: Any, named: Any) -> None:
         raise ValueError(
             "optimize() cannot measure what has no sizes yet: call the model once before"
         )
-    for what, of in (("model", parameters), ("example", tensors)):
-        if of and not any(is_gpu(tensor.device) for tensor in of):
-            raise ValueError(
-                f"optimize() measures on a GPU, but the {what} is on {of[0].device}: there is "
-                f"nothing to gain there. Move the model and the example to a GPU first"
-            )
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError("optimize() measures, so the example has to have data: it is on meta")
+    elsewhere = {
+        what: of[0].device
+        for what, of in (("model", parameters), ("example", tensors))
+        if of and not any(is_gpu(tensor.device) for tensor in of)
+    }
+    # Without a GPU there is nothing to move to; and a half on one is a mistake in any case.
+    if elsewhere and (torch.cuda.is_available() or (len(elsewhere) == 1 and parameters)):
+        what, device = next(iter(elsewhere.items()))
+        raise ValueError(
+            f"optimize() measures on a GPU, but the {what} is on {device}: there is "
+            f"nothing to gain there. Move the model and the example to a GPU first"
+        )
     if hasattr(model, "_orig_mod"):
         raise ValueError("optimize() takes a model before torch.compile, which may follow")
     if _is_distributed():
@@ -282,6 +313,13 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
+def _reason_not_to_measure(model: nn.Module) -> str | None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if devices and not any(map(is_gpu, devices)):
+        return "there is no GPU: nothing was measured, and the model is as it was"
+    return None
+
+
 def _cloned(values: Any) -> Any:
     """The same with tensors of its own: models may write to what they are given."""
     return tree_map_only(
@@ -289,33 +327,8 @@ def _cloned(values: Any) -> Any:
     )
 
 
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back the state of random numbers, and all buffers."""
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    values = {
-        id(buffer): (buffer, buffer.detach().clone())
-        for _, of_one in buffers
-        for buffer in of_one.values()
-        if buffer is not None
-    }
-    numbers = random.getstate()
-    try:
-        with torch.random.fork_rng(_gpus(model)):
-            yield
-    finally:
-        random.setstate(numbers)
-        for module, of_one in buffers:
-            module._buffers.update(of_one)
-        with torch.no_grad():
-            for buffer, value in values.values():
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-
-
-def _gpus(model: nn.Module) -> list[int]:
-    devices = {tensor.device for tensor in model.parameters()}
-    return sorted(device.index for device in devices if device.type == "cuda")
+def _gpus(values: Iterable[Tensor]) -> set[int]:
+    return {tensor.device.index for tensor in values if tensor.device.type == "cuda"}
 
 
 # --- The work -------------------------------------------------------------------------------------
@@ -329,10 +342,23 @@ class _Proposal:
     ours: Collection[str]  # names of layers
     plain: Sequence[nn.Module]  # those of them whose class is all that changes
     folded: int
+    fused: fusion.Fused | None = None  # that the graph is made of, until it is finished
 
     @property
     def changes(self) -> bool:
         return bool(self.ours or self.folded)
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What a process finds in its model."""
+
+    seen: dict[str, list[Call]]  # how each layer is called, by its name
+    structure: str  # of a call of the model
+    graph: fusion.Traced | None = None
+    sites: dict[str, fusion.Site] = field(default_factory=dict)
+    expected: Any = None  # the model's results
+    unsteady: float = 0.0  # by how much they differ from call to call
 
 
 @dataclass
@@ -346,45 +372,89 @@ class _Work:
     left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     measured: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    plans: dict[Call, _Plans] = field(default_factory=dict)  # of calls, as far as they are made
 
-    def done(self, fuse: bool) -> tuple[nn.Module, dict[str, Any]]:
-        """The model as it should be, and the report's fields."""
+    def nothing(self, reason: str) -> tuple[_Proposal, dict[str, Any]]:
+        """The model as it is, and the report's fields."""
+        self.notes.append(reason)
+        proposal = _Proposal(self.model, (), (), 0)
+        return proposal, self._report(proposal, (), None)
+
+    def proposed(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
+        """What the model should be, and the report's fields; the model is as it was."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        gpus = _gpus([*tensors, *tensors_of((self.example, self.named))])
+        self._state, self._gpus = _state.Snapshot([self.model]), gpus
+        try:
+            with _state.same_random_numbers(gpus):
+                return self._decided(fuse)
+        finally:
+            self._state.restore()
+
+    def _decided(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
         layers = self._layers()
-        seen = self._seen(layers)
-        graph, sites = self._fusable(layers, seen) if fuse else (None, {})
+        mine = _each(lambda: self._looked(layers, fuse))
+        _alike("has the layers " + ", ".join(layers), sorted(layers))
+        shared = _gathered(lambda: {name: site.words for name, site in mine.sites.items()})
+        graph, sites = mine.graph, mine.sites
+        if any(other != shared[0] for other in shared):
+            self.notes.append("not fused: processes have graphs of which not the same can be fused")
+            graph, sites = None, {}
+        seen = dict(mine.seen)
         if graph is not None:
             for name, site in sites.items():
                 seen[name] = [fusion.with_followers(seen[name][0], site, graph)]
-        found = _agreed(lambda: self._times(layers, seen))
-        ours = [name for name, of_one in seen.items() if _gains([found[call] for call in of_one])]
-        proposal = self._proposal(layers, ours, graph, sites)
+        # By rank 0, whose calls need not be those of this process; its layers are.
+        judged, found = _agreed(lambda: (seen, self._times(layers, seen)))
+        ours = [name for name, of_one in judged.items() if _gains([found[call] for call in of_one])]
+        proposal = self._proposal(layers, ours, graph, sites, seen)
         whole: Times | None = None
         if proposal.changes:
-            self._make_ready({call: layers[name] for name in ours for call in seen[name]})
-            whole, trouble = _agreed(lambda: self._whole(proposal, seen))
-            gains = whole is not None and whole.gains
-            if trouble is None and not gains and proposal.model is not self.model:
-                trouble = "the model as a whole is not faster so"
+            needed = {call: layers[name] for name in ours for call in seen.get(name, ())}
+            _each(lambda: self._make_ready(needed))
+            trouble = next(filter(None, _gathered(lambda: self._trouble(proposal, mine))), None)
+            if trouble is None:
+                proposal = _finished(proposal)
+                whole = _agreed(lambda: self._whole(proposal, judged, mine.structure))
+                if not whole.gains and proposal.model is not self.model:
+                    trouble = "the model as a whole is not faster so"
             if trouble is not None:
                 self.notes.append(f"not fused: {trouble}")
-                return self.done(fuse=False)
-            if not gains:
+                self._state.restore()
+                return self._decided(fuse=False)
+            if whole is not None and not whole.gains:
                 self.notes.append("the model as a whole is not faster: it was left as it was")
                 proposal = _Proposal(self.model, (), (), 0)
-        _exchange(proposal.plain)
-        for layer in proposal.plain:
-            vars(layer)[_MARK] = True
-        return proposal.model, {
-            "layers": tuple(_rows(seen, found, proposal.ours, sites)),
+        words = {name: site.words for name, site in sites.items()}
+        return proposal, self._report(
+            proposal, tuple(_rows(judged, found, proposal.ours, words)), whole
+        )
+
+    def _report(
+        self, proposal: _Proposal, rows: tuple[MeasuredLayer, ...], whole: Times | None
+    ) -> dict[str, Any]:
+        return {
+            "layers": rows,
             "exchanged": tuple(proposal.ours),
             "folded": proposal.folded,
-            "left": dict(self.left),
+            "left": {name: why for name, why in self.left.items() if name not in proposal.ours},
             "before_ms": whole and whole.theirs,
             "after_ms": whole and whole.ours,
             "fused": proposal.model is not self.model,
             "measured": self.measured,
             "notes": tuple(self.notes),
+            "phases": dict(self.phases),
         }
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Counts the time of a part of the work."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     def _proposal(
         self,
@@ -392,12 +462,15 @@ class _Work:
         ours: Collection[str],
         graph: fusion.Traced | None,
         sites: Mapping[str, fusion.Site],
+        seen: Mapping[str, Sequence[Call]],
     ) -> _Proposal:
-        plain = [layers[name] for name in ours if name not in sites]
-        folded = sum(site.norm is not None for site in sites.values())
-        if graph is None or not (ours or folded):
-            return _Proposal(self.model, ours, plain, 0)
-        return _Proposal(fusion.fuse(graph, sites, ours), ours, plain, folded)
+        changed = {n: site for n, site in sites.items() if n in ours or site.norm is not None}
+        if graph is None or not changed:
+            return _Proposal(self.model, ours, [layers[name] for name in ours], 0)
+        plain = [layers[name] for name in ours if name not in changed]
+        folded = sum(site.norm is not None for site in changed.values())
+        fused = fusion.fuse(graph, changed, ours, {name: seen[name][0] for name in changed})
+        return _Proposal(fused.module, ours, plain, folded, fused)
 
     def _layers(self) -> dict[str, nn.Module]:
         """The layers that can be exchanged, by name; the others are left, for a reason each."""
@@ -413,54 +486,106 @@ class _Work:
             self.notes.append("the model has no 2-D convolutions: it was left as it was")
         return layers
 
-    def _seen(self, layers: Mapping[str, nn.Module]) -> dict[str, list[Call]]:
-        """How each layer is called, by its name."""
+    def _looked(self, layers: Mapping[str, nn.Module], fuse: bool) -> _Looked:
+        with self._phase("looking"):
+            found = self._seen(layers)
+        if not fuse or not found.seen:
+            return found
+        with self._phase("tracing"):
+            try:
+                return self._fusable(layers, found)
+            except fusion.Untraceable as error:
+                self.notes.append(f"not fused: {error}")
+                return found
+            finally:
+                self._state.restore()
+
+    def _seen(self, layers: Mapping[str, nn.Module]) -> _Looked:
+        """How each layer is called, and what else the model does."""
         seen: dict[str, list[Call]] = {}
         if not layers:
-            return seen
+            return _Looked(seen, "")
+        operators = calls.Operators()
+
+        @contextmanager
+        def watch() -> Iterator[None]:
+            with calls.watched(layers, seen), operators:
+                yield
+
         try:
-            preparation.call_without_data(
-                self.model, self.example, self.named, watch=calls.watched(layers, seen)
-            )
-        except preparation.NeedsData as error:
-            self.notes.append(f"the model was called to see its layers, as it {error}")
+            preparation.call_without_data(self.model, self.example, self.named, watch=watch())
+        except Exception as error:  # if the model fails with data as well, that is raised
+            known = isinstance(error, preparation.NeedsData)
+            why = error if known else f"cannot be called without data: {tables.error_line(error)}"
+            self.notes.append(f"the model was called to see its layers, as it {why}")
             seen.clear()
-            with calls.watched(layers, seen):
-                self.model(*self.example, **self.named)
+            operators = calls.Operators()
+            with watch():
+                self.model(*_cloned(self.example), **_cloned(self.named))
+            self._state.restore()
         self.left |= {name: "not called with this example" for name in layers if name not in seen}
-        return seen
+        return _Looked(seen, operators.digest())
 
-    def _fusable(
-        self, layers: Mapping[str, nn.Module], seen: Mapping[str, Sequence[Call]]
-    ) -> tuple[fusion.Traced | None, dict[str, fusion.Site]]:
-        """The model's graph, and what can be fused in it."""
-        reason = self._reason_not_to_fuse(seen)
-        if reason is None:
-            try:
-                graph = fusion.traced(self.model, self.example, self.named)
-                once = [
-                    name
-                    for name, of_one in seen.items()
-                    if len(of_one) == 1 and not fusion.has_hooks(layers[name])
-                ]
-                if sites := fusion.sites(graph, once):
-                    return graph, sites
-                reason = "nothing follows a convolution that could be"
-            except fusion.Untraceable as error:
-                reason = str(error)
-        if seen:
-            self.notes.append(f"not fused: {reason}")
-        return None, {}
+    def _fusable(self, layers: Mapping[str, nn.Module], found: _Looked) -> _Looked:
+        """What was found, with the model's graph, and what can be fused in it.
 
-    def _reason_not_to_fuse(self, seen: Mapping[str, Sequence[Call]]) -> str | None:
-        every = [call for of_one in seen.values() for call in of_one]
+        Raises:
+            Untraceable: nothing can be.
+        """
+        reason = self._reason_not_to_fuse()
+        if reason is not None:
+            raise fusion.Untraceable(reason)
+        graph = fusion.traced(self.model, self.example, self.named, self._state)
+        once = [
+            name
+            for name, of_one in found.seen.items()
+            if len(of_one) == 1 and not fusion.has_hooks(layers[name])
+        ]
+        if not fusion.sites(graph, once):
+            raise fusion.Untraceable("nothing follows a convolution that could be")
+        expected = self._result(self.model)
+        again = self._result(self.model, anew=False)
+        words, unsteady = agreement.difference(expected["result"], again["result"])
+        if words is not None or unsteady > _UNSTEADY:
+            raise fusion.Untraceable(
+                "the model's results differ from call to call, by "
+                f"{words or format(unsteady, '.1%')}: whether a graph's are right cannot be told"
+            )
+        trouble = _disagreement(expected, self._result(graph.module), unsteady)
+        if trouble is not None:
+            raise fusion.Untraceable(trouble)
+        written = fusion.written(self.model, lambda: self._result(self.model), self._state)
+        sites = fusion.sites(graph, once, written)
+        if not sites:
+            raise fusion.Untraceable("the model writes to what could be fused")
+        return _Looked(found.seen, found.structure, graph, sites, expected, unsteady)
+
+    def _reason_not_to_fuse(self) -> str | None:
+        leaves = (*self.model.parameters(), *tensors_of((self.example, self.named)))
         if self.model.training:
             return "the model is in training mode"
-        if any(call.gradients for call in every):
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             return "gradients are recorded; for inference, optimize within torch.no_grad()"
-        if len({call.autocast for call in every}) > 1:
-            return "the model sets autocast itself, which torch.fx would lose"
         return None
+
+    def _result(self, model: nn.Module, anew: bool = True) -> Any:
+        """What a call gives, and what it leaves in its arguments, parameters and buffers.
+
+        ``anew``: of a model that is as it was. Random numbers are always the same.
+        """
+        if anew:
+            self._state.restore()
+        example, named = _cloned(self.example), _cloned(self.named)
+        torch.clear_autocast_cache()
+        with _state.same_random_numbers(self._gpus, _SEED):
+            result = model(*example, **named)
+        changed = self._state.changed()
+        left = {
+            name: tensor.detach().clone()
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+            if id(tensor) in changed
+        }
+        return {"result": result, "arguments": (example, named), "state": left}
 
     def _times(
         self, layers: Mapping[str, nn.Module], seen: Mapping[str, Sequence[Call]]
@@ -475,41 +600,85 @@ class _Work:
         missing = {call: layer for call, layer in of.items() if call not in found}
         if not missing:
             return found
-        found |= _compiled(missing, preparation.shower("compiled {} of {} kernels", self.progress))
-        native.settle()
-        show = preparation.shower("measured {} of {} layers", self.progress)
-        for number, (call, layer) in enumerate(missing.items(), 1):
-            if call not in found:
-                found[call] = _measured(call, layer)
-                self.measured += isinstance(found[call], Times)
-            if show is not None:
-                show(number, len(missing))
+        native.begin()  # and is there when the whole model is measured, or soon after
+        with self._phase("planning"):
+            failed, plans = _planned(missing)
+            self.plans |= plans
+        found |= failed
+        # PyTorch looks for algorithms while our kernels are compiled in the background.
+        with self._phase("PyTorch's first calls"):
+            show = preparation.shower("PyTorch has called {} of {} layers", self.progress)
+            for number, (call, layer) in enumerate(missing.items(), 1):
+                with suppress(Exception):  # which it meets again when it is measured
+                    calls.clock.first(Trial(call, layer, _device(layer)))
+                _show(show, number, len(missing))
+        with self._phase("compiling"):
+            found |= _compiled(
+                plans, preparation.shower("compiled {} of {} kernels", self.progress)
+            )
+        with self._phase("measuring layers"):
+            show = preparation.shower("measured {} of {} layers", self.progress)
+            for number, (call, layer) in enumerate(missing.items(), 1):
+                if call not in found:
+                    found[call] = _measured(call, layer)
+                    self.measured += isinstance(found[call], Times)
+                _show(show, number, len(missing))
         if any(_device(layer).type == "cuda" for layer in missing.values()):
             torch.cuda.empty_cache()
         return found
 
     def _make_ready(self, of: Mapping[Call, nn.Module]) -> None:
         """Loads what the chosen layers need, in processes that have not measured, too."""
-        plans: dict[cuda.Need, Plan] = {}
-        for call, layer in of.items():
-            plans |= calls.plans(call, layer, _device(layer))
-        preparation.make_ready(plans, preparation.shower("loaded {} of {} kernels", self.progress))
+        with self._phase("loading"):
+            plans: dict[cuda.Need, Plan] = {}
+            for call, layer in of.items():
+                plans |= self.plans.get(call) or calls.plans(call, layer, _device(layer))
+            show = preparation.shower("loaded {} of {} kernels", self.progress)
+            preparation.make_ready(plans, show)
 
     def _whole(
-        self, proposal: _Proposal, seen: Mapping[str, Sequence[Call]]
-    ) -> tuple[Times | None, str | None]:
-        """Times of the model as it is and as proposed; or what is wrong with the proposal."""
+        self, proposal: _Proposal, seen: Mapping[str, Sequence[Call]], structure: str
+    ) -> Times:
+        """Times of the model as it is and as proposed."""
         device = next(one.device for one in self.model.parameters() if is_gpu(one.device))
-        fused = proposal.model is not self.model
-        if fused and (trouble := self._trouble(proposal, seen)) is not None:
-            return None, trouble
-        native.settle()
+        under_way = native.under_way()
+        if not under_way:
+            native.settle()
+        times = self._whole_now(proposal, seen, structure, device)
+        if under_way and not times.gains:
+            # With the native host path ours take less of the host's time: perhaps then.
+            with self._phase("waiting for the native host path"):
+                native.settle()
+            times = self._whole_now(proposal, seen, structure, device)
+        elif under_way:
+            self.notes.append(
+                "the whole model was measured while the native host path was being built, which "
+                "takes less of the host's time"
+            )
+        return times
+
+    def _whole_now(
+        self,
+        proposal: _Proposal,
+        seen: Mapping[str, Sequence[Call]],
+        structure: str,
+        device: torch.device,
+    ) -> Times:
+        """These, measured with the host path that there is, or kept from such."""
         of = Counter((repr(call), name in proposal.ours) for name in seen for call in seen[name])
-        by_native = native.conv2d is not None
-        what = f"model, {fused=}, {by_native=}, {proposal.folded}: {sorted(of.items())}"
+        about = {
+            "fused": proposal.model is not self.model,
+            "folded": proposal.folded,
+            "by native": native.conv2d is not None,
+            "structure": structure,
+            "code": calls.code_of(self.model),
+            "training": self.model.training,
+            "calls": sorted(of.items()),
+        }
+        what = f"model, {hashlib.sha256(repr(about).encode()).hexdigest()}"
         times = calls.kept(what, device)
         if times is None:
-            with _exchanged_back(proposal.plain):
+            with self._phase("measuring the whole model"), _exchanged_back(proposal.plain):
                 times = calls.clock.model(
                     [lambda: self._step(self.model), lambda: self._step(proposal.model)],
                     [lambda: _exchange(proposal.plain, back=True),
@@ -517,21 +686,16 @@ class _Work:
                     device,
                 )  # fmt: skip
             calls.keep(what, f"a model of {len(seen)} layers", device, times)
-        return times, None
+        return times
 
-    def _trouble(self, proposal: _Proposal, seen: Mapping[str, Sequence[Call]]) -> str | None:
-        """What is wrong with the fused model's results, if anything."""
-
-        def result(model: nn.Module) -> Any:
-            with torch.random.fork_rng(_gpus(self.model)), torch.no_grad():
-                return model(*_cloned(self.example), **_cloned(self.named))
-
-        expected = result(self.model)
-        with _exchanged_back(proposal.plain):
-            _exchange(proposal.plain)
-            found = result(proposal.model)
-        halves = any(call.dtype.itemsize == 2 for of_one in seen.values() for call in of_one)
-        return fusion.disagreement(expected, found, _HALF_AGREEMENT if halves else _AGREEMENT)
+    def _trouble(self, proposal: _Proposal, looked: _Looked) -> str | None:
+        """What is wrong with a fused model's results, if anything."""
+        if proposal.fused is None:
+            return None
+        with self._phase("comparing"):
+            result, trouble = proposal.fused.disagreement(self._result)
+            self._state.restore()
+            return _disagreement(looked.expected, result, looked.unsteady) or trouble
 
     def _step(self, model: nn.Module) -> None:
         """A forward pass, and a backward pass where gradients are recorded; both are dropped."""
@@ -548,6 +712,31 @@ class _Work:
             results += torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
         for device in {one.device for one in results if one is not None}:
             timing.synchronize(device)
+
+
+def _disagreement(expected: Any, found: Any, unsteady: float) -> str | None:
+    """How a graph's results differ from the model's, if in more than one operation's rounding.
+
+    It computes the same in the same order. A model whose own results are ``unsteady`` may have one
+    whose results are.
+    """
+    words, share = agreement.difference(expected, found)
+    if words is not None:
+        return f"its graph gives {words}"
+    if share > max(2 * unsteady, agreement.rounding_of(expected)):
+        return f"its graph's results are {share:.2g} of their norm off those of the model"
+    return None
+
+
+def _finished(proposal: _Proposal) -> _Proposal:
+    if proposal.fused is None:
+        return proposal
+    return replace(proposal, model=proposal.fused.finished(), fused=None)
+
+
+def _show(show: preparation.Show | None, done: int, total: int) -> None:
+    if show is not None:
+        show(done, total)
 
 
 def _reason_to_leave(module: Any) -> str | None:
@@ -583,15 +772,21 @@ def _exchanged_back(layers: Sequence[nn.Module]) -> Iterator[None]:
         _exchange(layers, back=True)
 
 
-def _compiled(of: Mapping[Call, nn.Module], show: preparation.Show | None) -> dict[Call, str]:
-    """Compiles what calls need, side by side; what is wrong with those for which it fails."""
+def _planned(of: Mapping[Call, nn.Module]) -> tuple[dict[Call, str], dict[Call, _Plans]]:
+    """Plans calls, and begins to compile what they need; what is wrong with those that fail."""
     failed: dict[Call, str] = {}
-    plans: dict[Call, dict[cuda.Need, Plan]] = {}
+    plans: dict[Call, _Plans] = {}
     for call, layer in of.items():
         try:
             plans[call] = calls.plans(call, layer, _device(layer))
         except Exception as error:  # whatever it is, PyTorch's layer is there
             failed[call] = tables.error_line(error)
+    return failed, plans
+
+
+def _compiled(plans: Mapping[Call, _Plans], show: preparation.Show | None) -> dict[Call, str]:
+    """Compiles what calls need, side by side; what is wrong with those for which it fails."""
+    failed: dict[Call, str] = {}
     try:
         preparation.make_ready({n: p for each in plans.values() for n, p in each.items()}, show)
     except Exception:  # of one of them: which?
@@ -624,14 +819,14 @@ def _rows(
     seen: Mapping[str, Sequence[Call]],
     found: Mapping[Call, Times | str],
     ours: Collection[str],
-    sites: Mapping[str, fusion.Site],
+    words: Mapping[str, str],
 ) -> Iterator[MeasuredLayer]:
     for call in dict.fromkeys(call for of_one in seen.values() for call in of_one):
         names = [name for name, of_one in seen.items() if call in of_one]
         times = found[call]
         yield MeasuredLayer(
             call,
-            sites[names[0]].words if names[0] in sites else "",
+            words.get(names[0], ""),
             len(names),
             sum(seen[name].count(call) for name in names),
             None if isinstance(times, str) else times,
@@ -661,17 +856,47 @@ def _agreed(decide: Callable[[], _Value]) -> _Value:
     """What rank 0 decides, in all processes."""
     if not _is_distributed():
         return decide()
-    sent: list[Any] = [None, None]
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            sent[0] = decide()
-        except Exception as caught:  # the others wait
-            error, sent[1] = caught, tables.error_line(caught)
-    dist.broadcast_object_list(sent, src=0)
+    rank_0 = dist.get_rank() == 0
+    return _gathered(lambda: decide() if rank_0 else None)[0]  # type: ignore[return-value]
+
+
+def _each(do: Callable[[], _Value]) -> _Value:
+    """What it gives here, if it does not fail in any process."""
+    kept: list[_Value] = []
+    _gathered(lambda: kept.append(do()))
+    return kept[0]
+
+
+def _alike(what: str, value: _Value) -> _Value:
+    """A value that has to be the same in all processes, or all of them raise."""
+    others = _gathered(lambda: (what, value))
+    for rank, (words, other) in enumerate(others):
+        if other != others[0][1]:
+            raise ValueError(
+                "optimize() takes the same model in all processes, but they differ: in rank 0 it "
+                f"{_said(*others[0])}, in rank {rank} it {_said(words, other)}"
+            )
+    return value
+
+
+def _said(words: str, value: object) -> str:
+    return words if value else f"is not one that {words.rstrip()}"
+
+
+def _gathered(do: Callable[[], _Value]) -> list[_Value]:
+    """What it gives in each process, by rank. If it fails in one, all raise: none waits."""
+    if not _is_distributed():
+        return [do()]
+    value, error = None, None
+    try:
+        value = do()
+    except Exception as caught:  # the others wait
+        error = caught
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (value, error and tables.error_line(error)))
     if error is not None:
         raise error
-    if sent[1] is not None:
-        raise RuntimeError(f"optimize() failed in rank 0: {sent[1]}")
-    value: _Value = sent[0]
-    return value
+    for rank, (_, failed) in enumerate(every):
+        if failed is not None:
+            raise RuntimeError(f"optimize() failed in rank {rank}: {failed}")
+    return [one for one, _ in every]

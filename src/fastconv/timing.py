@@ -38,13 +38,23 @@ class Effort:
     seconds: float = 10.0  # no further sample is taken after this long
 
 
-def take_turns(runs: Sequence[Run], device: torch.device, effort: Effort) -> list[list[float]]:
+Enough = Callable[[Sequence[Sequence[float]]], bool]
+"""Whether the samples of the runs, :data:`LEAST_SAMPLES` of each or more, tell all that matters."""
+
+
+def take_turns(
+    runs: Sequence[Run], device: torch.device, effort: Effort, enough: Enough | None = None
+) -> list[list[float]]:
     """Milliseconds of a call on the device, sample by sample, of each run."""
-    return _in_turn([_Stopwatch(run, device).sample for run in runs], effort)
+    return _in_turn([_Stopwatch(run, device).sample for run in runs], effort, enough)
 
 
 def take_wall_turns(
-    runs: Sequence[Run], device: torch.device, effort: Effort, before: Sequence[Run]
+    runs: Sequence[Run],
+    device: torch.device,
+    effort: Effort,
+    before: Sequence[Run],
+    enough: Enough | None = None,
 ) -> list[list[float]]:
     """Milliseconds of a call by the wall clock, until the device is done.
 
@@ -67,7 +77,7 @@ def take_wall_turns(
     for sampler in samplers:
         for _ in range(WARM_UPS):
             sampler()
-    return _in_turn(samplers, effort)
+    return _in_turn(samplers, effort, enough)
 
 
 @contextmanager
@@ -95,13 +105,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _in_turn(samplers: Sequence[Callable[[], float]], effort: Effort) -> list[list[float]]:
+def _in_turn(
+    samplers: Sequence[Callable[[], float]], effort: Effort, enough: Enough | None
+) -> list[list[float]]:
     samples: list[list[float]] = [[] for _ in samplers]
     end = time.perf_counter() + effort.seconds
     for taken in range(1, MOST_ROUNDS * effort.repeats + 1):
         for of_one, sampler in zip(samples, samplers, strict=True):
             of_one.append(sampler())
-        late = taken >= LEAST_SAMPLES and time.perf_counter() > end
+        late = taken >= LEAST_SAMPLES and (
+            time.perf_counter() > end or (enough is not None and enough(samples))
+        )
         round_ends = taken % effort.repeats == 0
         if late or (round_ends and all(spread(of_one) <= STEADY for of_one in samples)):
             break

@@ -97,6 +97,30 @@ def test_resnet18(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert not any(isinstance(one, nn.BatchNorm2d) for one in optimized.modules())
 
 
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_network_after_some_training_is_fused(name: str) -> None:
+    """Two computations of it differ by more than 2 %; each layer does not from its parts."""
+    torch.manual_seed(0)
+    model, example = models.resnet50().cuda(), torch.randn(16, 3, 224, 224).cuda()
+    if name == "bfloat16":
+        model.to(memory_format=torch.channels_last)
+        example = example.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with mode(name, training=True):
+        for _ in range(8):
+            targets = torch.randint(1000, (16,), device="cuda")
+            nn.functional.cross_entropy(
+                model(torch.randn_like(example)).float(), targets
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with mode(name, training=False):
+        found: Optimization = fastconv.optimize(model.eval(), example).fastconv_optimization
+    said = [note for note in found.notes if note.startswith("not fused")]
+    assert all("the model as a whole is not faster so" in note for note in said), str(found)
+    assert found.fused or said
+
+
 ANOTHER = """
 import sys
 sys.path[:0] = {path!r}

@@ -118,6 +118,11 @@ def finish() -> None:
         _load_if_possible()
 
 
+def under_way() -> bool:
+    """Whether the library is being built."""
+    return _background is not None and _background.is_alive()
+
+
 def settle() -> None:
     """Waits for the library, where there is to be one: all calls then take it, and can be timed."""
     begin()
