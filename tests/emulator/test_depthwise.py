@@ -50,6 +50,13 @@ CASES = (
     Case("groups of different widths", (1, 14, 9, 9), (6, 7, 3, 2), (1, 2), groups=2),
     Case("wide image", (1, 3, 3, 530), (3, 1, 2, 3), padding=(0, 1, 1, 1), groups=3),
     Case("one pixel", (2, 3, 1, 1), (3, 1, 1, 1), groups=3),
+    Case("rows longer than threads", (2, 3, 1, 787), (3, 1, 1, 4), padding=(0, 0, 3, 3), groups=3),
+    Case("long rows in strides", (1, 2, 2, 801), (2, 1, 2, 5), (1, 2), (1, 1, 2, 2), groups=2),
+    Case("one column", (2, 4, 150, 1), (4, 1, 4, 3), (1, 1), (3, 0, 1, 1), groups=4),
+    Case("one column in strides", (1, 6, 83, 1), (6, 2, 5, 1), (3, 2), (2, 1, 0, 1), groups=3),
+    Case("two columns", (3, 5, 9, 2), (5, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
+    Case("three columns, dilated", (1, 4, 11, 3), (4, 1, 3, 3), (1, 1), (2, 2, 3, 3), (2, 3),
+         groups=4),
 )  # fmt: skip
 
 

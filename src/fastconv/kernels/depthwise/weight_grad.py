@@ -334,9 +334,10 @@ class Planes(PlanesTile, Walk):
     def channels(self) -> int:
         return 1
 
-    def fits(self, gpu: Gpu) -> bool:
-        widest = max(self.pitch // self.vector, self.grad_pitch // self.grad_vector)
-        return widest <= self.threads and super().fits(gpu)  # a row is copied at once
+    @property
+    def parts_of_rows(self) -> int:
+        grads = ceil_div(self.grad_pitch // self.grad_vector, self.threads)
+        return max(grads, super().parts_of_rows)
 
     def teams(self) -> Iterator[Planes]:
         for warps in {self.group_warps, ceil_div(self.group_warps, 2)}:
