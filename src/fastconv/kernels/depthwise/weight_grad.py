@@ -74,7 +74,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     layer = tile.layer
-    _, splits = tile.best_splits(gpu)
+    cycles, splits = tile.best_splits(gpu)
     rows = _reduce_rows(splits)
     constants: dict[str, Constant] = {
         **weight_grad_constants(layer.problem, layer.operands),
@@ -110,7 +110,7 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
             ("scratch", "output", "bias_grad"),
         ),
     )
-    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY)
+    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY, cycles=cycles)
 
 
 def _reduce_rows(splits: int) -> int:
