@@ -19,6 +19,8 @@ from emulator.works import (
     Tensors,
     Work,
     assert_alone_as_in_batch,
+    assert_correct,
+    assert_plainly,
     check,
     float64,
     run,
@@ -50,6 +52,13 @@ CASES = (
     Case("groups of different widths", (1, 14, 9, 9), (6, 7, 3, 2), (1, 2), groups=2),
     Case("wide image", (1, 3, 3, 530), (3, 1, 2, 3), padding=(0, 1, 1, 1), groups=3),
     Case("one pixel", (2, 3, 1, 1), (3, 1, 1, 1), groups=3),
+    Case("rows longer than threads", (2, 3, 1, 787), (3, 1, 1, 4), padding=(0, 0, 3, 3), groups=3),
+    Case("long rows in strides", (1, 2, 2, 801), (2, 1, 2, 5), (1, 2), (1, 1, 2, 2), groups=2),
+    Case("one column", (2, 4, 150, 1), (4, 1, 4, 3), (1, 1), (3, 0, 1, 1), groups=4),
+    Case("one column in strides", (1, 6, 83, 1), (6, 2, 5, 1), (3, 2), (2, 1, 0, 1), groups=3),
+    Case("two columns", (3, 5, 9, 2), (5, 1, 3, 3), padding=(1, 1, 1, 1), groups=5),
+    Case("three columns, dilated", (1, 4, 11, 3), (4, 1, 3, 3), (1, 1), (2, 2, 3, 3), (2, 3),
+         groups=4),
 )  # fmt: skip
 
 
@@ -188,15 +197,59 @@ def test_in_bands_infinity_changes_no_other_bit(work: Work) -> None:
     torch.testing.assert_close(actual[seen].double(), expected[seen], equal_nan=True)
 
 
-@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
-def test_in_bands_small_numbers_keep_their_bits(channels_last: bool) -> None:
-    """Low parts of float32 would be smaller than TF32 has bits for."""
-    work = Work(BANDS[0], _in_bands(depthwise.forward), channels_last=channels_last, bias=False)
+# By images and by channels, as powers of two; none needs another's bits.
+INPUT_SIZES = (-140, -127, -114, -97, -60, -53, -50, 0, 60, 100)
+WEIGHT_SIZES = (-140, -127, -114, -96, -53, 0, 96, 120)
+
+
+def _long_rows(planner: Planner, channels_last: bool) -> Work:
+    case = Case("3x31", (len(INPUT_SIZES), len(WEIGHT_SIZES), 9, 21), (len(WEIGHT_SIZES), 1, 3, 31),
+                padding=(1, 1, 15, 15), groups=len(WEIGHT_SIZES))  # fmt: skip
+    return Work(case, _in_bands(planner), channels_last=channels_last, bias=False)
+
+
+LONG_ROWS = [_long_rows(*kind) for kind in product(PASSES[:2], (False, True))]
+
+
+def _read(work: Work, tensors: Tensors) -> torch.Tensor:
+    return tensors.input if work.direction == "forward" else tensors.grad_output
+
+
+@pytest.mark.parametrize("work", LONG_ROWS, ids=str)
+def test_in_bands_numbers_of_any_size_keep_their_bits(work: Work) -> None:
+    """Low parts of float32 may be smaller than TF32 has bits for, and nothing may overflow."""
     tensors = Tensors.random(work)
-    tensors.input[1].mul_(2.0**-120)  # beside an image of usual numbers
-    actual, expected = run(work, tensors), float64(work, tensors)
-    for image in (0, 1):
-        assert (actual[image] - expected[image]).norm() < 3e-7 * expected[image].norm()
+    read, weight = _read(work, tensors), tensors.weight
+    read.mul_(2.0 ** torch.tensor(INPUT_SIZES).double().reshape(-1, 1, 1, 1))
+    weight.mul_(2.0 ** torch.tensor(WEIGHT_SIZES).double().reshape(-1, 1, 1, 1))
+    magnitudes = Tensors(*(tensor.abs() for tensor in vars(tensors).values()))
+    among = float64(work, magnitudes) < torch.finfo(torch.float32).max
+    assert among.sum() > 0.7 * among.numel()
+    assert_correct(work, tensors, run(work, tensors), among=among)
+
+
+@pytest.mark.parametrize("work", LONG_ROWS, ids=str)
+def test_in_bands_small_numbers_keep_their_bits_beside_large_ones(work: Work) -> None:
+    """In a tile of the input, and among the weights of a channel: each is seen alone."""
+    tensors = Tensors.random(work)
+    read, weight = _read(work, tensors), tensors.weight
+    exponents = torch.randint(-140, 20, weight.shape)
+    weight.mul_(2.0 ** exponents.double())
+    read.zero_()
+    for image, (row, column) in enumerate(product((0, 4, 8), (0, 9, 20))):
+        read[image, :, row, column] = 1.0
+    read[9].normal_().mul_(2.0 ** torch.randint(-140, 20, read[9].shape).double())
+    assert_correct(work, tensors, run(work, tensors))
+
+
+@pytest.mark.parametrize("work", LONG_ROWS, ids=str)
+def test_in_bands_an_infinite_weight_gives_infinities(work: Work) -> None:
+    """Also of an input whose low parts have another sign than it has."""
+    tensors = Tensors.random(work)
+    read, weight = _read(work, tensors), tensors.weight
+    read.mul_(2.0 ** torch.tensor((0, -60)).repeat(len(INPUT_SIZES) // 2).reshape(-1, 1, 1, 1))
+    weight[1, 0, 1, 15] = torch.inf
+    assert_plainly(work, tensors, run(work, tensors))
 
 
 def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:

@@ -15,10 +15,11 @@
 //
 //   input   [part][plane][halo row][column]     table   [part][tap row][diagonal]
 //
-// float32 is split in two parts of TF32's precision, of which three products are added. As tensor
-// cores cut sums off, these are flushed to totals after few products. As zeros of the band would
-// spread infinity and NaN to neighbouring outputs, these are multiplied as zeros, and the outputs
-// that they have a part in are computed again, one by one.
+// float32 is split in two parts of TF32's precision, of which three products are added, after
+// powers of two have brought both factors to where TF32 has all of their bits. As tensor cores cut
+// sums off, these are flushed to totals after few products. As zeros of the band would spread
+// infinity and NaN to neighbouring outputs, these are multiplied as zeros, and the outputs that
+// they have a part in are computed again, one by one.
 #pragma once
 #include "depthwise/correlate.cuh"
 #include "depthwise/plane_rows.cuh"
@@ -53,8 +54,11 @@ constexpr int kStrips = C::slots * C::lanes_y;   // of a channel
 constexpr int kStripPairs = ceil_div(kStrips, 2);
 constexpr int kRows = kPlanes * kHaloRows;
 constexpr int kPart = kPlanes * kPlane;  // elements
-// Of rows with infinity or NaN, then of planes, see Enlargement.
-constexpr int kMarks = kRows + kPlanes;
+// Of rows with infinity or NaN; of planes with large numbers, and of channels' weights, see Scale.
+constexpr int kMagnitudes = 9;
+constexpr int kPlaneMarks = kRows;
+constexpr int kWeightMarks = kPlaneMarks + kPlanes;
+constexpr int kMarks = kWeightMarks + (kSplit ? C::channels * kMagnitudes : 0);
 
 // Diagonals: from 7 columns to the right of an output's first tap to those of the last block.
 constexpr int kDiagonals = 8 + kBandBlocks * kBlock;
@@ -70,10 +74,85 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int output, in
                     row)[1ll * tap * C::weight_stride_width];
 }
 
+// Powers of two that a float32 plane and its channel's weights are multiplied by, which is exact,
+// and its sums are divided by. TF32 has no bits below 2^-136, float32 has some down to 2^-149: of
+// numbers that are multiplied by 2^13, both parts have all bits, however small they are. So all
+// weights are, unless one of them is so large that this might overflow. The input is, unless one of
+// its numbers is so large that products, or a sum of them, might overflow; then it is divided by
+// what weights are multiplied by, so that products are what they are without.
+//
+// How large the largest weight is, is known by the three leading bits of its exponent. The last
+// magnitude is that of infinity and NaN, beside which nothing is multiplied: an infinite weight's
+// high part times a low part of the input is to be finite.
+constexpr int kEnlarged = 13;
+constexpr int kHuge = kMagnitudes - 2, kInfinite = kMagnitudes - 1;
+__host__ __device__ constexpr int bits_of(long long number) {
+  return number == 0 ? 0 : 1 + bits_of(number / 2);
+}
+constexpr int kTermBits = bits_of(1ll * C::kernel_height * C::kernel_width);
+
+__device__ __forceinline__ int magnitude(float number) {
+  return tensor::is_finite(number) ? static_cast<int>(__float_as_uint(fabsf(number)) >> 28)
+                                   : kInfinite;
+}
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
+}
+
+struct Scale {
+  int weights;  // magnitude of a channel's largest
+
+  // `marks` are as find_magnitudes leaves them.
+  __device__ Scale(const unsigned* marks, int channel)
+      : weights(kSplit ? static_cast<int>(marks[kWeightMarks + channel * kMagnitudes]) : 0) {}
+  __device__ int weight_exponent() const { return weights < kHuge ? kEnlarged : 0; }
+  // What is smaller may be multiplied by 2^kEnlarged: neither overflows it, nor do sums.
+  __device__ float limit() const {
+    const int weight_end = 32 * (weights + 1) - 127 + weight_exponent();
+    const int end = 126 - kTermBits - weight_end;
+    return weights == kInfinite ? 0.0f : power_of_two((end < 126 ? end : 126) - kEnlarged);
+  }
+  __device__ int input_exponent(bool is_large) const {
+    return is_large ? -weight_exponent() : kEnlarged;
+  }
+  __device__ float weight_factor() const { return power_of_two(weight_exponent()); }
+  __device__ float input_factor(bool is_large) const {
+    return power_of_two(input_exponent(is_large));
+  }
+  __device__ float inverse(bool is_large) const {
+    return kSplit ? power_of_two(-weight_exponent() - input_exponent(is_large)) : 1.0f;
+  }
+};
+
+// The factor of a plane's sums.
+__device__ __forceinline__ float inverse_scale(const unsigned* marks, int plane) {
+  return Scale(marks, plane / C::slots).inverse(kSplit && marks[kPlaneMarks + plane] != 0);
+}
+
+// Before weights are marked.
+__device__ __forceinline__ void clear_magnitudes(unsigned* marks) {
+  for (int i = kWeightMarks + static_cast<int>(threadIdx.x); i < kMarks; i += kThreads)
+    marks[i] = 0;
+}
+// Writes the magnitude of a channel's largest weight in the place of its first mark.
+__device__ __forceinline__ void find_magnitudes(unsigned* marks) {
+  const int channel = static_cast<int>(threadIdx.x);
+  if (channel >= C::channels) return;
+  unsigned* const found = marks + kWeightMarks + channel * kMagnitudes;
+  unsigned largest = 0;
+#pragma unroll
+  for (unsigned i = 1; i < kMagnitudes; ++i) {
+    if (found[i] != 0) largest = i;
+  }
+  found[0] = largest;
+}
+
 // Tables of a block's channels, from `output` on. Lane 4 g + t multiplies diagonals 4 bytes' worth
-// of t, less g, of each block.
-__device__ __forceinline__ void load_tables(unsigned* tables, const Scalar* weight, int output) {
-  constexpr int kPartWords = C::kernel_height * kDiagonals;
+// of t, less g, of each block. Of float32, the first part has whole numbers until prepare splits
+// them, and magnitudes are marked.
+constexpr int kPartWords = C::kernel_height * kDiagonals;
+__device__ __forceinline__ void load_tables(unsigned* tables, const Scalar* weight, int output,
+                                            volatile unsigned* marks) {
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < C::channels * kPartWords; i += kThreads) {
     const int channel = i / kPartWords;
@@ -84,26 +163,24 @@ __device__ __forceinline__ void load_tables(unsigned* tables, const Scalar* weig
     };
     unsigned* const word = tables + channel * kTableWords + i % kPartWords;
     if constexpr (kSplit) {
-      tensor::split(widen(at(tap)), word[0], word[kPartWords]);
+      const float number = widen(at(tap));
+      word[0] = __float_as_uint(number);
+      marks[kWeightMarks + channel * kMagnitudes + magnitude(number)] = 1;
     } else {
       const Vector<Scalar, 2> pair = {{at(tap), at(tap + 1)}};
       word[0] = reinterpret_cast<const unsigned&>(pair);
     }
   }
 }
-
-// TF32 has no bits below 2^-136: of numbers that are far smaller than 1, low parts would lose some.
-// So where a plane's tile has no number of kSmall or more, all are multiplied by a power of two,
-// which is exact. Planes that have one are marked.
-constexpr float kSmall = 0x1p-50f;
-struct Enlargement {
-  bool enlarged;
-
-  __device__ Enlargement(const unsigned* marks, int plane)
-      : enlarged(kSplit && marks[kRows + plane] == 0) {}
-  __device__ float factor() const { return enlarged ? 0x1p60f : 1.0f; }
-  __device__ float inverse() const { return enlarged ? 0x1p-60f : 1.0f; }
-};
+__device__ __forceinline__ void split_tables(unsigned* tables, const unsigned* marks) {
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < C::channels * kPartWords; i += kThreads) {
+    const int channel = i / kPartWords;
+    unsigned* const word = tables + channel * kTableWords + i % kPartWords;
+    const float number = __uint_as_float(word[0]) * Scale(marks, channel).weight_factor();
+    tensor::split(number, word[0], word[kPartWords]);
+  }
+}
 
 // Calls `visit` with each vector of the tile's rows, counted over all planes.
 template <class Visit>
@@ -117,9 +194,17 @@ __device__ __forceinline__ void for_blocks(Scalar* input, const Visit& visit) {
 }
 using Block = Vector<Scalar, kBlock>;
 
-// Makes zeros of infinity and NaN, and marks rows that have such. Splits the input in its parts.
-__device__ __forceinline__ void prepare(Scalar* input, volatile unsigned* marks) {
+// Makes zeros of infinity and NaN, and marks rows that have such. Splits the input, and the tables,
+// in their parts.
+__device__ __forceinline__ void prepare(Scalar* input, unsigned* tables, unsigned* all_marks) {
+  volatile unsigned* const marks = all_marks;
+  if constexpr (kSplit) {
+    find_magnitudes(all_marks);
+    __syncthreads();
+  }
   for_blocks(input, [&](int row, Scalar* place) {
+    const int plane = row / kHaloRows;
+    const float limit = kSplit ? Scale(all_marks, plane / C::slots).limit() : 0.0f;
     Block block = *reinterpret_cast<const Block*>(place);
     Sum numbers[kBlock];
     widen_vector(block, numbers);
@@ -130,23 +215,26 @@ __device__ __forceinline__ void prepare(Scalar* input, volatile unsigned* marks)
       const bool counts = tensor::is_finite(numbers[k]);
       if (!counts) block.element[k] = Scalar{};
       finite = finite && counts;
-      large = large || fabsf(numbers[k]) >= kSmall;
+      large = large || (counts && fabsf(numbers[k]) >= limit);
     }
     if (!finite) {
       marks[row] = 1;
       *reinterpret_cast<Block*>(place) = block;
     }
-    if (kSplit && large) marks[kRows + row / kHaloRows] = 1;
+    if (kSplit && large) marks[kPlaneMarks + plane] = 1;
   });
   if constexpr (kSplit) {
     __syncthreads();
+    split_tables(tables, all_marks);
     for_blocks(input, [&](int row, Scalar* place) {
-      const Enlargement scale(const_cast<const unsigned*>(marks), row / kHaloRows);
+      const int plane = row / kHaloRows;
+      const Scale scale(all_marks, plane / C::slots);
+      const float factor = scale.input_factor(all_marks[kPlaneMarks + plane] != 0);
       const Block block = *reinterpret_cast<const Block*>(place);
       Vector<unsigned, kBlock> high, low;
 #pragma unroll
       for (int k = 0; k < kBlock; ++k) {
-        tensor::split(widen(block.element[k]) * scale.factor(), high.element[k], low.element[k]);
+        tensor::split(widen(block.element[k]) * factor, high.element[k], low.element[k]);
       }
       *reinterpret_cast<Vector<unsigned, kBlock>*>(place) = high;
       *reinterpret_cast<Vector<unsigned, kBlock>*>(place + kPart) = low;

@@ -17,6 +17,7 @@ from fastconv.kernels.tensor.limits import together
 STRIP, PRODUCT_COLUMNS = 8, 8  # rows, and outputs of a product in a row
 MOST_WARPS = 8
 MOST_PRODUCTS = 8  # of a strip: what a warp has registers for
+MAGNITUDES = 9  # of float32 weights, that are told apart
 FIRST_ARCHITECTURE = 80
 FEWEST_COLUMNS, FEWEST_PIXEL_COLUMNS = 5, 11  # of a kernel: shorter rows are no matter of products
 
@@ -97,6 +98,8 @@ class Bands(PlanesTile):
     def shared_bytes(self) -> int:
         elements = self.parts * self._rows * self.pitch + self.results
         marks = self._rows + self.channels * self.slots
+        if self.parts == 2:
+            marks += self.channels * MAGNITUDES
         words = round_up(self.parts * self.diagonals + marks, 4)
         return elements * self.layer.operands.scalar_bytes + words * 4
 

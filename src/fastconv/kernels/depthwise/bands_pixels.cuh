@@ -122,19 +122,17 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   unsigned* const tables = reinterpret_cast<unsigned*>(results + kResults);
   unsigned* const marks = tables + C::channels * kTableWords;
   for (int i = static_cast<int>(threadIdx.x); i < kMarks; i += kThreads) marks[i] = 0;
-  if constexpr (C::inside) {
-    clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
-    __syncthreads();
-  }
+  if constexpr (C::inside) clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
+  if constexpr (kSplit || C::inside) __syncthreads();
   if constexpr (kAddsResidual) {
     for_pixels(output, results, tile, images, [&](const Scalar* pixel, Scalar* result) {
       *reinterpret_cast<Pixel*>(result) = epilogue.residual_of<C::channels>(pixel, true);
     });
   }
   load_input(inputs, input, tile, images);
-  load_tables(tables, weight, tile.channel);
+  load_tables(tables, weight, tile.channel, marks);
   __syncthreads();
-  prepare(inputs, marks);
+  prepare(inputs, tables, marks);
   __syncthreads();
 
 #pragma unroll 1
@@ -152,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       const Strip strip(2 * pair + half);
       Scalar* const first = results + (strip.slot * kTileRows + strip.row) * kResultRow + channel;
       const int plane = channel * C::slots + strip.slot;
-      keep(sums, half, Enlargement(marks, plane).inverse(), shift, first);
+      keep(sums, half, inverse_scale(marks, plane), shift, first);
       if (!strip.marked(marks, plane)) continue;
       __syncwarp();
       write_infinite(

@@ -76,18 +76,17 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
   Scalar* const inputs = reinterpret_cast<Scalar*>(fastconv::shared_memory());
   unsigned* const table = reinterpret_cast<unsigned*>(inputs + kParts * kPart);
   unsigned* const marks = table + kTableWords;
-  if constexpr (C::inside) {
-    clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
-    __syncthreads();
-  }
+  if constexpr (kSplit) clear_magnitudes(marks);
+  if constexpr (C::inside) clear<kPart* static_cast<int>(sizeof(Scalar)), kThreads>(inputs);
+  if constexpr (kSplit || C::inside) __syncthreads();
   load_input(inputs, input, tile, images);
   fastconv::copy_async_commit();
-  load_tables(table, weight, tile.output);
-  for (int i = static_cast<int>(threadIdx.x); i < kMarks; i += kThreads) marks[i] = 0;
+  load_tables(table, weight, tile.output, marks);
+  for (int i = static_cast<int>(threadIdx.x); i < kWeightMarks; i += kThreads) marks[i] = 0;
   const Sum shift = bias != nullptr ? Sum(widen(bias[tile.output])) : Sum(0);
   fastconv::copy_async_wait<0>();
   __syncthreads();
-  prepare(inputs, marks);
+  prepare(inputs, table, marks);
   __syncthreads();
 
 #pragma unroll 1
@@ -103,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Conf
       Scalar* const plane =
           output + (1ll * image * (C::groups * C::group_out) + tile.output) * kOutPlane;
       const int y = first_row + static_cast<int>(threadIdx.x) % 32 / 4;
-      const float scale = Enlargement(marks, strip.slot).inverse();
+      const float scale = inverse_scale(marks, strip.slot);
       if (y < C::out_height) {
         store(sums, half, scale, shift, plane + 1ll * y * C::out_width, tile, epilogue);
       }

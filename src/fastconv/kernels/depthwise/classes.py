@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.classes import Anatomy
 from fastconv.kernels.depthwise.layer import Axis
 from fastconv.kernels.family import GEOMETRY, Constant
@@ -48,6 +48,17 @@ def _window(c: Mapping[str, Any]) -> str:
     return "pieces" if shift % c["piece"] == 0 else "from within a piece"
 
 
+def _copied(c: Mapping[str, Any], threads: int, grads: int = 0) -> str:
+    """How: rows that have more vectors than there are threads, in parts."""
+    columns, vector = _axis(c, "width", "left"), c["vector"]
+    first, end = 0, columns.halo(c["lanes_x"] * c["columns"])
+    if c["inside"]:
+        first, end = max(0, -columns.origin), min(end, c["in_width"] - columns.origin)
+    shift = columns.origin % vector
+    vectors = ceil_div(shift + end, vector) - (shift + first if c["inside"] else 0) // vector
+    return "in parts" if max(vectors, grads) > threads else "at once"
+
+
 _TILE = {"rows", "columns", "lanes_y", "lanes_x", "vector", "inside", "shared_bytes",
          "blocks_per_sm"}  # fmt: skip
 _ROWS = {"piece", "pitch", "plane_padding"}  # of contiguous tensors
@@ -56,8 +67,10 @@ _LANES = {"lanes_c", "lane_channels"}  # of channels-last ones
 
 def _planes(c: Mapping[str, Any]) -> dict[str, Constant]:
     outputs, of_thread = c["group_out"], c["channels"]
+    threads = round_up(c["slots"] * c["lanes_y"] * c["lanes_x"], 32)
     return _common(c) | {
         "window": _window(c),
+        "rows copied": _copied(c, threads),
         "several planes": c["slots"] > 1,
         "outputs": "one" if outputs == 1 else "all" if outputs == of_thread else "in parts",
         "stored in vectors": c["store_vector"] > 1,
@@ -71,7 +84,7 @@ PLANES = Anatomy(
     | {"flush_rows", "channels", "slots", "weight_padding", "store_vector"},
     chosen=_planes,
     parts={
-        "load": ("copied in vectors", "image", "several planes", "several inputs"),
+        "load": ("copied in vectors", "rows copied", "image", "several planes", "several inputs"),
         "weights": ("Scalar", "transposed", "outputs"),
         "multiply": ("transposed", "rows read", "columns read", "window"),
         "sum": ("outputs", "several inputs", "two_level"),
@@ -128,11 +141,15 @@ def _walk(c: Mapping[str, Any], patches: int) -> dict[str, Constant]:
 
 def _taps(c: Mapping[str, Any]) -> str:
     """Whose a kernel's rows are."""
-    groups = ceil_div(c["kernel_height"], c["tap_rows"])
+    groups = _tap_groups(c)
     if groups == 1:
         return "one thread's"
     rows = ceil_div(groups, c["tap_blocks"]) * c["tap_blocks"] * c["tap_rows"]
     return "shared" if rows == c["kernel_height"] else "shared unevenly"
+
+
+def _tap_groups(c: Mapping[str, Any]) -> int:
+    return ceil_div(int(c["kernel_height"]), int(c["tap_rows"]))
 
 
 _WALK = GEOMETRY | _TILE | {
@@ -142,8 +159,11 @@ _WALK = GEOMETRY | _TILE | {
 
 
 def _walk_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    threads = 32 * c["group_warps"] * ceil_div(_tap_groups(c), c["tap_blocks"])
+    grads = ceil_div(c["lanes_x"] * c["columns"], c["grad_vector"])
     return _walk(c, 32 * c["group_warps"]) | {
         "window": _window(c),
+        "rows copied": _copied(c, threads, grads),
     }
 
 
@@ -151,7 +171,7 @@ WEIGHT_GRAD_PLANES = Anatomy(
     sizes=_WALK | _ROWS | {"group_warps", "grad_piece", "grad_pitch"},
     chosen=_walk_planes,
     parts={
-        "load": ("copied in vectors", "image", "several images"),
+        "load": ("copied in vectors", "rows copied", "image", "several images"),
         "multiply": ("rows read", "columns read", "window", "whole columns"),
         "sum": ("taps", "several rounds", "bias"),
         "reduce": ("Scalar", "bias", "many splits", "several inputs"),

@@ -86,7 +86,7 @@ def _plan(layer: Layer, gpu: Gpu) -> Plan:
             )
         )
     scratch = packed * layer.operands.scalar_bytes
-    return Plan(tuple(launches), scratch, FAMILY, WHY, packs=int(packs))
+    return Plan(tuple(launches), scratch, FAMILY, WHY, packs=int(packs), cycles=tile.cycles(gpu))
 
 
 def _check_width(layer: Layer) -> None:

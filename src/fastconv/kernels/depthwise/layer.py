@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Constant, Declined, Operands, problem_constants
 from fastconv.kernels.lazy import lazy
-from fastconv.problem import Problem
+from fastconv.problem import Padding, Problem
 
 MOST_CHANNELS = 7  # of a group
 MOST_KERNEL_COLUMNS = 64  # their products are written out
@@ -86,6 +86,28 @@ class Axis:
         return ceil_div(self.out_size, outputs * self.out_step) * self.out_step
 
 
+def _in_a_row(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Images of one column as images of one row, which lie in memory just so.
+
+    A thread has neighbours of a row, and copies them at once: of a column it would have one.
+    """
+    (height, width), (out_height, out_width) = problem.input_size, problem.output_size
+    is_column = width == out_width == 1 and max(height, out_height) > 1
+    if not is_column or problem.kernel_size[0] > MOST_KERNEL_COLUMNS:
+        return problem, operands
+    top, bottom, left, right = problem.padding
+    out, in_, row, column = operands.weight_strides
+    turned = replace(
+        problem,
+        input_size=(width, height),
+        kernel_size=problem.kernel_size[::-1],
+        stride=problem.stride[::-1],
+        padding=Padding(left, right, top, bottom),
+        dilation=problem.dilation[::-1],
+    )
+    return turned, replace(operands, weight_strides=(out, in_, column, row))
+
+
 @dataclass(frozen=True)
 class Layer:
     """A pass of a layer whose groups are narrow."""
@@ -97,11 +119,11 @@ class Layer:
     @staticmethod
     def of(problem: Problem, operands: Operands, transposed: bool) -> Layer:
         """Raises Declined for what these kernels do not take."""
-        layer = Layer(limits.checked(problem), operands, transposed)
+        layer = Layer(*_in_a_row(limits.checked(problem), operands), transposed)
         layer._check_channels()
         if operands.input_channels_last != operands.output_channels_last:
             raise Declined("tensors of different memory formats")
-        if problem.kernel_size[1] > MOST_KERNEL_COLUMNS:
+        if layer.columns.kernel > MOST_KERNEL_COLUMNS:
             raise Declined(f"kernels of more than {MOST_KERNEL_COLUMNS} columns")
         for axis in (layer.rows, layer.columns):
             if axis.between and axis.dilation > 1:

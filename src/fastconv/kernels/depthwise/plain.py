@@ -13,6 +13,7 @@ from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import (
     BANK_BYTES,
+    STARTED,
     Area,
     Channels,
     PixelsTile,
@@ -99,7 +100,7 @@ class Correlation(Tile):
         loads, bank_cycles = self.loads
         stores = self.stores
         warps = self.threads / 32 * blocks
-        return together(
+        least = together(
             (products + loads + rows + STORE * stores) * (warps + HALF_ISSUED) / ISSUED,
             32 * warps * products / rates.float32,
             warps * bank_cycles,
@@ -107,6 +108,7 @@ class Correlation(Tile):
             blocks * self.moved * layer.operands.scalar_bytes / rates.memory_bytes,
             loss=LOSS,
         )
+        return max(least, self.blocks(layer.problem.batch) / STARTED)
 
     def cycles(self, gpu: Gpu) -> float:
         layer, rates = self.layer, gpus.rates(gpu)
@@ -123,7 +125,7 @@ class Correlation(Tile):
         )
         warps = self.threads / 32 * resident
         size = layer.operands.scalar_bytes
-        return rounds * together(
+        one_round = together(
             issued * (warps + HALF_ISSUED) / ISSUED,
             32 * warps * sums * layer.products / rates.float32,
             warps * bank_cycles,
@@ -132,6 +134,7 @@ class Correlation(Tile):
             resident * self.moved * size / rates.memory_bytes,
             loss=LOSS,
         )
+        return max(rounds * one_round, blocks / STARTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +148,6 @@ class Planes(PlanesTile, Correlation):
     @property
     def channels(self) -> int:
         return self.thread_channels
-
-    def fits(self, gpu: Gpu) -> bool:
-        at_once = self.pitch <= self.vector * self.threads  # a row is copied
-        return at_once and super().fits(gpu)
 
     @property
     def parts(self) -> int:
@@ -299,8 +298,8 @@ def planes(layer: Layer) -> Iterator[Planes]:
     """All that may be worth it."""
     areas_of = cache(partial(areas, layer))
     strided = max(layer.columns.times, layer.columns.over) > 1
-    for least in (4,) if layer.operands.scalar_bytes > 2 else (8, 4) if strided else (8,):
-        columns = least * layer.columns.over
+    usual = (4,) if layer.operands.scalar_bytes > 2 else (8, 4) if strided else (8,)
+    for columns in _columns(layer, usual):
         most = max(1, layer.most_sums // columns)
         channels = min(layer.group_out, most // layer.rows.over or 1)
         for rows in _rows(layer, most // channels):
@@ -314,8 +313,8 @@ def pixels(layer: Layer) -> Iterator[Pixels]:
     channels = lane_channels(layer)
     room = layer.most_sums // channels
     areas_of = cache(partial(areas, layer))
-    for lanes_c, columns in product(lanes_of_channels(layer, channels), (16, 8, 4)):
-        columns *= layer.columns.over
+    all_columns = _columns(layer, (16, 8, 4))
+    for lanes_c, columns in product(lanes_of_channels(layer, channels), all_columns):
         if columns > room:
             continue
         block = Channels(layer, lanes_c, channels)
@@ -323,6 +322,15 @@ def pixels(layer: Layer) -> Iterator[Pixels]:
             for area in areas_of(rows, columns):
                 for slots in _slots(area, MOST_THREADS // lanes_c):
                     yield Pixels(area=area, slots=slots, block=block)
+
+
+def _columns(layer: Layer, usual: tuple[int, ...]) -> list[int]:
+    """Of a thread, in whole strides: fewer than usual where an image has half as many or less."""
+    axis, found = layer.columns, list(usual)
+    width = ceil_div(axis.out_size, axis.over * axis.out_step)
+    while found[-1] >= 2 * width:
+        found.append(found[-1] // 2)
+    return [columns * axis.over for columns in found]
 
 
 def _rows(layer: Layer, most: int) -> Iterable[int]:

@@ -53,28 +53,37 @@ struct WindowRow {
 };
 
 // Copies kRows rows of kVectors vectors of a plane of each of kSlots images, which are `image`
-// elements apart. A thread copies vectors of one column.
+// elements apart. A thread copies vectors of one column; rows that are longer than there are
+// threads are copied in parts.
 template <int kSlots, int kRows, int kVectors, int kVector, int kPitch, int kSlot, int kHeight,
           int kWidth, int kThreads>
 __device__ __forceinline__ void load_planes(Scalar* target, const Scalar* plane, long long image,
                                             int images_left, int first_row, int first_column) {
-  constexpr int kAtOnce = kThreads / kVectors;
-  static_assert(kAtOnce > 0, "a row is copied at once");
-  const int thread = static_cast<int>(threadIdx.x);
-  if (kThreads % kVectors != 0 && thread >= kAtOnce * kVectors) return;
-  const int at = thread % kVectors * kVector;
-  const int x = first_column + at;
-  const bool inside = static_cast<unsigned>(x) < kWidth;
-  target += at;
+  if constexpr (kVectors > kThreads) {
+    constexpr int kDone = kThreads * kVector;  // columns
+    load_planes<kSlots, kRows, kThreads, kVector, kPitch, kSlot, kHeight, kWidth, kThreads>(
+        target, plane, image, images_left, first_row, first_column);
+    load_planes<kSlots, kRows, kVectors - kThreads, kVector, kPitch, kSlot, kHeight, kWidth,
+                kThreads>(target + kDone, plane, image, images_left, first_row,
+                          first_column + kDone);
+  } else {
+    constexpr int kAtOnce = kThreads / kVectors;
+    const int thread = static_cast<int>(threadIdx.x);
+    if (kThreads % kVectors != 0 && thread >= kAtOnce * kVectors) return;
+    const int at = thread % kVectors * kVector;
+    const int x = first_column + at;
+    const bool inside = static_cast<unsigned>(x) < kWidth;
+    target += at;
 #pragma unroll 4
-  for (int row = thread / kVectors; row < kSlots * kRows; row += kAtOnce) {
-    const int slot = kSlots == 1 ? 0 : row / kRows;
-    const int y = first_row + (kSlots == 1 ? row : row % kRows);
-    const bool exists =
-        inside && static_cast<unsigned>(y) < kHeight && (kSlots == 1 || slot < images_left);
-    const long long source = slot * image + 1ll * y * kWidth + x;
-    copy_elements<kVector>(target + slot * (kSlot - kRows * kPitch) + row * kPitch,
-                           plane + (exists ? source : 0), exists);
+    for (int row = thread / kVectors; row < kSlots * kRows; row += kAtOnce) {
+      const int slot = kSlots == 1 ? 0 : row / kRows;
+      const int y = first_row + (kSlots == 1 ? row : row % kRows);
+      const bool exists =
+          inside && static_cast<unsigned>(y) < kHeight && (kSlots == 1 || slot < images_left);
+      const long long source = slot * image + 1ll * y * kWidth + x;
+      copy_elements<kVector>(target + slot * (kSlot - kRows * kPitch) + row * kPitch,
+                             plane + (exists ? source : 0), exists);
+    }
   }
 }
 

@@ -52,14 +52,18 @@ constexpr long long kFarRow = 1ll * (C::out_height + kTileRows) * Rows::kTimes +
 using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + (kFarRow + 1) * C::in_width>;
 
 // A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
+// Rows that are longer than there are threads are copied in parts, from vector kFirst on.
+template <int kFirst = kFirstVector>
 __device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
                                            int channel, int planes) {
-  constexpr int kVectors = kEndVector - kFirstVector;
+  constexpr int kVectors = min_of(kEndVector - kFirst, kThreads);
   constexpr int kRows = kThreads / kVectors;  // at once
-  static_assert(kRows > 0, "a row is copied at once");
+  if constexpr (kFirst + kVectors < kEndVector) {
+    load_input<kFirst + kVectors>(target, input, tile, channel, planes);
+  }
   const int thread = static_cast<int>(threadIdx.x);
   if (kThreads % kVectors != 0 && thread >= kRows * kVectors) return;
-  const int at = (kFirstVector + thread % kVectors) * C::vector;
+  const int at = (kFirst + thread % kVectors) * C::vector;
   const int first_row = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow;
   const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
   const bool inside = C::inside || static_cast<unsigned>(x) < C::in_width;

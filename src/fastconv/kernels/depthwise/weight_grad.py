@@ -74,7 +74,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
     layer = tile.layer
-    _, splits = tile.best_splits(gpu)
+    cycles, splits = tile.best_splits(gpu)
     rows = _reduce_rows(splits)
     constants: dict[str, Constant] = {
         **weight_grad_constants(layer.problem, layer.operands),
@@ -110,7 +110,7 @@ def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
             ("scratch", "output", "bias_grad"),
         ),
     )
-    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY)
+    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY, cycles=cycles)
 
 
 def _reduce_rows(splits: int) -> int:
@@ -334,9 +334,10 @@ class Planes(PlanesTile, Walk):
     def channels(self) -> int:
         return 1
 
-    def fits(self, gpu: Gpu) -> bool:
-        widest = max(self.pitch // self.vector, self.grad_pitch // self.grad_vector)
-        return widest <= self.threads and super().fits(gpu)  # a row is copied at once
+    @property
+    def parts_of_rows(self) -> int:
+        grads = ceil_div(self.grad_pitch // self.grad_vector, self.threads)
+        return max(grads, super().parts_of_rows)
 
     def teams(self) -> Iterator[Planes]:
         for warps in {self.group_warps, ceil_div(self.group_warps, 2)}:
