@@ -95,8 +95,8 @@ GEMM_KINDS = (
 # The same, for narrow groups: small images, of which a block has several; kernels beyond the image,
 # of which a block copies the inside; tiles; strides, dilations and both; groups of several
 # channels, and parts of them; long sums; kernel rows that threads, and blocks, share; rows of taps
-# that are bands; pixels that many blocks share; rows that have more vectors than a block has threads,
-# and images of one column.
+# that are bands; pixels that many blocks share; rows that have more vectors than a block has
+# threads, and images of one column.
 NARROW_PROBLEMS = {
     "small images": ((9, 35, 7, 8), (35, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 35),
     "inside": ((5, 6, 7, 7), (6, 1, 13, 13), (1, 1), (6, 6, 6, 6), (1, 1), 6),
