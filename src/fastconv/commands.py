@@ -588,6 +588,10 @@ def _hand_over(arguments: Namespace, found: AnyResults) -> None:
         found.write(arguments.output)
 
 
+FAR_SHARE = 0.05
+"""Of random trials of isolation, which needs no reference: layers whose taps are far apart."""
+
+
 def _misaligned(arguments: Namespace) -> tuple[str, ...]:
     """The tensors that lie at odd addresses: those that are named, or all if none is."""
     if arguments.misaligned is None:
@@ -614,7 +618,8 @@ def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
         arguments.format or FORMAT_TRIPLES,
     )
     most = trials.drawn_limits(device)
-    return [trials.drawn(seed, number, most, kinds) for number in range(arguments.random)]
+    far = FAR_SHARE if arguments.isolation else 0.0
+    return [trials.drawn(seed, number, most, kinds, far) for number in range(arguments.random)]
 
 
 def _hand_over_checks(

@@ -34,7 +34,7 @@ sm_75/1 forward float64 nchw/nchw: 1x1x1x2 3x1x1x1
 sm_90a/1 forward float16 nchw/nhwc: 1x3x1x1 3x1x34x21 padding=16,17,23,24 groups=3
 sm_90a/1 forward float16 nchw/nchw: 1x4x1x16 2x2x10x26 stride=6,6 padding=7,7,12,13 groups=2
 sm_87/1 forward float16 nhwc/nhwc: 1x2x1x2 4x1x1x1 stride=2,2 groups=2
-sm_80/1 forward float16 nchw/nchw: 1x2x1x2 4x1x4x20 padding=7,9 groups=2
+sm_80/1 forward float16 nchw/nchw: 1x2x6x14 4x1x7x13 padding=3,6 groups=2
 sm_90a/1 forward float16 nhwc/nhwc: 2x8x3x1 8x1x4x37 padding=9,0,55,0 groups=8
 sm_80/1 forward* bfloat16 nhwc/nhwc: 1x16x1x1 16x8x1x1 padding=1,0,2,0 groups=2
 sm_121a/1 forward* tf32 nchw/nchw: 1x1x19x44 1x1x1x1

@@ -95,7 +95,8 @@ GEMM_KINDS = (
 # The same, for narrow groups: small images, of which a block has several; kernels beyond the image,
 # of which a block copies the inside; tiles; strides, dilations and both; groups of several
 # channels, and parts of them; long sums; kernel rows that threads, and blocks, share; rows of taps
-# that are bands; pixels that many blocks share.
+# that are bands; pixels that many blocks share; rows that have more vectors than a block has
+# threads, and images of one column.
 NARROW_PROBLEMS = {
     "small images": ((9, 35, 7, 8), (35, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 35),
     "inside": ((5, 6, 7, 7), (6, 1, 13, 13), (1, 1), (6, 6, 6, 6), (1, 1), 6),
@@ -117,6 +118,8 @@ NARROW_PROBLEMS = {
     "long rows, tiles": ((1, 8, 75, 70), (8, 1, 31, 33), (1, 1), (3, 0, 5, 2), (1, 1), 8),
     "one pixel": ((2, 3, 1, 1), (3, 1, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 3),
     "many images": ((64, 4, 14, 16), (4, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 4),
+    "in parts": ((2, 4, 1, 1501), (4, 1, 1, 4), (1, 1), (0, 0, 3, 3), (1, 1), 4),
+    "one column": ((2, 8, 701, 1), (8, 1, 4, 3), (1, 1), (3, 0, 1, 1), (1, 1), 8),
 }
 MODES = (
     (torch.float32, "tf32"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastconv import ops
 from fastconv.kernels import planner
 from fastconv.workloads import FOUNDING, Workload, parse_shape
-from gpu.helpers import CUDA, arguments_of, is_hopper
+from gpu.helpers import CUDA, FORMATS, arguments_of, is_hopper
 
 MARGIN = 1.02
 aten = torch.ops.aten
@@ -138,3 +138,44 @@ def test_numbers_below_2_to_the_minus_113(family: str, exponent: int) -> None:
         print(f"{family} 2^{exponent}: {float((error / size).max()):.2e} of the magnitudes' sum")
         allowed = rounding if family == "direct" else rounding + SMALL_UNIT / 2 * lost
         assert (error <= allowed).all()
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_depthwise_layers_of_numbers_of_any_size(layout: str) -> None:
+    """As bands, where tensor cores multiply in TF32: no low part is lost, and nothing overflows."""
+    sizes = (-140, -127, -114, -97, -60, -53, -50, 0, 60, 100)
+    weight_sizes = (-140, -127, -114, -96, -53, 0, 96, 120)
+    problem = parse_shape("10x8x56x56 8x1x31x31 padding=15,15 groups=8").problem
+    last = arguments_of(problem)
+    input, weight = (
+        (torch.randn(shape, device=CUDA).double() * 2.0 ** _along_images(exponents)).float()
+        for shape, exponents in (
+            (problem.input_shape, sizes),
+            (problem.weight_shape, weight_sizes),
+        )
+    )
+    input = input.contiguous(memory_format=FORMATS[layout])
+    ours = {
+        "forward": (ops.forward(input, weight, None, *last), weight),
+        # An odd kernel that keeps the size: the gradient is the pass of the kernel reversed.
+        "input_grad": (
+            ops.input_grad(input, weight, problem.input_size, *last),
+            weight.flip((2, 3)),
+        ),
+    }
+    for name, (result, kernel) in ours.items():
+        exact, size = (
+            torch.nn.functional.conv2d(one, taps, padding=15, groups=8)
+            for one, taps in (
+                (input.double(), kernel.double()),
+                (input.double().abs(), kernel.double().abs()),
+            )
+        )
+        representable = size < torch.finfo(torch.float32).max
+        error = (result.double() - exact).abs()
+        wrong = representable & ~(error <= 2.0**-20 * size + 2.0**-148)
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {int(representable.sum())}"
+
+
+def _along_images(exponents: tuple[int, ...]) -> Tensor:
+    return torch.tensor(exponents, dtype=torch.float64, device=CUDA).reshape(-1, 1, 1, 1)

@@ -40,6 +40,8 @@ CORNERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "one output pixel": ((2, 5, 7, 6), (3, 5, 7, 6), {}),
     "one column": ((2, 3, 50, 1), (4, 3, 5, 1), {"padding": (2, 0)}),
     "one row": ((2, 3, 1, 50), (4, 3, 1, 5), {"padding": (0, 2)}),
+    "rows longer than threads": ((2, 6, 1, 1500), (6, 1, 1, 4), {"padding": (0, 3), "groups": 6}),
+    "one column of each": ((2, 6, 1500, 1), (6, 1, 4, 3), {"padding": (3, 1), "groups": 6}),
     "stride beyond the image": ((2, 3, 9, 9), (2, 3, 1, 1), {"stride": (500, 4000)}),
     "stride beyond the kernel": ((2, 3, 20, 21), (4, 3, 2, 2), {"stride": (7, 5)}),
     "far apart": ((1, 2, 2, 9100), (2, 2, 1, 3), {"stride": (1, 500), "dilation": (1, 4000)}),

@@ -107,6 +107,30 @@ def practical(draw: Random, most_flops: float, most_elements: float = math.inf) 
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
 
 
+def far(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
+    """A layer whose taps are so far apart that few of them meet the image.
+
+    What counts elements to where the others would be may not fit 32 bits.
+    """
+    while True:
+        taps, apart = draw.randint(2, 4), 2 ** draw.randint(8, 20)
+        before = apart * draw.randrange(taps) - draw.randint(0, 3)
+        behind = apart * (taps - 1) - before + draw.randint(0, 3)
+        if min(before, behind) < 0:
+            continue
+        size = draw.choice(((4, 8192), (3, 513), (7, 65)))
+        ins, outs, groups = _practical_channels(draw)
+        across = draw.random() < 0.5
+        made = Workload(
+            "", "", (draw.choice((1, 2, 4)), ins, *(size[::-1] if across else size)),
+            (outs, ins // groups, *((1, taps) if across else (taps, 1))), (1, 1),
+            (0, 0, before, behind) if across else (before, behind, 0, 0),
+            (1, apart) if across else (apart, 1), groups,
+        )  # fmt: skip
+        with suppress(RuntimeError):  # an image too small for its kernel
+            return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
+
+
 _ODD_SIDES = (7, 14, 28, 33, 49, 56, 65, 65, 97, 101, 112, 129, 224, 257, 299, 513)
 
 

@@ -275,8 +275,13 @@ def family(trial: Trial, data: Data, results: Results) -> str:
     return "cpu" if asked is None else cuda.ready(asked).family
 
 
-def drawn(seed: int, number: int, most: Limits, kinds: Kinds = EVERY_KIND) -> Trial:
-    """The trial of that number: passes, modes and formats in turn, the rest at random."""
+def drawn(
+    seed: int, number: int, most: Limits, kinds: Kinds = EVERY_KIND, far_share: float = 0.0
+) -> Trial:
+    """The trial of that number: passes, modes and formats in turn, the rest at random.
+
+    Of all layers, ``far_share`` have taps so far apart that PyTorch has no reference for them.
+    """
     draw = Random(f"{seed} {number}")
     turn, at = divmod(number, len(kinds.passes))
     direction = kinds.passes[at]
@@ -285,7 +290,9 @@ def drawn(seed: int, number: int, most: Limits, kinds: Kinds = EVERY_KIND) -> Tr
     format = kinds.formats[turn % len(kinds.formats)]
     least = most.flops / _REAL_RANGE if draw.random() < _REAL_SHARE else population.LEAST_FLOPS
     kind = draw.random()
-    if kind < _PRACTICAL_SHARE:
+    if kind >= 1 - far_share:
+        workload = population.far(draw, most.flops, most.elements)
+    elif kind < _PRACTICAL_SHARE:
         workload = population.practical(draw, most.flops, most.elements)
     elif kind < _PRACTICAL_SHARE + _NARROW_SHARE:
         workload = population.narrow(draw, most.flops, most.elements)
