@@ -39,9 +39,9 @@ DATA = {
     "spike": "one number is 2^20 times larger",
     "single": "a single 1 in each output channel of what the data is multiplied by",
     "faint": "half of the channels are 2^20 times smaller",
-    FAR: "one operand is up to 2^90 times smaller or larger, the other is not alike",
+    FAR: "one operand is up to 2^122 times smaller or larger, and the other makes up for it",
 }
-"""What tensors hold. float16 has the range for 2^4 instead of 2^20 and 2^90."""
+"""What tensors hold. float16 has the range for 2^4 instead of 2^20 and 2^122."""
 
 _NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85
 # Of what is drawn: layers as networks have them, and groups of few channels.
@@ -368,8 +368,9 @@ def _far(trial: Trial) -> tuple[int, int]:
     if trial.case.dtype == "float16":
         first = draw.randint(-4, 4)
         return first, -first
-    first, total = draw.randint(-90, 90), draw.choice((-60, 0, 72))
-    return first, max(-110, min(110, total - first))
+    total = draw.choice((-60, 0, 72))
+    second = draw.choice((-122, 122, draw.randint(-90, 90)))
+    return max(-100, min(122, total - second)), second
 
 
 def _in_range(tensor: Tensor) -> Tensor:
