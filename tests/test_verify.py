@@ -273,7 +273,8 @@ def test_scales_that_are_not_kept_are_found(
     """Bits are lost below the largest number, as with one scale for a whole tensor."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
-        unit = data.first.abs().nan_to_num().max().double() * 2.0**-48
+        largest = data.first.abs().nan_to_num().max().double()
+        unit = torch.exp2(largest.log2().floor() - 48)  # in which nothing else is rounded
         first = ((data.first / unit).round() * unit).to(data.first.dtype)
         return right(trial, data._replace(first=first))
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastconv.kernels.family import Kernel
+from emulator.driver import HOST
+from emulator.works import Planner
+from fastconv.kernels.family import FOLDER, Gpu, Kernel, Operands, Plan
+from fastconv.problem import Problem
+
+INCLUDE = re.compile(r'#include "(.*)"')
 
 
 @dataclass(frozen=True)
@@ -21,3 +28,75 @@ class Changed(Kernel):
         text = super().text.replace(include, Path(self.source).read_text())
         assert self.old in text
         return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Text of a file below ``kernels``, and what takes its place."""
+
+    file: str
+    old: str
+    new: str
+
+    def applied(self, text: str) -> str:
+        assert text.count(self.old) == 1, f"{self.old!r} is not once in {self.file}"
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Faulty(Kernel):
+    """A kernel of the package, one of whose files has a fault.
+
+    What it includes is part of its text, but for what the emulator has twins of.
+    """
+
+    fault: Fault
+
+    @property
+    def text(self) -> str:
+        return "\n".join(_expanded(super().text, self.fault, set()))
+
+
+def _expanded(text: str, fault: Fault, seen: set[str]) -> Iterator[str]:
+    """Lines of a text, with those of all files that it includes, which are ``seen`` afterwards."""
+    for line in text.splitlines():
+        found = INCLUDE.match(line)
+        if found is None or (HOST / found[1]).exists():
+            if line != "#pragma once":
+                yield line
+        elif found[1] not in seen:
+            seen.add(found[1])
+            included = (FOLDER / found[1]).read_text(encoding="utf-8")
+            if found[1] == fault.file:
+                included = fault.applied(included)
+            yield from _expanded(included, fault, seen)
+
+
+def _with_fault(kernel: Kernel, fault: Fault) -> Kernel:
+    """The kernel with the fault; as it is, if the fault is in none of its files."""
+    files: set[str] = set()
+    for _ in _expanded(kernel.text, fault, files):
+        pass
+    if fault.file not in files:
+        return kernel
+    return Faulty(kernel.source, kernel.entry, kernel.constants, fault)
+
+
+@dataclass(frozen=True)
+class FaultyPlanner:
+    """Plans as another one does, with a fault in its kernels."""
+
+    planner: Planner
+    fault: Fault
+
+    @property
+    def __name__(self) -> str:
+        return self.planner.__name__
+
+    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+        plan = self.planner(problem, operands, gpu)
+        launches = tuple(
+            replace(one, kernel=_with_fault(one.kernel, self.fault)) for one in plan.launches
+        )
+        assert launches != plan.launches, f"no kernel has {self.fault.file}"
+        return replace(plan, launches=launches)

@@ -16,20 +16,14 @@ from fastconv.bench.isolation import Pattern
 
 # What float32 as float16 and TF32 may differ by: one of them is taken, by an image's own numbers.
 RULES = {"tf32": 2.0**-9, "ieee": 2.0**-19}
-PATTERNS = 2
 
 
-def check(work: Work, seed: int = 0, patterns: int = PATTERNS) -> None:
-    """Raises an AssertionError if a result depends on what it must not depend on.
-
-    The patterns are so many with finite numbers, and one of whole planes of NaN.
-    """
+def check(work: Work, seed: int = 0) -> None:
+    """Raises an AssertionError if a result depends on what it must not depend on."""
     problem, draw = work.case.problem, Random(seed)
     tensors = positive(work, seed)
     before = _results(work, tensors)
-    for number in range(patterns + 1):
-        is_nan = number == patterns
-        pattern = isolation.drawn(problem, work.direction, draw, whole_planes=is_nan)
+    for pattern, is_nan in isolation.patterns(problem, work.direction, draw):
         factor = torch.nan if is_nan else isolation.loudness(work.dtype)
         after = _results(work, made_loud(work, tensors, pattern, factor))
         found = _complaint(work, pattern, before, after)

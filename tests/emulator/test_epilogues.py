@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emulator import net, precompile
+from emulator import isolated, net, precompile
 from emulator.works import (
     ALL,
     ODD_NUMBERS,
@@ -98,6 +98,12 @@ def _compiled() -> None:
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_against_float64(work: Work) -> None:
     check(work)
+
+
+@pytest.mark.parametrize("work", [*WORKS, *BANDS], ids=str)
+def test_isolation(work: Work) -> None:
+    """Neither a bias nor a residual of another output is added."""
+    isolated.check(work)
 
 
 def test_every_activation_and_kernel_is_run() -> None:

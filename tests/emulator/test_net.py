@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from emulator import net, precompile
+from emulator import isolated, net, precompile
 from emulator.works import ALL, Work, check
 from fastconv.kernels import classes, planner
 from fastconv.kernels.family import GEOMETRY, Kernel, Plan
@@ -34,6 +34,12 @@ def _compiled() -> None:
 @pytest.mark.parametrize("work", EMULATED, ids=net.line_of)
 def test_problem(work: Work) -> None:
     check(work)
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("work", EMULATED, ids=net.line_of)
+def test_isolation(work: Work) -> None:
+    isolated.check(work)
 
 
 def test_every_class_has_a_problem() -> None:

@@ -14,9 +14,10 @@ zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ _AXES = ("input", "grad_output", "weight")
 """The tensors that have rows and columns; a row of each meets in every product of a sum."""
 RESULTS = {"forward": "grad_output", "input_grad": "input", "weight_grad": "weight"}
 """The tensor that the result of each pass has the shape of."""
+_ROWS, _COLUMNS = 2, 3  # dimensions of the result
 
 
 class Region(NamedTuple):
@@ -94,16 +96,39 @@ class Pattern:
         return "quiet planes x rows x columns: " + ", ".join(words)
 
 
-def drawn(problem: Problem, direction: str, draw: Random, whole_planes: bool = False) -> Pattern:
-    """A pattern in which all is loud but what some results read, drawn by chance.
+def patterns(problem: Problem, direction: str, draw: Random) -> Iterator[tuple[Pattern, bool]]:
+    """The patterns of a check, drawn by chance, and whether what is loud is NaN.
 
-    ``whole_planes`` leaves all rows and columns of a plane alike.
+    In each, all is loud but what some results read. A faulty result is most often at the end of
+    rows or columns, so that there is a pattern for each of these, and one more; NaN are whole
+    planes.
     """
-    images, ins, outs = _planes(problem, direction, draw)
-    sides = [
-        _side(problem, axis, direction, draw, whole_planes or draw.random() < 0.2)
-        for axis in (0, 1)
-    ]
+    for choose in (_last, _some):
+        for dim in (_COLUMNS, _ROWS):
+            yield drawn(problem, direction, draw, {dim: choose}), False
+    yield drawn(problem, direction, draw, whole_planes=True), True
+
+
+Choose = Callable[[Random, int], Tensor]
+"""Some of several positions."""
+
+
+def drawn(
+    problem: Problem,
+    direction: str,
+    draw: Random,
+    choose: Mapping[int, Choose] = MappingProxyType({}),
+    whole_planes: bool = False,
+) -> Pattern:
+    """A pattern whose results that may not change are drawn by chance.
+
+    ``choose`` has dimensions of the result along which they must not be all. ``whole_planes``
+    leaves all rows and columns of a plane alike.
+    """
+    shape = _result_shape(problem, direction)
+    wanted = _wanted(shape, draw, choose, _PLANES_ALONE if whole_planes else _CHANCES)
+    images, ins, outs = _planes(problem, direction, *wanted[:2])
+    sides = [_side(problem, axis, direction, wanted[2 + axis], whole_planes) for axis in (0, 1)]
     regions = {
         role: Region(planes, *(side.quiet[role] for side in sides))
         for role, planes in _meeting(problem, direction, images, ins, outs).items()
@@ -120,6 +145,71 @@ def drawn(problem: Problem, direction: str, draw: Random, whole_planes: bool = F
     )
 
 
+def _result_shape(problem: Problem, direction: str) -> tuple[int, ...]:
+    shapes = {
+        "grad_output": problem.output_shape,
+        "input": problem.input_shape,
+        "weight": problem.weight_shape,
+    }
+    return shapes[RESULTS[direction]]
+
+
+# That of a dimension of the result not all positions are wanted.
+_CHANCES = (0.6, 0.6, 0.2, 0.2)
+_PLANES_ALONE = (0.85, 0.85, 0.0, 0.0)
+
+
+def _wanted(
+    shape: Sequence[int], draw: Random, choose: Mapping[int, Choose], chances: Sequence[float]
+) -> list[Tensor]:
+    """Of each dimension of the result, the positions of those results that may not change.
+
+    Along most of them these are all: what a faulty result reads is most often far away along one
+    dimension, and the result may be any along the others.
+    """
+    several = [dim for dim, chance in enumerate(chances) if shape[dim] > 1 and chance > 0]
+    chosen: dict[int, Choose] = {
+        dim: _some_planes if dim < _ROWS else _some
+        for dim in several
+        if draw.random() < chances[dim]
+    }
+    chosen.update((dim, one) for dim, one in choose.items() if dim in several)
+    if several and not chosen:
+        chosen[draw.choice(several)] = _some_planes
+    wanted = [torch.ones(size, dtype=torch.bool) for size in shape]
+    for dim, one in chosen.items():
+        wanted[dim] = one(draw, shape[dim])
+    return wanted
+
+
+def _last(draw: Random, count: int) -> Tensor:
+    """The last of several positions, or sometimes some of the last."""
+    first = count - 1 if draw.random() < 0.75 else draw.randrange(1, count)
+    return torch.arange(count) >= first
+
+
+def _some(draw: Random, count: int) -> Tensor:
+    """One of several positions, or those up to one, or about a half."""
+    place, at = torch.arange(count), draw.randrange(count)
+    up_to = place <= draw.randrange(count - 1)
+    one = place == at
+    return draw.choice((one, one, one, place == 0, up_to, _half(draw, count)))
+
+
+def _some_planes(draw: Random, count: int) -> Tensor:
+    """The same of images or channels, of which no two read the same."""
+    place, at = torch.arange(count), draw.choice((0, count - 1, draw.randrange(count)))
+    return draw.choice((place == at, _half(draw, count)))
+
+
+def _half(draw: Random, count: int) -> Tensor:
+    """About a half of several positions."""
+    half = torch.tensor([draw.random() < 0.5 for _ in range(count)])
+    first, second = draw.sample(range(count), 2)
+    half[first], half[second] = True, False
+    return half
+
+
 # --- What a result reads --------------------------------------------------------------------------
 
 
@@ -130,8 +220,8 @@ class _Side(NamedTuple):
     reading: Tensor  # positions of the result that read anything
 
 
-def _side(problem: Problem, axis: int, direction: str, draw: Random, all_of_it: bool) -> _Side:
-    """Chooses positions of the result, and makes quiet what they read."""
+def _side(problem: Problem, axis: int, direction: str, wanted: Tensor, whole: bool) -> _Side:
+    """Makes quiet what the wanted positions of the result read, or all if it is ``whole``."""
     counts = {
         "input": problem.input_size[axis],
         "grad_output": problem.output_size[axis],
@@ -140,17 +230,12 @@ def _side(problem: Problem, axis: int, direction: str, draw: Random, all_of_it: 
     meeting = _products(problem, axis, counts)
     result = RESULTS[direction]
     at = meeting[result]
-    wanted = torch.ones(counts[result], dtype=torch.bool)
-    if not all_of_it:
-        wanted = _chosen(draw, counts[result])
     quiet = {}
     heard = torch.zeros(len(at), dtype=torch.bool)
     for role in _AXES:
         if role != result:
-            quiet[role] = torch.zeros(counts[role], dtype=torch.bool)
+            quiet[role] = torch.full((counts[role],), whole)
             quiet[role][meeting[role][wanted[at]]] = True
-            if all_of_it:
-                quiet[role][:] = True
             heard |= ~quiet[role][meeting[role]]
     quiet[result] = torch.ones(counts[result], dtype=torch.bool)
     quiet[result][at[heard]] = False
@@ -170,19 +255,21 @@ def _products(problem: Problem, axis: int, counts: Mapping[str, int]) -> dict[st
     return {"input": place[inside], "grad_output": output[inside], "weight": tap[inside]}
 
 
-def _planes(problem: Problem, direction: str, draw: Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, input channels and output channels that results which may not change belong to."""
-    images = _some(draw, problem.batch)
+def _planes(
+    problem: Problem, direction: str, first: Tensor, second: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, input channels and output channels that are quiet.
+
+    ``first`` and ``second`` are what of the result's first two dimensions may not change.
+    """
     ins, outs = problem.in_channels, problem.out_channels
     if direction == "input_grad":
-        quiet_ins = _some(draw, ins)
-        return images, quiet_ins, _same_groups(quiet_ins, problem.groups, outs)
-    quiet_outs = _some(draw, outs)
-    quiet_ins = _same_groups(quiet_outs, problem.groups, ins)
-    if direction == "weight_grad":
-        images = torch.ones(problem.batch, dtype=torch.bool)  # a sum over all of them
-        quiet_ins &= _some(draw, ins // problem.groups).repeat(problem.groups)
-    return images, quiet_ins, quiet_outs
+        return first, second, _same_groups(second, problem.groups, outs)
+    if direction == "forward":
+        return first, _same_groups(second, problem.groups, ins), second
+    images = torch.ones(problem.batch, dtype=torch.bool)  # a sum over all of them
+    quiet_ins = _same_groups(first, problem.groups, ins) & second.repeat(problem.groups)
+    return images, quiet_ins, first
 
 
 def _same_groups(channels: Tensor, groups: int, count: int) -> Tensor:
@@ -208,19 +295,6 @@ def _meeting(
         "grad_output": images[:, None] & outs,
         "weight": weight,
     }
-
-
-def _some(draw: Random, count: int) -> Tensor:
-    return torch.ones(count, dtype=torch.bool) if draw.random() < 0.3 else _chosen(draw, count)
-
-
-def _chosen(draw: Random, count: int) -> Tensor:
-    """One position, most often at an end, or about a quarter of all."""
-    chosen = torch.zeros(count, dtype=torch.bool)
-    chosen[draw.choice((0, count - 1, max(0, count - 2), draw.randrange(count)))] = True
-    if draw.random() < 0.25:
-        chosen |= torch.tensor([draw.random() < 0.25 for _ in range(count)])
-    return chosen
 
 
 # --- Tensors --------------------------------------------------------------------------------------
@@ -309,9 +383,8 @@ def _first(what: str, wrong: Tensor, before: Tensor, after: Tensor) -> str | Non
 
 # --- Trials ---------------------------------------------------------------------------------------
 
-PATTERNS = 2
-"""With finite numbers; a third has planes of NaN."""
 _MARGIN = 512  # elements before and behind a tensor, that count as loud
+_EXACT_ACTIVATIONS = ("identity", "relu", "relu6", "leaky_relu", "hardswish")
 _APART = 3  # columns between the rows of a tensor that is not dense
 
 
@@ -336,9 +409,7 @@ def check(trial: Trial, device: torch.device) -> Outcome:
 
 def _found(trial: Trial, given: _Given, before: Results, draw: Random) -> str | None:
     device = before.main.device
-    for number in range(PATTERNS + 1):
-        is_nan = number == PATTERNS
-        pattern = drawn(trial.problem, trial.case.direction, draw, whole_planes=is_nan)
+    for pattern, is_nan in patterns(trial.problem, trial.case.direction, draw):
         factor = math.nan if is_nan else loudness(trial.case.torch_dtype)
         loud = _data(trial, given, _masks(pattern, device), factor)
         found = _judged(trial, pattern, loud, before, trials.compute(trial, loud))
@@ -417,7 +488,7 @@ def _judged(
     def within() -> float | None:
         need = trials.need(trial, data, before)
         if need is None:
-            changes = _may_round_otherwise_on_cpu(trial, data)
+            changes = _may_change_on_cpu(trial, data)
         else:
             changes = may_change_arithmetic(cuda.planned(need), trial.case.direction, pattern)
         return 2 * judging.tolerance(trial) if changes else None
@@ -431,13 +502,13 @@ def _judged(
     return found
 
 
-def _may_round_otherwise_on_cpu(trial: Trial, data: Data) -> bool:
-    """Whether the CPU backend rounds by what else there is in a tensor.
+def _may_change_on_cpu(trial: Trial, data: Data) -> bool:
+    """Whether a CPU backend may round otherwise, as docs/numerics.md has it.
 
-    It sums in another order where a weight is not finite, and PyTorch's vectors of exponentials and
-    the like take another way if one of their numbers is large.
+    It sums in another order where a weight is not finite, and PyTorch's activations may round by
+    what lies beside a number.
     """
-    if data.activation not in ("identity", "relu", "relu6", "leaky_relu", "hardswish"):
+    if data.activation not in _EXACT_ACTIVATIONS:
         return True
     return trial.roles.second == "weight" and not bool(data.second.isfinite().all())
 

@@ -354,6 +354,7 @@ def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Pr
 def smaller(problem: Problem) -> Iterator[Problem]:
     """The same with less of one of its dimensions, each in turn."""
     yield from _smaller(problem)
+    yield from _with_fewer_of_a_kind(problem)
     yield from _with_fewer_octets(problem)
     yield from _with_smaller_kernel(problem)
 
@@ -378,6 +379,15 @@ def _smaller(problem: Problem) -> Iterator[Problem]:
         {"groups": groups, "in_channels": depth * groups, "out_channels": multiplier * groups},
     )
     return _changed(problem, changes)
+
+
+def _with_fewer_of_a_kind(problem: Problem) -> Iterator[Problem]:
+    """Two thirds of an even batch may be odd, and of an odd side even: so halves and odd sides."""
+    height, width = problem.input_size
+    halves = [{"batch": problem.batch // 2}] if problem.batch % 2 == 0 else []
+    sides = ((_less(height) | 1, width), (height, _less(width) | 1))
+    odd = [{"input_size": size} for size in sides if size < problem.input_size]
+    return _changed(problem, [*halves, *odd])
 
 
 def _with_smaller_kernel(problem: Problem) -> Iterator[Problem]:

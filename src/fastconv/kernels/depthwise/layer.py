@@ -118,8 +118,24 @@ class Layer:
 
     @staticmethod
     def of(problem: Problem, operands: Operands, transposed: bool) -> Layer:
-        """Raises Declined for what these kernels do not take."""
-        layer = Layer(*_in_a_row(limits.checked(problem), operands), transposed)
+        """The layer of a forward pass or an input gradient.
+
+        Raises:
+            Declined: these kernels do not take it.
+        """
+        return Layer._of(*_in_a_row(problem, operands), transposed)
+
+    @staticmethod
+    def of_weight_grad(problem: Problem, operands: Operands) -> Layer:
+        """The same of a weight gradient.
+
+        Images of one column stay so: blocks share the rows of an image, and there would be one.
+        """
+        return Layer._of(problem, operands, transposed=False)
+
+    @staticmethod
+    def _of(problem: Problem, operands: Operands, transposed: bool) -> Layer:
+        layer = Layer(limits.checked(problem), operands, transposed)
         layer._check_channels()
         if operands.input_channels_last != operands.output_channels_last:
             raise Declined("tensors of different memory formats")

@@ -66,7 +66,7 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     Raises:
         Declined: the portable kernels have to do it.
     """
-    layer = Layer.of(problem, operands, transposed=False)
+    layer = Layer.of_weight_grad(problem, operands)
     if operands.input_channels_last:
         return _plan(best(_pixels(layer), gpu), gpu)
     return _plan(best(_planes(layer), gpu).spread_over_banks(gpu), gpu)

@@ -1,0 +1,466 @@
+"""Mutants: kernels that read what is not theirs, without a sign of it but in their results.
+
+Isolation finds each of them with its usual patterns, and nothing in the kernels as they are. The
+emulator has nothing to say of a mutant: all that it reads is in the tensors' bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from emulator import driver, isolated, net, precompile
+from emulator.faults import Fault, Faulty, FaultyPlanner
+from emulator.works import ALL, Work
+from fastconv.kernels import planner
+from fastconv.problem import NO_EPILOGUE, Epilogue
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, and a small problem for which it makes a difference."""
+
+    what: str
+    line: str
+    fault: Fault
+    epilogue: Epilogue = NO_EPILOGUE
+
+    @property
+    def work(self) -> Work:
+        return replace(net.work_of(self.line), epilogue=self.epilogue)
+
+    @property
+    def faulty(self) -> Work:
+        work = self.work
+        return replace(work, planner=FaultyPlanner(work.planner, self.fault))
+
+    def __str__(self) -> str:
+        return f"{self.fault.file}: {self.what} ({self.line})"
+
+
+MUTANTS = [
+    Mutant(
+        "a row too far: the next channel's",
+        "sm_75/1 forward float32 nchw/nchw: 2x3x5x6 4x3x3x3 padding=1,1",
+        Fault(
+            "direct/correlate.cuh",
+            "y >= 0 && y < C::in_height &&",
+            "y >= 0 && y < C::in_height + (first_channel + channel + 1 < C::group_in) &&",
+        ),
+    ),
+    Mutant(
+        "weights of channels that do not exist",
+        "sm_75/1 forward float32 nchw/nchw: 1x3x5x6 6x3x3x3 padding=1,1",
+        Fault(
+            "direct/correlate.cuh",
+            "|| k >= C::group_in ||",
+            "|| (k >= C::group_in && m + 1 >= C::group_out) ||",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_75/1 input_grad bfloat16 nhwc/nhwc: 2x3x5x6 4x3x3x3 padding=1,1 stride=2,2",
+        Fault(
+            "direct/correlate.cuh",
+            "x >= 0 && x < C::in_width;",
+            "x >= 0 && x < C::in_width + (y + 1 < C::in_height);",
+        ),
+    ),
+    Mutant(
+        "a row too far: the next channel's",
+        "sm_75/1 weight_grad float32 nchw/nchw bias: 2x3x5x6 4x3x3x3 padding=1,1",
+        Fault(
+            "direct/weight_grad.cuh",
+            "y < kHeight && x >= 0",
+            "y < kHeight + (c + 1 < end_channel) && x >= 0",
+        ),
+    ),
+    Mutant(
+        "a row too far: the next plane's",
+        "sm_90a/1 forward float32 nchw/nchw: 2x4x20x40 4x1x3x3 padding=1,1 groups=4",
+        Fault(
+            "depthwise/planes.cuh",
+            "static_cast<unsigned>(y) < C::in_height)",
+            "static_cast<unsigned>(y) < C::in_height + (tile.group(slot) + 1 < planes / kParts))",
+        ),
+    ),
+    Mutant(
+        "a halo that is not cleared",
+        "sm_90a/1 forward float32 nchw/nchw: 2x4x9x9 4x1x3x3 padding=1,1 groups=4",
+        Fault(
+            "depthwise/planes.cuh",
+            "clear<kInputBytes, kThreads>(inputs(stage));",
+            ";",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 forward float16 nhwc/nhwc: 2x8x12x17 8x1x3x3 padding=1,1 groups=8",
+        Fault(
+            "depthwise/pixel_tiles.cuh",
+            "static_cast<unsigned>(x) < kWidth;",
+            "static_cast<unsigned>(x) < kWidth + unsigned(y + 1 < kHeight);",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 weight_grad float16 nhwc/nhwc: 2x8x6x5 8x1x3x3 padding=1,1 groups=8",
+        Fault(
+            "depthwise/pixel_tiles.cuh",
+            "static_cast<unsigned>(x) < kWidth;",
+            "static_cast<unsigned>(x) < kWidth + unsigned(y + 1 < kHeight);",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 weight_grad float32 nchw/nchw bias: 2x4x9x9 4x1x3x3 padding=1,1 groups=4",
+        Fault(
+            "depthwise/plane_rows.cuh",
+            "inside && static_cast<unsigned>(y) < kHeight",
+            "(inside || (x == kWidth && y + 1 < kHeight)) && static_cast<unsigned>(y) < kHeight",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 input_grad float16 nchw/nchw: 2x2x18x96 2x1x3x15 padding=1,7 groups=2",
+        Fault(
+            "depthwise/plane_rows.cuh",
+            "inside && static_cast<unsigned>(y) < kHeight",
+            "(inside || (x == kWidth && y + 1 < kHeight)) && static_cast<unsigned>(y) < kHeight",
+        ),
+    ),
+    Mutant(
+        "a tap too far",
+        "sm_90a/2 forward bfloat16 nchw/nchw: 1x2x8x28 4x1x2x26 groups=2",
+        Fault(
+            "depthwise/bands.cuh",
+            "return is_tap<Columns>(tap) ?",
+            "return tap >= 0 && tap < C::kernel_width + (row + 1 < C::kernel_height) ?",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 forward float16 nhwc/nhwc: 1x8x20x80 8x1x2x37 padding=3,0,18,18 groups=8",
+        Fault(
+            "depthwise/bands_pixels.cuh",
+            "static_cast<unsigned>(x) < C::in_width;",
+            "static_cast<unsigned>(x) < C::in_width + unsigned(y + 1 < C::in_height);",
+        ),
+    ),
+    Mutant(
+        "sums that are not cleared for the next row",
+        "sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1",
+        Fault(
+            "hopper/spread/spread.cuh",
+            "sums[i + kSlotSums] : 0.0f;",
+            "sums[i + kSlotSums] : sums[i];",
+        ),
+    ),
+    Mutant(
+        "weights of channels that do not exist",
+        "sm_90a/1 forward float16 nchw/nchw: 1x12x6x12 3x12x3x3 padding=1,1",
+        Fault(
+            "hopper/spread/spread.cuh",
+            "channel >= C::group_in) return",
+            "(channel >= C::group_in && out + 1 >= C::group_out)) return",
+        ),
+    ),
+    Mutant(
+        "the row above an image: the last one's",
+        "sm_90a/2 weight_grad bfloat16 nhwc/nchw: 2x2x4x76 66x2x1x4 stride=1,2 padding=3,2,1,2",
+        Fault(
+            "hopper/collect/collect.cuh",
+            "row >= 0 && row < C::in_height;",
+            "row + (item.image > 0) >= 0 && row < C::in_height;",
+        ),
+    ),
+    Mutant(
+        "a row too far: the next class's",
+        "sm_90a/1 weight_grad*1,3,3,1,3,4,16,1,4 tf32 nchw/nchw: 4x8x9x9 8x8x3x3 padding=2,2 "
+        "dilation=2,2",
+        Fault(
+            "hopper/weight_grad/copy.cuh",
+            "exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;",
+            "plane + place.row * C::out_width + first;",
+        ),
+    ),
+    Mutant(
+        "columns behind a row that are not cleared",
+        "sm_90a/1 weight_grad*1,3,3,1,3,4,16,1,4 tf32 nchw/nchw: 4x8x9x9 8x8x3x3 padding=2,2 "
+        "dilation=2,2",
+        Fault(
+            "hopper/weight_grad/copy.cuh",
+            "clear_columns(stage, max(C::out_width - first, 0), place.columns);",
+            "",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 weight_grad* float32 nchw/nchw: 2x3x6x9 8x3x1x3 stride=2,1 padding=0,1",
+        Fault(
+            "hopper/weight_grad/load.cuh",
+            "max(left, 0) : C::in_width;",
+            "max(left, 0) : C::in_width + 1;",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 weight_grad*gemm tf32 nchw/nchw bias: 2x2x6x9 8x2x1x3 stride=2,1 padding=0,1",
+        Fault(
+            "hopper/gemm_weights/gather.cuh",
+            "static_cast<unsigned>(column + offset) < C::in_width;",
+            "static_cast<unsigned>(column + offset) < C::in_width + 1u;",
+        ),
+    ),
+    Mutant(
+        "a tap of the next row",
+        "sm_90a/2 weight_grad*gemm bfloat16 nhwc/nhwc: 2x8x7x4 8x8x3x3 padding=1,1",
+        Fault(
+            "hopper/gemm_weights/load.cuh",
+            "tap / C::kernel_width * C::dilation_height},",
+            "(tap + 1) / C::kernel_width * C::dilation_height},",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 forward*gemm tf32 nchw/nchw: 2x8x6x9 8x8x3x3 padding=1,1",
+        Fault(
+            "hopper/gemm_planes/multiply.cuh",
+            "x < 0 || x >= C::in_width) return -1;",
+            "x < 0 || x > C::in_width) return -1;",
+        ),
+    ),
+    Mutant(
+        "weights of channels that do not exist",
+        "sm_90a/1 forward*gemm tf32 nchw/nchw: 1x9x6x8 8x9x3x3 padding=1,1",
+        Fault(
+            "hopper/gemm_planes/weights.cuh",
+            "out < C::group_out && in + i < C::group_in));",
+            "out < C::group_out && in + i < C::group_in + (out + 1 < C::group_out)));",
+        ),
+    ),
+    Mutant(
+        "a row too far at the last tap",
+        "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x9x4 16x8x3x3 padding=1,1",
+        Fault(
+            "hopper/gemm_pixels/load.cuh",
+            "const int row_offset = height.offset(tap_row), column",
+            "const int row_offset = height.offset(tap_row) + (tap_row + 1 == "
+            "C::kernel_height), column",
+        ),
+    ),
+    Mutant(
+        "the next channels' bias",
+        "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x5x6 16x8x1x1",
+        Fault(
+            "hopper/gemm_pixels/store.cuh",
+            "*reinterpret_cast<const Vector<Scalar, 2>*>(bias + channel);",
+            "*reinterpret_cast<const Vector<Scalar, 2>*>(bias + (channel + 2) % C::out_channels);",
+        ),
+    ),
+    Mutant(
+        "the next position of a phase",
+        "sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 3x16x8x6 8x16x3x3 stride=2,2 padding=1,1",
+        Fault(
+            "hopper/gemm_pixels/tile.cuh",
+            "return C::transposed ? (residue + padding - dilation * tap) / stride - lower : "
+            "dilation * tap;",
+            "return C::transposed ? (residue + padding - dilation * tap) / stride - lower + "
+            "(tap == 0 && residue == 1) : dilation * tap;",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 forward* float16 nchw/nhwc: 2x3x3x71 37x3x1x3 padding=0,1,2,1",
+        Fault(
+            "hopper/correlate/stage.cuh",
+            "static_cast<unsigned>(piece.columns);",
+            "static_cast<unsigned>(piece.columns + 1);",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 forward* float16 nhwc/nhwc: 2x16x5x6 16x16x3x3 padding=1,1",
+        Fault(
+            "tensor/load.cuh",
+            "static_cast<unsigned>(C::in_width);\n        copy_async<16>",
+            "static_cast<unsigned>(C::in_width + (place.y + 1 < C::in_height));\n        "
+            "copy_async<16>",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 input_grad* tf32 nchw/nhwc: 2x9x5x6 16x9x3x3 padding=1,1 stride=2,2",
+        Fault(
+            "tensor/input.cuh",
+            "static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;",
+            "static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width + (y + "
+            "rows_on + 1 < C::in_height)) && exists;",
+        ),
+    ),
+    Mutant(
+        "the next channel's bias",
+        "sm_90a/1 forward* bfloat16 nhwc/nhwc: 2x24x5x6 16x12x3x3 padding=1,1 groups=2",
+        Fault(
+            "tensor/target.cuh",
+            "UnfoldedChannel(channel).channel]);",
+            "(UnfoldedChannel(channel).channel + 1) % kOutGroup]);",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_80/1 forward* float16 nhwc/nhwc: 2x16x5x6 16x16x3x3 padding=1,1",
+        Fault(
+            "tensor/load.cuh",
+            "static_cast<unsigned>(C::in_width);\n        copy_async<16>",
+            "static_cast<unsigned>(C::in_width + (place.y + 1 < C::in_height));\n        "
+            "copy_async<16>",
+        ),
+    ),
+    Mutant(
+        "weights of channels that do not exist",
+        "sm_86/1 forward* tf32 nchw/nhwc: 2x5x5x6 9x5x3x3 padding=1,1",
+        Fault(
+            "tensor/weights.cuh",
+            "const bool valid = exists && first + j < C::group_in;",
+            "const bool valid = exists && (first + j < C::group_in || out + 1 < C::group_out);",
+        ),
+    ),
+    Mutant(
+        "the residual of the pixel before",
+        "sm_80/1 forward* float32 nchw/nchw: 2x8x5x6 16x8x3x3 padding=1,1",
+        Fault(
+            "ampere/correlate_store.cuh",
+            "epilogue.residual_of<C::store_vector>(target.place(channel, line, column),",
+            "epilogue.residual_of<C::store_vector>(target.place(channel, line, column - "
+            "(column > target.column ? C::store_vector : 0)),",
+        ),
+        Epilogue("relu", 0.0, True),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_89/1 weight_grad* bfloat16 nhwc/nchw: 2x8x5x6 8x8x3x3 padding=1,1",
+        Fault(
+            "ampere/weight_grad_load.cuh",
+            "is_below(x, C::in_width);",
+            "is_below(x, C::in_width + (y + 1 < C::in_height));",
+        ),
+    ),
+    Mutant(
+        "the residual of the next pixel",
+        "sm_90a/1 forward float32 nchw/nchw: 2x4x8x8 4x1x3x3 padding=1,1 groups=4",
+        Fault(
+            "include/epilogue.cuh",
+            "narrow<Scalar>(activated(sums[i], residual.element[i]));",
+            "narrow<Scalar>(activated(sums[i], residual.element[(i + 1) % kCount]));",
+        ),
+        Epilogue("relu", 0.0, True),
+    ),
+    Mutant(
+        "the residual of the next pixel",
+        "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x5x6 16x8x1x1",
+        Fault(
+            "hopper/gemm_pixels/store.cuh",
+            "const long long element = valid ? 1LL * pixel *",
+            "const long long element = valid ? 1LL * (pixel + (pixel + 1 < rows)) *",
+        ),
+        Epilogue("silu", 0.0, True),
+    ),
+    Mutant(
+        "a pixel too far: the next channel's",
+        "sm_90a/1 weight_grad*gemm tf32 nchw/nchw bias: 2x2x6x9 8x2x1x3 stride=2,1 padding=0,1",
+        Fault(
+            "direct/bias_grad.cuh",
+            "channel, i % kPixels)]",
+            "channel, i % kPixels + ((i + 1) % kPixels == 0 && channel + 1 < C::channels))]",
+        ),
+    ),
+]
+
+# What CI has no time for.
+MORE = [
+    Mutant(
+        "a column too far: the next row's",
+        "sm_75/1 weight_grad float16 nchw/nchw: 2x3x5x6 4x3x3x3 padding=1,1",
+        Fault(
+            "direct/weight_grad.cuh",
+            "x >= 0 && x < kWidth;",
+            "x >= 0 && x < kWidth + (y + 1 < kHeight);",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/2 weight_grad bfloat16 nhwc/nchw: 1x2x4x76 66x2x1x4 stride=1,2 padding=3,2,1,2",
+        Fault(
+            "hopper/collect/collect.cuh",
+            "at >= 0 && at < C::in_width;",
+            "at >= 0 && at < C::in_width + (row + 1 < C::in_height);",
+        ),
+    ),
+    Mutant(
+        "a row too far: the next channel's",
+        "sm_90a/1 weight_grad* bfloat16 nchw/nchw: 2x3x6x9 8x3x3x3 padding=1,1",
+        Fault(
+            "hopper/weight_grad/load.cuh",
+            "is_below(y + below, C::in_height);",
+            "is_below(y + below, C::in_height + (left > 1));",
+        ),
+    ),
+    Mutant(
+        "a column too far: the next row's",
+        "sm_90a/1 input_grad*gemm tf32 nchw/nchw: 2x8x6x8 8x8x3x3 padding=1,1",
+        Fault(
+            "hopper/gemm_planes/multiply.cuh",
+            "x < 0 || x >= C::in_width) return -1;",
+            "x < 0 || x >= C::in_width + (y + 1 < C::in_height)) return -1;",
+        ),
+    ),
+    Mutant(
+        "a row too far: the next channel's",
+        "sm_80/1 weight_grad* float32 nchw/nchw bias: 2x3x5x6 8x3x3x3 padding=1,1",
+        Fault(
+            "ampere/weight_grad_load.cuh",
+            "is_below(y, C::in_height) && is_below(x",
+            "is_below(y, C::in_height + (channel + 1 < channels_left)) && is_below(x",
+        ),
+    ),
+    Mutant(
+        "the residual of the pixel before",
+        "sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1",
+        Fault(
+            "hopper/spread/spread.cuh",
+            "target[x] = epilogue(output_at(x + lane, channel) + bias, target + x);",
+            "target[x] = epilogue(output_at(x + lane, channel) + bias, x + lane > 0 ? target + "
+            "x - 1 : target + x);",
+        ),
+        Epilogue("leaky_relu", 0.3, True),
+    ),
+]
+
+RUN = [*MUTANTS, *(MORE if ALL else [])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    works = [work for mutant in RUN for work in (mutant.work, mutant.faulty)]
+    precompile({launch.kernel for work in works for launch in work.plan.launches})
+
+
+@pytest.mark.parametrize("mutant", RUN, ids=str)
+def test_mutants_are_found(mutant: Mutant) -> None:
+    isolated.check(mutant.work)
+    with pytest.raises(AssertionError, match="of what reads") as found:
+        isolated.check(mutant.faulty)
+    assert not isinstance(found.value, driver.EmulatorError)
+
+
+def test_every_kernel_has_a_mutant() -> None:
+    plans = (mutant.faulty.plan for mutant in MUTANTS)
+    faulty = {
+        launch.kernel.source
+        for plan in plans
+        for launch in plan.launches
+        if isinstance(launch.kernel, Faulty)
+    }
+    assert faulty == set(planner.ANATOMIES)
