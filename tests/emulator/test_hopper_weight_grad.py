@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import precompile
+from emulator import isolated, net, precompile
 from emulator import run as run_launches
 from emulator.works import (
     ODD_NUMBERS,
@@ -22,6 +22,7 @@ from emulator.works import (
     Tensors,
     Work,
     assert_plain,
+    check,
     float64,
     run,
     some,
@@ -411,3 +412,22 @@ def test_declines(changes: dict[str, object], reason: str) -> None:
     }  # fmt: skip
     with pytest.raises(Declined, match=reason):
         hopper.weight_grad(CASES[0].problem, Operands(**{**kind, **changes}), GPU)  # type: ignore[arg-type]
+
+
+# Layers in whose stages other channels' gradients lie close by: rows of a walk end beyond an image
+# of an odd plane, or all groups together have as many output channels as a stage.
+OF_OTHER_CHANNELS = [
+    net.work_of(f"sm_90a/1 weight_grad*{line}")
+    for line in (
+        "1,3,3,1,3,4,16,1,4 tf32 nchw/nchw: 4x8x9x9 8x8x3x3 padding=2,2 dilation=2,2",
+        "1,3,3,1,3,8,32,1,8 bfloat16 nchw/nchw: 8x8x11x29 16x8x3x3 padding=3,3 dilation=3,3",
+        " bfloat16 nhwc/nhwc: 2x16x5x9 64x8x2x2 groups=2",
+        "1,5,9,1,5,8,16,3,1 bfloat16 nhwc/nhwc: 1x16x7x20 64x8x5x9 padding=2,4 groups=2",
+    )
+]
+
+
+@pytest.mark.parametrize("work", OF_OTHER_CHANNELS, ids=str)
+def test_channels_of_others(work: Work) -> None:
+    check(work)
+    isolated.check(work)

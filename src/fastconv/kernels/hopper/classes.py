@@ -179,7 +179,9 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         else gcd(c["grad_vector"], vector if last else c["out_width"]),
         "row step": row_step > 1,
         "old rows": phases < c["kernel_rows"],
-        "whole pixels": last and c["groups"] * c["group_out"] == c["channel_groups"] * OUTPUTS,
+        "whole pixels": last
+        and c["groups"] == 1
+        and c["group_out"] == c["channel_groups"] * OUTPUTS,
         "across": "taps" if next_tap else "octets" if c["product_octets"] > 1 else "one",
         "whole planes": c["segments"] % c["kernel_rows"] == 0,
         "several segments": c["segments"] > 1,

@@ -210,7 +210,8 @@ struct RowCopier {
 // the block's, a phase's columns are one copy, otherwise each column.
 struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
-  static constexpr bool kWholePixels = kOutChannels == kStageChannels;
+  // A pixel of several groups has other groups' channels between those of the block.
+  static constexpr bool kWholePixels = C::groups == 1 && kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
   using Offset = IndexTo<elements_of(kCoveredRows, C::out_width, kOutChannels) +
                          elements_of(kStrips, kStripColumns, kOutChannels)>;
