@@ -546,6 +546,30 @@ def test_a_second_time_changes_nothing(model: ResNet, clock: Clock) -> None:
     assert ours(whole) == [f"0.{name}" for name in ours(first)]
 
 
+def test_a_model_that_keeps_tensors_without_data_is_an_error() -> None:
+    """It has to be told: whatever came of such tensors would have no data, either."""
+
+    class Hides(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.memory = self._remember()
+            next(self.memory)
+
+        def _remember(self) -> Any:
+            kept = []
+            while True:
+                kept.append((yield))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.memory.send(x)
+            return super().forward(x)
+
+    model = Hides()
+    with pytest.raises(RuntimeError, match=r"have no data, and keeps such in model\.memory"):
+        fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert ours(model) == []
+
+
 def test_layers_that_are_left(clock: Clock) -> None:
     class Own(nn.Conv2d):
         pass

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastconv import _precision, _state, calls
+from fastconv import _precision, calls
+from fastconv.state import is_same
 
 # Units of rounding (half the distance between numbers from 1 to 2), by what products are made of.
 _ROUNDING = {
@@ -74,7 +75,7 @@ def _of_tensors(expected: Tensor, found: Any) -> tuple[str | None, float]:
         return None, 0.0
     if expected.layout is not torch.strided:
         expected, found = expected.to_dense(), found.to_dense()
-    if _state.is_same(expected, found):
+    if is_same(expected, found):
         return None, 0.0
     if not (expected.is_floating_point() or expected.is_complex()) or expected.is_quantized:
         return f"other numbers of {expected.dtype}", 0.0

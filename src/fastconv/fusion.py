@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from fastconv import _frozen, _precision, preparation, tables
-from fastconv._state import Snapshot
 from fastconv.agreement import Rounding
 from fastconv.calls import Call, Form
 from fastconv.functional import Activation
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.preparation import tensors_of
+from fastconv.state import State
 
 _Value = TypeVar("_Value")
 
@@ -164,7 +164,7 @@ class Traced:
     writers: Collection[Node]  # that change tensors which were there before
 
 
-def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Traced:
+def traced(model: nn.Module, example: Any, named: Any, before: State) -> Traced:
     """The model's graph for such arguments; the modules in it are the model's own.
 
     What tracing changes of the model, into which it puts what is no tensor, is put back.
@@ -186,7 +186,7 @@ def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Trac
             # Before constants of the graph, which the tracer makes attributes of the model, go.
             module = GraphModule(model, graph, type(model).__name__)
         finally:
-            before.restore()
+            before.put_back()
         values = list(given.arguments.values())
         watch = _Watch()
         interpreter = _Forms(module, watch)
@@ -281,13 +281,13 @@ class _Watch(TorchDispatchMode):
         return 0
 
 
-def written(model: nn.Module, run: Callable[[], object], before: Snapshot) -> set[int]:
+def written(model: nn.Module, run: Callable[[], object], before: State) -> set[int]:
     """The ids of a model's parameters and buffers that it writes to, or has others for.
 
     ``run`` calls it; what comes of that is not to be compared with anything, for some of PyTorch's
     functions take other ways while somebody watches.
     """
-    before.restore()
+    before.put_back()
     tensors = [*model.parameters(), *model.buffers()]
     watch = _Watch(keep=False)
     with watch:
@@ -297,7 +297,7 @@ def written(model: nn.Module, run: Callable[[], object], before: Snapshot) -> se
     before_run = {id(tensor) for tensor in tensors}
     there = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_schema = {id(one) for one in tensors if watch._storage(one) in watch.written - {0}}
-    before.restore()  # the model has those again that are told of
+    before.put_back()  # the model has those again that are told of
     return by_value | by_schema | (before_run - there)
 
 

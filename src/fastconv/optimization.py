@@ -18,13 +18,14 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from fastconv import _state, agreement, calls, fusion, native, preparation, tables, timing
+from fastconv import agreement, calls, fusion, native, preparation, tables, timing
 from fastconv.backends import cuda
 from fastconv.calls import Call, Times, Trial
 from fastconv.kernels.family import Plan
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.preparation import is_gpu, tensors_of
 from fastconv.problem import is_channels_last
+from fastconv.state import State, same_random_numbers
 
 _REPORT = "fastconv_optimization"
 _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
@@ -327,10 +328,6 @@ def _cloned(values: Any) -> Any:
     )
 
 
-def _gpus(values: Iterable[Tensor]) -> set[int]:
-    return {tensor.device.index for tensor in values if tensor.device.type == "cuda"}
-
-
 # --- The work -------------------------------------------------------------------------------------
 
 
@@ -383,14 +380,13 @@ class _Work:
 
     def proposed(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
         """What the model should be, and the report's fields; the model is as it was."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        gpus = _gpus([*tensors, *tensors_of((self.example, self.named))])
-        self._state, self._gpus = _state.Snapshot([self.model]), gpus
+        self._state = State(values=True)
+        self._state.take({"model": self.model})
         try:
-            with _state.same_random_numbers(gpus):
+            with same_random_numbers():
                 return self._decided(fuse)
         finally:
-            self._state.restore()
+            self._state.put_back()
 
     def _decided(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
         layers = self._layers()
@@ -421,7 +417,7 @@ class _Work:
                     trouble = "the model as a whole is not faster so"
             if trouble is not None:
                 self.notes.append(f"not fused: {trouble}")
-                self._state.restore()
+                self._state.put_back()
                 return self._decided(fuse=False)
             if whole is not None and not whole.gains:
                 self.notes.append("the model as a whole is not faster: it was left as it was")
@@ -498,7 +494,7 @@ class _Work:
                 self.notes.append(f"not fused: {error}")
                 return found
             finally:
-                self._state.restore()
+                self._state.put_back()
 
     def _seen(self, layers: Mapping[str, nn.Module]) -> _Looked:
         """How each layer is called, and what else the model does."""
@@ -514,15 +510,13 @@ class _Work:
 
         try:
             preparation.call_without_data(self.model, self.example, self.named, watch=watch())
-        except Exception as error:  # if the model fails with data as well, that is raised
-            known = isinstance(error, preparation.NeedsData)
-            why = error if known else f"cannot be called without data: {tables.error_line(error)}"
-            self.notes.append(f"the model was called to see its layers, as it {why}")
+        except preparation.NeedsData as error:
+            self.notes.append(f"the model was called to see its layers, as it {error}")
             seen.clear()
             operators = calls.Operators()
             with watch():
                 self.model(*_cloned(self.example), **_cloned(self.named))
-            self._state.restore()
+            self._state.put_back()
         self.left |= {name: "not called with this example" for name in layers if name not in seen}
         return _Looked(seen, operators.digest())
 
@@ -574,10 +568,10 @@ class _Work:
         ``anew``: of a model that is as it was. Random numbers are always the same.
         """
         if anew:
-            self._state.restore()
+            self._state.put_back()
         example, named = _cloned(self.example), _cloned(self.named)
         torch.clear_autocast_cache()
-        with _state.same_random_numbers(self._gpus, _SEED):
+        with same_random_numbers(_SEED):
             result = model(*example, **named)
         changed = self._state.changed()
         left = {
@@ -694,7 +688,7 @@ class _Work:
             return None
         with self._phase("comparing"):
             result, trouble = proposal.fused.disagreement(self._result)
-            self._state.restore()
+            self._state.put_back()
             return _disagreement(looked.expected, result, looked.unsteady) or trouble
 
     def _step(self, model: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import random
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv import tables
@@ -33,7 +32,14 @@ from fastconv.kernels.family import Kernel, Plan
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
 from fastconv.problem import Epilogue, Problem
-from fastconv.state import State, clear_caches, holders, named_variables, take_out
+from fastconv.state import (
+    State,
+    clear_caches,
+    holders,
+    named_variables,
+    same_random_numbers,
+    take_out,
+)
 
 _GPU = "cuda"
 
@@ -269,8 +275,8 @@ def _call(
     fake: FakeTensorMode, model: Callable[..., Any], example: Any, named: Any, backward: bool
 ) -> None:
     """Calls it; when this returns, what it has made is gone."""
-    example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
     try:
+        example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
         outputs = [one for one in tensors_of(model(*example, **named)) if one.requires_grad]
         if backward and outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -330,7 +336,7 @@ class _DryRun:
         # Before what watches is entered, which may have hooks of its own.
         modules = self._state.take({**roots, **_OF_PYTORCH})
         try:
-            with _random_numbers(), self:
+            with same_random_numbers(), self:
                 self._exchange(modules)
                 handle = _hooks.register_module_forward_pre_hook(self._meet)
                 try:
@@ -433,25 +439,6 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-@contextmanager
-def _random_numbers() -> Iterator[None]:
-    """Puts back the state of random numbers: Python's, NumPy's and PyTorch's."""
-    numpy = sys.modules.get("numpy")
-    with _disable_current_modes():
-        state = random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state()
-        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    try:
-        yield
-    finally:
-        with _disable_current_modes():
-            random.setstate(state[0])
-            if numpy is not None:
-                numpy.random.set_state(state[1])
-            torch.set_rng_state(state[2])
-            if gpus:
-                torch.cuda.set_rng_state_all(gpus)
-
-
 class _StandIns(TorchDispatchMode):
     """Has fake tensors instead of those with data: one for each, which is changed in its place."""
 
@@ -476,17 +463,6 @@ class _StandIns(TorchDispatchMode):
 
 # What torch.tensor(2.0) ends with: the fake tensor knows its value, which models may look at.
 _OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-@contextmanager
-def unchanged_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Undoes what the model does to its Python state meanwhile, in whatever it can reach."""
-    state = State()
-    state.take({"model": model})
-    try:
-        yield
-    finally:
-        state.put_back()
 
 
 def tensors_of(values: Any) -> list[Tensor]:
