@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
 from torch.nn import Parameter, functional
@@ -68,7 +69,8 @@ class Site:
 def has_hooks(module: nn.Module) -> bool:
     """Whether something of the user's runs when the module is called."""
     return bool(
-        module._forward_hooks
+        "forward" in vars(module)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -173,7 +175,9 @@ def traced(model: nn.Module, example: Any, named: Any, before: State) -> Traced:
         Untraceable: there is none.
     """
     if has_hooks(model):
-        raise Untraceable("the model has hooks")
+        raise Untraceable("the model has hooks, or a forward of its own beside its class's")
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        raise Untraceable("there are hooks of all modules")
     try:
         given = inspect.signature(model.forward).bind(*example, **named)
         given.apply_defaults()

@@ -25,7 +25,7 @@ from fastconv.kernels.family import Plan
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.preparation import is_gpu, tensors_of
 from fastconv.problem import is_channels_last
-from fastconv.state import State, same_random_numbers
+from fastconv.state import State, is_same, same_random_numbers
 
 _REPORT = "fastconv_optimization"
 _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
@@ -538,7 +538,7 @@ class _Work:
         if not fusion.sites(graph, once):
             raise fusion.Untraceable("nothing follows a convolution that could be")
         expected = self._result(self.model)
-        again = self._result(self.model, anew=False)
+        other, again, counted = self._more_calls(self.model)
         words, unsteady = agreement.difference(expected["result"], again["result"])
         if words is not None or unsteady > _UNSTEADY:
             raise fusion.Untraceable(
@@ -548,6 +548,13 @@ class _Work:
         trouble = _disagreement(expected, self._result(graph.module), unsteady)
         if trouble is not None:
             raise fusion.Untraceable(trouble)
+        of_graph, _, counted_by_graph = self._more_calls(graph.module)
+        trouble = None if other is None else _disagreement(other, of_graph, unsteady)
+        if trouble is not None:
+            raise fusion.Untraceable(f"called once more, with other numbers, {trouble}")
+        if counted != counted_by_graph:
+            where = next(one for one, _ in counted.items() ^ counted_by_graph.items())
+            raise fusion.Untraceable(f"each call changes {where}, which its graph's do not")
         written = fusion.written(self.model, lambda: self._result(self.model), self._state)
         sites = fusion.sites(graph, once, written)
         if not sites:
@@ -562,14 +569,35 @@ class _Work:
             return "gradients are recorded; for inference, optimize within torch.no_grad()"
         return None
 
-    def _result(self, model: nn.Module, anew: bool = True) -> Any:
+    def _more_calls(self, model: nn.Module) -> tuple[Any, Any, dict[str, object]]:
+        """What two more calls give, which may depend on what earlier ones have left.
+
+        The first has other numbers than the example; None if the model does not take them.
+
+        Returns:
+            Both results, and which numbers of the model's the calls have changed.
+        """
+        kept = State()
+        kept.take({"model": self.model})
+        try:
+            other = self._result(model, anew=False, other=True)
+        except Exception:
+            other = None
+            self._result(model)
+        again = self._result(model, anew=False)
+        return other, again, kept.counts()
+
+    def _result(self, model: nn.Module, anew: bool = True, other: bool = False) -> Any:
         """What a call gives, and what it leaves in its arguments, parameters and buffers.
 
-        ``anew``: of a model that is as it was. Random numbers are always the same.
+        ``anew`` says that the model is as it was, and ``other``, that it is called with other
+        numbers than the example's. Random numbers are always the same.
         """
         if anew:
             self._state.put_back()
         example, named = _cloned(self.example), _cloned(self.named)
+        if other:
+            example, named = tree_map_only(Tensor, _with_other_numbers, (example, named))
         torch.clear_autocast_cache()
         with same_random_numbers(_SEED):
             result = model(*example, **named)
@@ -706,6 +734,20 @@ class _Work:
             results += torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
         for device in {one.device for one in results if one is not None}:
             timing.synchronize(device)
+
+
+def _with_other_numbers(tensor: Tensor) -> Tensor:
+    """Another example for a model: the same images in another order, if there are several.
+
+    Else the pixels are in another order; and of a constant, another one. Integers are indices or
+    labels and stay what they are.
+    """
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not (is_strided and tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())):
+        return tensor
+    orders = (tensor.detach().roll(1, dimension) for dimension in (0, -1))
+    found = next((one for one in orders if not is_same(one, tensor)), tensor.detach() * 0.5 + 0.25)
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _disagreement(expected: Any, found: Any, unsteady: float) -> str | None:

@@ -602,6 +602,22 @@ class State:
                 if any(isinstance(n, _Tensor) and n.has_other_values() for n in met.own or ())
             }
 
+    def counts(self) -> dict[str, object]:
+        """Numbers and texts that are not what they were, and sizes of containers, by place."""
+        found: dict[str, object] = {}
+        with _plainly():
+            for met in self._met.values():
+                for note in met.own or ():
+                    before, now = [*note.children()], [*note.now()]
+                    if len(before) != len(now):
+                        found[self.path(met.of) or ""] = len(now)
+                    for (how, one), other in zip(before, now, strict=False):
+                        if type(other) in (bool, int, float, str) and (
+                            type(one) is not type(other) or one != other
+                        ):
+                            found[written([(self.path(met.of) or "", None), how])] = other
+        return found
+
     def put_back(self, must_go: Callable[[Any], bool] = lambda _: False) -> None:
         """Undoes all changes; of what is shared, those by which something is held that must go.
 
