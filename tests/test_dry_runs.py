@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -40,9 +40,24 @@ def _prepare(model: Any, *example: Any) -> None:
             assert fastconv.prepare(model, *(example or (EXAMPLE,))).passes
 
 
-def _no_fakes() -> None:
+def _fakes() -> list[Any]:
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is FakeTensor]
+    return [one for one in gc.get_objects() if type(one) is FakeTensor]
+
+
+_of_others: list[Any] = []  # fake tensors that other tests have left, in compilers' caches
+
+
+@pytest.fixture(autouse=True)
+def _fakes_of_others() -> Iterator[None]:
+    _of_others[:] = _fakes()
+    yield
+    _of_others.clear()
+
+
+def _no_fakes() -> None:
+    known = set(map(id, _of_others))
+    assert not [one for one in _fakes() if id(one) not in known]
 
 
 def _entries(model: nn.Module) -> list[tuple[str, Any]]:

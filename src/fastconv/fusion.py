@@ -33,7 +33,7 @@ from fastconv.state import State
 
 _Value = TypeVar("_Value")
 
-FOLDED = "_fastconv_folded"  # on layers that are another's together with what followed it
+FOLDED = "_fastconv_folded"  # marks layers that compute what followed another layer as well
 
 
 class Untraceable(Exception):
@@ -87,7 +87,7 @@ class _Tracer(Tracer):
     graph is called. So settings that are not those around the model are noted.
     """
 
-    # Without arguments, too: graphs that are unpickled are traced by their tracer's class.
+    # Called without arguments, too: to unpickle a graph, its tracer's class is called so.
     def __init__(self, devices: Collection[str] = ()) -> None:
         super().__init__()
         self._devices = devices
@@ -187,7 +187,8 @@ def traced(model: nn.Module, example: Any, named: Any, before: State) -> Traced:
         try:
             graph = tracer.trace(model, fixed)
             _name_placeholders(graph, list(given.signature.parameters))
-            # Before constants of the graph, which the tracer makes attributes of the model, go.
+            # The tracer makes constants attributes of the model: the graph takes them from there
+            # before they are removed again.
             module = GraphModule(model, graph, type(model).__name__)
         finally:
             before.put_back()
@@ -258,7 +259,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = getattr(function, "_schema", None)
-        if schema is None:  # a function of functions
+        if schema is None:  # a higher-order operator, of which it is not known what it writes
             self.written.add(0)
             return function(*args, **kwargs)
         given = set(self._storages((args, kwargs)))
@@ -579,7 +580,7 @@ def _parts(site: Site) -> Graph:
 def _put_together(graph: Graph, site: Site) -> None:
     place, operands = site.addition or site.node, site.node.args
     if site.addition is not None:
-        # Not site.residual: what was fused meanwhile has another node.
+        # site.residual may be gone: what was fused since then has another node.
         own = site.norm or site.node
         operands += tuple(one for one in site.addition.args if one is not own)
     with graph.inserting_before(place):

@@ -33,7 +33,7 @@ _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
 # By how much a model's results may differ from call to call, as a share of their norm, for its
 # graph to be judged by them. Atomic additions make such differences.
 _UNSTEADY = 1e-4
-_SEED = 1729  # of comparisons: not that with which a model is traced
+_SEED = 1729  # of comparisons; models are traced with the random numbers that come then
 
 _Value = TypeVar("_Value")
 _Plans = dict[cuda.Need, Plan]
@@ -753,8 +753,8 @@ def _with_other_numbers(tensor: Tensor) -> Tensor:
 def _disagreement(expected: Any, found: Any, unsteady: float) -> str | None:
     """How a graph's results differ from the model's, if in more than one operation's rounding.
 
-    It computes the same in the same order. A model whose own results are ``unsteady`` may have one
-    whose results are.
+    A graph computes the same as its model, in the same order. Where the model's own results differ
+    from call to call, by the share ``unsteady``, those of its graph may do so, too.
     """
     words, share = agreement.difference(expected, found)
     if words is not None:

@@ -128,7 +128,7 @@ def prepare(
 
 
 class Preparing:
-    """Of a block that is prepared: what was done is there when it has ended."""
+    """What :func:`preparing` gives its block: the report is there when the block has ended."""
 
     report: Preparation | None = None
 
@@ -216,7 +216,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 Needs = Counter[cuda.Need]
-"""What passes are asked to do; how often."""
+"""What the passes of a network are asked to compute, and how often."""
 
 
 def needs_of(
@@ -274,7 +274,7 @@ def call_without_data(
 def _call(
     fake: FakeTensorMode, model: Callable[..., Any], example: Any, named: Any, backward: bool
 ) -> None:
-    """Calls it; when this returns, what it has made is gone."""
+    """Calls the model; what that has made is gone when this returns."""
     try:
         example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
         outputs = [one for one in tensors_of(model(*example, **named)) if one.requires_grad]
@@ -381,7 +381,8 @@ class _DryRun:
     def _check(self, named_only: bool, allowed: Any = None) -> None:
         """Raises if something still holds fake tensors that have been made meanwhile.
 
-        What has no name may be what a function's variable has. ``allowed`` may hold them as well.
+        With ``named_only``, what has no name of its own is let be: a function's variable may have
+        it. ``allowed`` is an object that may hold such tensors.
         """
         self._state.close()
         if not self._left():
@@ -402,7 +403,7 @@ class _DryRun:
             )
 
     def _left(self) -> list[Any]:
-        """All that there is of them."""
+        """All fake tensors that have been made meanwhile and still exist."""
         return [one for one in gc.get_objects() if type(one) is FakeTensor and self._is_new(one)]
 
 
@@ -426,7 +427,7 @@ def _variables(caller: FrameType) -> dict[str, Any]:
 
 
 def _calling() -> FrameType:
-    """Who has entered a context of ours."""
+    """The frame of the code whose ``with`` statement enters a context of ours."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
         frame = frame.f_back
@@ -434,13 +435,14 @@ def _calling() -> FrameType:
 
 
 def _clear_frames(error: BaseException | None) -> None:
+    """Empties the variables of functions that an error has ended."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class _StandIns(TorchDispatchMode):
-    """Has fake tensors instead of those with data: one for each, which is changed in its place."""
+    """Gives operators fake tensors instead of those with data, each of which has one fake."""
 
     def __init__(self, fake: FakeTensorMode, state: State) -> None:
         super().__init__()
@@ -461,7 +463,7 @@ class _StandIns(TorchDispatchMode):
         return self._fake.from_tensor(tensor)
 
 
-# What torch.tensor(2.0) ends with: the fake tensor knows its value, which models may look at.
+# torch.tensor(2.0) calls these last: its fake tensor knows the value, which models may look at.
 _OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 LIMIT = 100_000
 """How many objects are noted at most, a model's modules first, then what is nearest to them."""
 
-# How many objects are looked at for something that must not stay; in each of many caches.
+# How many objects are looked at for something that must not stay: in all, and in one cache.
 _REACH, _REACH_OF_CACHES = 20_000, 1000
 
 # Code and classes of these are no model's: what they keep for themselves is not looked at.
@@ -249,7 +249,8 @@ class _Tensor(_Note):
         return self._has_other_memory() or not self._has_its_numbers()
 
     def _has_other_node(self) -> bool:
-        # Of a view of what was written to, autograd makes a new one: no sign of a change of its.
+        # Autograd makes another node for a view of a tensor that was written to; in real calls,
+        # that is no change of the view's own.
         return (self._is_dry or self._is_leaf) and self._of.grad_fn is not self._node
 
     def _has_other_memory(self) -> bool:
@@ -520,8 +521,8 @@ class _Met:
     of: Any
     parent: int | None
     segment: Segment
-    own: list[_Note] | None = None  # what is put back in any case
-    shared: list[_Note] | None = None  # what is only where something must go
+    own: list[_Note] | None = None  # notes that are put back in any case
+    shared: list[_Note] | None = None  # notes that are put back where something must go
     late: bool = False  # it was met in the middle of things, and may have been made there
 
 
@@ -619,7 +620,7 @@ class State:
         return found
 
     def put_back(self, must_go: Callable[[Any], bool] = lambda _: False) -> None:
-        """Undoes all changes; of what is shared, those by which something is held that must go.
+        """Undoes all changes; of what is shared, only those that hold something that must go.
 
         If it is interrupted by the user it begins again, and is interrupted when all is done.
         """
@@ -656,7 +657,7 @@ class State:
             met.own, met.shared = None, None
 
     def forget(self) -> None:
-        """All of it."""
+        """Forgets also where things were."""
         self._met.clear()
 
     def path(self, of: Any) -> str | None:
