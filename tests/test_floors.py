@@ -25,7 +25,6 @@ FLOORS = (
         "fusion",
         "optimization",
         "_frozen",
-        "_state",
         "__init__",
     },
     {"workloads"},

@@ -6,7 +6,8 @@ import copy
 import os
 import pickle
 import random
-from collections import OrderedDict
+import re
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -544,6 +545,30 @@ def test_a_second_time_changes_nothing(model: ResNet, clock: Clock) -> None:
     # Nor as a part of something else.
     whole = fastconv.optimize(nn.Sequential(first, nn.ReLU()), EXAMPLE)
     assert ours(whole) == [f"0.{name}" for name in ours(first)]
+
+
+def test_a_model_that_keeps_tensors_without_data_is_an_error() -> None:
+    """It has to be told: whatever came of such tensors would have no data, either."""
+
+    class Hides(Followed):
+        def __init__(self) -> None:
+            super().__init__(torch.relu)
+            self.memory = self._remember()
+            next(self.memory)
+
+        def _remember(self) -> Any:
+            kept = []
+            while True:
+                kept.append((yield))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.memory.send(x)
+            return super().forward(x)
+
+    model = Hides()
+    with pytest.raises(RuntimeError, match=r"have no data, and keeps such in model\.memory"):
+        fastconv.optimize(model, EXAMPLE, inplace=True)
+    assert ours(model) == []
 
 
 def test_layers_that_are_left(clock: Clock) -> None:
@@ -1274,6 +1299,94 @@ def test_what_a_model_keeps_is_neither_fake_nor_traced() -> None:
     with torch.no_grad():
         again = fastconv.optimize(model, EXAMPLE, fuse=False)
     assert type(again.grid) is type(again.seen) is Tensor
+
+
+class _First(Followed):
+    """Compares with what its first call was given."""
+
+    first: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = x.clone()
+        return super().forward(x - self.first)
+
+
+class _Average(Followed):
+    """Of all that it was given: of one example that comes again and again, it is that one."""
+
+    def __init__(self, follower: Callable[..., Tensor]) -> None:
+        super().__init__(follower)
+        self.given: deque[Tensor] = deque(maxlen=1)
+        self.given.append(EXAMPLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = (self.given[0] + x) / 2
+        self.given.append(x.clone())
+        return super().forward(mean)
+
+
+class _Counts(Followed):
+    """Gives something else from its hundredth call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 if self.calls < 100 else 2.0)
+
+
+class _Grows(Followed):
+    def __init__(self, follower: Callable[..., Tensor]) -> None:
+        super().__init__(follower)
+        self.sizes: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(x.shape)
+        return super().forward(x) * (1.0 if len(self.sizes) < 100 else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (_First, "called once more, with other numbers, its graph's results are"),
+        (_Average, "the model's results differ from call to call"),
+        (_Counts, r"each call changes model\.calls"),
+        (_Grows, r"each call changes model\.sizes"),
+    ],
+)
+@pytest.mark.parametrize("images", [EXAMPLE, EXAMPLE[:1], torch.zeros_like(EXAMPLE)])
+def test_what_depends_on_calls_before_is_not_fused(
+    kind: type[Followed], why: str, images: Tensor
+) -> None:
+    model = kind(torch.relu).eval()
+    if isinstance(model, _Average):
+        model.given.append(images)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        optimized = fastconv.optimize(model, images)
+        assert type(optimized) is kind
+        assert re.search(why, str(report(optimized)))
+        for one in (images, images * 2 + 1):
+            torch.testing.assert_close(optimized(one), twin(one), rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_of_all_modules_and_forwards_of_one_s_own() -> None:
+    """They run for each module, so none may become part of another."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(type(module).__name__)
+    )
+    try:
+        assert "hooks of all modules" in not_fused(model, EXAMPLE)
+    finally:
+        handle.remove()
+    forward = model[2].forward
+    model[2].forward = lambda x: forward(x)  # type: ignore[method-assign]
+    optimized = fused(model, EXAMPLE)
+    assert report(optimized).folded == 1
+    assert not activations(optimized)
 
 
 def test_not_fused_where_gradients_are_recorded(model: ResNet) -> None:

@@ -12,14 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from fastconv import _state
-from fastconv._state import Snapshot
+from fastconv import state
+from fastconv.state import State
 
 
 class Holder(nn.Module):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
+
+
+def _noted(model: nn.Module) -> State:
+    """The model's state, its tensors' values included."""
+    noted = State(values=True)
+    noted.take({"model": model})
+    return noted
 
 
 def _quantized() -> torch.Tensor:
@@ -59,16 +66,16 @@ def _in_inference_mode(tensor: torch.Tensor) -> None:
 def test_tensors(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
     model = Holder(make())
     expected = repr(make())
-    snapshot = Snapshot([model])
-    assert not snapshot.changed()
+    noted = _noted(model)
+    assert not noted.changed()
     with torch.no_grad():
         change(model.value)
-    assert snapshot.changed()
+    assert noted.changed()
     same = model.value
-    snapshot.restore()
+    noted.put_back()
     assert model.value is same
     assert repr(model.value) == expected
-    assert not snapshot.changed()
+    assert not noted.changed()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +93,10 @@ def test_tensors(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
 )
 def test_containers(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
     model = Holder(make())
-    snapshot, same = Snapshot([model]), model.value
+    noted, same = _noted(model), model.value
     change(model.value)
     assert model.value != make()
-    snapshot.restore()
+    noted.put_back()
     assert model.value is same
     assert model.value == make()
     assert list(model.value) == list(make())
@@ -101,7 +108,7 @@ def test_attributes_layers_and_objects() -> None:
             self.count, self.seen = 0, []
 
     model = nn.Sequential(Holder(Meter()), nn.BatchNorm2d(3))
-    snapshot = Snapshot([model])
+    noted = _noted(model)
     model[0].value.count += 1
     model[0].value.seen.append(3)
     model[0].other = 3
@@ -110,7 +117,7 @@ def test_attributes_layers_and_objects() -> None:
     model.eval()
     model[1].train()(torch.randn(2, 3, 4, 4))
     del model[1].affine
-    snapshot.restore()
+    noted.put_back()
     assert (model[0].value.count, model[0].value.seen) == (0, [])
     assert not hasattr(model[0], "other")
     assert [name for name, _ in model.named_children()] == ["0", "1"]
@@ -131,44 +138,84 @@ def test_what_objects_have_is_not_followed_for_ever() -> None:
             self.data = Data()
 
     model = Holder(Trainer())
-    assert Snapshot([model])._tensors == {}
+    noted = _noted(model)
+    model.value.data.images.add_(1)
+    assert not noted.changed()
+    noted.put_back()
+    assert model.value.data.images.equal(torch.ones(3))
 
 
 def test_what_did_not_change_is_not_written() -> None:
     """Who has saved a tensor for a backward pass would be told that it has changed."""
     model = nn.BatchNorm2d(3)
     versions = [one._version for one in (*model.parameters(), *model.buffers())]
-    snapshot = Snapshot([model])
-    snapshot.restore()
+    noted = _noted(model)
+    noted.put_back()
     assert [one._version for one in (*model.parameters(), *model.buffers())] == versions
     model.running_mean.data.add_(1)
-    snapshot.restore()
+    noted.put_back()
     assert model.running_mean._version > versions[2]  # and what did is told
 
 
-def test_what_cannot_be_put_back_does_not_keep_the_rest_from_it() -> None:
+def test_methods_of_a_container_s_class_are_not_called() -> None:
     class Stubborn(dict[str, int]):
         def clear(self) -> None:
             raise ValueError("not this one")
 
-    model = nn.Sequential(Holder(Stubborn(a=1)), Holder([1]))
-    snapshot = Snapshot([model])
-    model[0].value["b"] = 2
+    model = Holder(Stubborn(a=1))
+    noted = _noted(model)
+    model.value["b"] = 2
+    noted.put_back()
+    assert model.value == {"a": 1}
+
+
+def test_what_cannot_be_put_back_does_not_keep_the_rest_from_it() -> None:
+    class Slotted:
+        __slots__ = ("kept",)
+
+    model = nn.Sequential(Holder(Slotted()), Holder([1]))
+    noted = _noted(model)
+    # Descriptors of the class that it had do not take it.
+    model[0].value.__class__ = type("Other", (), {"__slots__": ("kept",)})
     model[1].value.append(2)
-    with pytest.raises(RuntimeError, match="could not be put back: not this one"):
-        snapshot.restore()
+    with pytest.raises(RuntimeError, match="the model is not as it was: "):
+        noted.put_back()
     assert model[1].value == [1]
+
+
+def test_what_autograd_knows_of_a_tensor() -> None:
+    """A leaf that was written to with gradients is one again, with its numbers."""
+    model, weight = Holder(torch.zeros(3)), torch.ones(3, requires_grad=True)
+    noted = _noted(model)
+    model.value.add_(weight)
+    assert model.value.requires_grad
+    noted.put_back()
+    assert not model.value.requires_grad
+    assert model.value.grad_fn is None
+    assert model.value.equal(torch.zeros(3))
+
+
+def test_a_view_of_what_was_written_to() -> None:
+    """Autograd gives it another node, which is no change of its own."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3, 2))
+    model.row = model.weight[0]
+    noted = _noted(model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    noted.put_back()
+    assert model.row.equal(torch.zeros(2))
 
 
 def test_random_numbers() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    with _state.same_random_numbers([]):
+    with state.same_random_numbers():
         first = draw()
     assert draw() == first
     seeded = []
     for _ in range(2):
-        with _state.same_random_numbers([], seed=3):
+        with state.same_random_numbers(seed=3):
             seeded.append(draw())
     assert seeded[0] == seeded[1] != first

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastconv import _precision, _state, calls
+from fastconv import _precision, calls
+from fastconv.state import is_same
 
 # Units of rounding (half the distance between numbers from 1 to 2), by what products are made of.
 _ROUNDING = {
@@ -28,7 +29,7 @@ _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32}
 _OF_NORM, _OF_ELEMENT = 4.0, 16.0
 # The largest slope of an activation, hardswish's, but for LeakyReLU's, which is the user's.
 _SLOPE = 1.5
-_AT_ONCE = 1 << 23  # elements that are compared
+_AT_ONCE = 1 << 23  # elements that are compared at a time
 
 
 # --- Results of models ----------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def _of_tensors(expected: Tensor, found: Any) -> tuple[str | None, float]:
         return None, 0.0
     if expected.layout is not torch.strided:
         expected, found = expected.to_dense(), found.to_dense()
-    if _state.is_same(expected, found):
+    if is_same(expected, found):
         return None, 0.0
     if not (expected.is_floating_point() or expected.is_complex()) or expected.is_quantized:
         return f"other numbers of {expected.dtype}", 0.0
@@ -105,13 +106,13 @@ def _unlike_in_kind(expected: Tensor, found: Tensor) -> str | None:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """In double precision, with zeros for NaN and infinities."""
+    """The tensor in double precision, with zeros for NaN and infinities."""
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     return torch.where(wide.isfinite(), wide, 0)
 
 
 def rounding_of(values: Any) -> float:
-    """That of one operation, of the type with the fewest bits that there is among the values."""
+    """The rounding of one operation, of that type among the values that has the fewest bits."""
     types = [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     units = (_ROUNDING.get(_REAL.get(dtype, dtype), 0.0) for dtype in types)
     return 2 * max(units, default=0.0)
@@ -138,13 +139,13 @@ class Rounding:
     def disagreement(
         self, expected: Tensor, found: Tensor, input: Tensor, residual: Tensor | None
     ) -> str | None:
-        """Says how the results differ, if by more than that."""
+        """Says how the results differ, if they do by more than rounding explains."""
         if _form(expected) != _form(found):
             return f"{_form(found)} instead of {_form(expected)}"
         if not expected.numel():
             return None
         tensors = expected, found, input, residual
-        if input.dim() == 4:  # a few images at a time, for their memory
+        if input.dim() == 4:  # few images at a time, as double precision takes memory
             images = max(1, _AT_ONCE * len(expected) // expected.numel())
             parts = [(None,) * len(expected) if one is None else one.split(images)
                      for one in tensors]  # fmt: skip
@@ -177,7 +178,7 @@ class Rounding:
         return f"{max(excess, share):.2g} times what rounding can do, {how}"
 
     def _unit(self, device: torch.device) -> float:
-        """The rounding of products, and of sums of so many."""
+        """The rounding of an element: of its products, and of the sum of them all."""
         terms = math.prod(self.layer.weight.shape[1:])
         dtype = _REAL.get(self.dtype, self.dtype)
         of_sums = _ROUNDING[torch.promote_types(dtype, torch.float32)]
@@ -191,7 +192,7 @@ class Rounding:
         wide = torch.promote_types(input.dtype, torch.float32)
         input = torch.where(input.isfinite(), input, 0).to(wide)
         weight = self.layer.weight.detach().to(wide)
-        # Squares of numbers between -1 and 1: others may be too large for the type.
+        # Numbers are scaled to lie between -1 and 1: squares of others may be too large.
         largest = [one.abs().max().clamp(min=1e-30) for one in (input, weight)]
         units = [one / most for one, most in zip((input, weight), largest, strict=True)]
         squares = calls.sums(self.layer, *(one.abs().square() for one in units))

@@ -36,10 +36,10 @@ from fastconv.problem import Epilogue
 from fastconv.timing import Effort, Run
 
 LEAST_GAIN = 0.01
-"""Of PyTorch's time: what gains less is not exchanged."""
+"""The share of PyTorch's time that a layer has to gain for it to be exchanged."""
 
 CLEAR_GAIN = 1.1
-"""No more samples are taken where all of one are this many times as long as all of the other."""
+"""Where all samples of one run are this many times as long as all of the other, these suffice."""
 
 CALL_EFFORT = Effort(repeats=7, seconds=2.0)
 MODEL_EFFORT = Effort(repeats=7, seconds=10.0)
@@ -59,7 +59,7 @@ class Form(NamedTuple):
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     def random(self, device: torch.device) -> Tensor:
-        """Such a tensor, of normal numbers; dense where this one's elements overlap."""
+        """A tensor of this form with normal numbers; a dense one if elements would overlap."""
         reached = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         made: Tensor
         if reached + 1 >= math.prod(self.shape):
@@ -84,13 +84,13 @@ class Call:
     gradients: tuple[str, ...]  # that autograd would ask for: of "input", "weight" and "bias"
     autocast: torch.dtype | None
     precision: Precision | None  # what `with fastconv.precision(...)` asks for
-    # What is computed in the same kernel, if ours computes it.
+    # Our kernel computes these with the convolution; with PyTorch's layer they follow it.
     activation: Activation | None = None
     residual: Form | None = None
 
     @classmethod
     def of(cls, module: Any, input: Tensor) -> Call:
-        """What this layer is asked for, here and now."""
+        """The call of a layer with this input, under the settings that hold here."""
         device, bias = input.device.type, module.bias
         tensors = {"input": input, "weight": module.weight, "bias": bias}
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -114,13 +114,13 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The type in which the call is computed."""
         double = self.input.dtype == torch.float64
         return self.input.dtype if self.autocast is None or double else self.autocast
 
     @property
     def geometry(self) -> str:
-        """What is not the default, in words."""
+        """Those options of the layer that are not the default, in words."""
         said = {
             "stride": (self.stride, (1, 1)),
             "padding": (self.padding, (0, 0)),
@@ -134,7 +134,7 @@ class Call:
 
 
 def _short(value: object) -> str:
-    """A number for a pair of equal ones."""
+    """An option as text: of a pair of equal numbers, one of them."""
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(map(str, dict.fromkeys(value) if len(set(value)) == 1 else value))
@@ -142,7 +142,7 @@ def _short(value: object) -> str:
 
 @contextmanager
 def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Iterator[None]:
-    """Notes how layers are called, by their names, what their own hooks do included."""
+    """Notes how layers are called, by their names, after hooks of theirs have run."""
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
@@ -199,7 +199,7 @@ def code_of(model: nn.Module) -> str:
 
 
 def _instructions(code: CodeType) -> object:
-    """What a function does, whatever line of whatever file it stands in."""
+    """A function's instructions, without the file and the lines that it stands in."""
     constants = [
         _instructions(one) if isinstance(one, CodeType)
         else sorted(map(repr, one)) if isinstance(one, frozenset)
@@ -249,7 +249,7 @@ class Trial:
 
     def _passes(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> object:
         output = forward(self.input, self.residual)
-        torch.clear_autocast_cache()  # a step of a network casts each weight once
+        torch.clear_autocast_cache()  # each step of a network casts each weight once
         if not self._wanted:
             return output
         if self._grad_output is None:
@@ -278,7 +278,7 @@ def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
 def sums(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
     """What PyTorch's layer gives with these weights and no bias, in their type."""
     tries: bool = torch._C._get_cudnn_benchmark()
-    torch._C._set_cudnn_benchmark(False)  # to try algorithms out takes long
+    torch._C._set_cudnn_benchmark(False)  # it takes long to try algorithms out
     try:
         with torch.autocast(input.device.type, enabled=False):
             found: Tensor = _twin(layer, PYTORCHS, {"weight": weight, "bias": None}).forward(input)
@@ -288,7 +288,7 @@ def sums(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
 
 
 def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
-    """How our passes of a call would be computed; nothing is."""
+    """How our passes of a call would be computed: nothing is computed here."""
     with FakeTensorMode():
         trial = Trial(call, layer, device)
     needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
@@ -325,7 +325,8 @@ class Times(NamedTuple):
 
 def _error(samples: Sequence[float]) -> float:
     """Two standard errors of the median, of which one is 1.25 standard deviations / sqrt(n)."""
-    deviation = statistics.median(samples) * timing.spread(samples) / 0.674  # half the quartiles'
+    # The spread is half the distance of the quartiles.
+    deviation = statistics.median(samples) * timing.spread(samples) / 0.674
     return 2 * 1.25 * deviation / math.sqrt(len(samples))
 
 
@@ -336,10 +337,10 @@ def is_clear(samples: Sequence[Sequence[float]]) -> bool:
 
 
 class Clock:
-    """Measures. Tests, which have no GPU, replace :data:`clock`."""
+    """Measures calls and models. Tests, which have no GPU, replace :data:`clock`."""
 
     def first(self, trial: Trial) -> None:
-        """Has PyTorch find out how it computes a call, which takes long where it tries."""
+        """Has PyTorch choose its algorithm for a call, which takes long if it tries several."""
         trial.pytorchs()
         timing.synchronize(trial.input.device)
 
@@ -366,7 +367,7 @@ def kept(what: str, device: torch.device) -> Times | None:
         return None
     try:
         return Times(*map(float, json.loads(payload)))
-    except (ValueError, TypeError):  # by another version, or by hand
+    except (ValueError, TypeError):  # another version wrote it, or somebody by hand
         return None
 
 
@@ -385,7 +386,7 @@ def _key(what: str, device: torch.device) -> str:
 
 
 def _circumstances(device: torch.device) -> dict[str, object]:
-    """What else times depend on."""
+    """What times depend on beside the call: the machine, versions and settings."""
     cudnn = torch.backends.cudnn
     return {
         "gpu": gpu_name(device),
@@ -401,10 +402,10 @@ def _circumstances(device: torch.device) -> dict[str, object]:
 
 
 def _own_choices() -> dict[str, str]:
-    """Those of ``fastconv tune``."""
+    """The plans that ``fastconv tune`` has chosen on this machine."""
     try:
         return tuned.read(tuned.own())
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # there is no home folder to read them from
         return {}
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.modules.module as _hooks
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
 from torch.nn import Parameter, functional
@@ -23,16 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from fastconv import _frozen, _precision, preparation, tables
-from fastconv._state import Snapshot
 from fastconv.agreement import Rounding
 from fastconv.calls import Call, Form
 from fastconv.functional import Activation
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.preparation import tensors_of
+from fastconv.state import State
 
 _Value = TypeVar("_Value")
 
-FOLDED = "_fastconv_folded"  # on layers that are another's together with what followed it
+FOLDED = "_fastconv_folded"  # marks layers that compute what followed another layer as well
 
 
 class Untraceable(Exception):
@@ -68,7 +69,8 @@ class Site:
 def has_hooks(module: nn.Module) -> bool:
     """Whether something of the user's runs when the module is called."""
     return bool(
-        module._forward_hooks
+        "forward" in vars(module)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -85,7 +87,7 @@ class _Tracer(Tracer):
     graph is called. So settings that are not those around the model are noted.
     """
 
-    # Without arguments, too: graphs that are unpickled are traced by their tracer's class.
+    # Called without arguments, too: to unpickle a graph, its tracer's class is called so.
     def __init__(self, devices: Collection[str] = ()) -> None:
         super().__init__()
         self._devices = devices
@@ -164,7 +166,7 @@ class Traced:
     writers: Collection[Node]  # that change tensors which were there before
 
 
-def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Traced:
+def traced(model: nn.Module, example: Any, named: Any, before: State) -> Traced:
     """The model's graph for such arguments; the modules in it are the model's own.
 
     What tracing changes of the model, into which it puts what is no tensor, is put back.
@@ -173,7 +175,9 @@ def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Trac
         Untraceable: there is none.
     """
     if has_hooks(model):
-        raise Untraceable("the model has hooks")
+        raise Untraceable("the model has hooks, or a forward of its own beside its class's")
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        raise Untraceable("there are hooks of all modules")
     try:
         given = inspect.signature(model.forward).bind(*example, **named)
         given.apply_defaults()
@@ -183,10 +187,11 @@ def traced(model: nn.Module, example: Any, named: Any, before: Snapshot) -> Trac
         try:
             graph = tracer.trace(model, fixed)
             _name_placeholders(graph, list(given.signature.parameters))
-            # Before constants of the graph, which the tracer makes attributes of the model, go.
+            # The tracer makes constants attributes of the model: the graph takes them from there
+            # before they are removed again.
             module = GraphModule(model, graph, type(model).__name__)
         finally:
-            before.restore()
+            before.put_back()
         values = list(given.arguments.values())
         watch = _Watch()
         interpreter = _Forms(module, watch)
@@ -254,7 +259,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = getattr(function, "_schema", None)
-        if schema is None:  # a function of functions
+        if schema is None:  # a higher-order operator, of which it is not known what it writes
             self.written.add(0)
             return function(*args, **kwargs)
         given = set(self._storages((args, kwargs)))
@@ -281,13 +286,13 @@ class _Watch(TorchDispatchMode):
         return 0
 
 
-def written(model: nn.Module, run: Callable[[], object], before: Snapshot) -> set[int]:
+def written(model: nn.Module, run: Callable[[], object], before: State) -> set[int]:
     """The ids of a model's parameters and buffers that it writes to, or has others for.
 
     ``run`` calls it; what comes of that is not to be compared with anything, for some of PyTorch's
     functions take other ways while somebody watches.
     """
-    before.restore()
+    before.put_back()
     tensors = [*model.parameters(), *model.buffers()]
     watch = _Watch(keep=False)
     with watch:
@@ -297,7 +302,7 @@ def written(model: nn.Module, run: Callable[[], object], before: Snapshot) -> se
     before_run = {id(tensor) for tensor in tensors}
     there = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     by_schema = {id(one) for one in tensors if watch._storage(one) in watch.written - {0}}
-    before.restore()  # the model has those again that are told of
+    before.put_back()  # the model has those again that are told of
     return by_value | by_schema | (before_run - there)
 
 
@@ -575,7 +580,7 @@ def _parts(site: Site) -> Graph:
 def _put_together(graph: Graph, site: Site) -> None:
     place, operands = site.addition or site.node, site.node.args
     if site.addition is not None:
-        # Not site.residual: what was fused meanwhile has another node.
+        # site.residual may be gone: what was fused since then has another node.
         own = site.norm or site.node
         operands += tuple(one for one in site.addition.args if one is not own)
     with graph.inserting_before(place):

@@ -18,13 +18,14 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from fastconv import _state, agreement, calls, fusion, native, preparation, tables, timing
+from fastconv import agreement, calls, fusion, native, preparation, tables, timing
 from fastconv.backends import cuda
 from fastconv.calls import Call, Times, Trial
 from fastconv.kernels.family import Plan
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
 from fastconv.preparation import is_gpu, tensors_of
 from fastconv.problem import is_channels_last
+from fastconv.state import State, is_same, same_random_numbers
 
 _REPORT = "fastconv_optimization"
 _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
@@ -32,7 +33,7 @@ _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
 # By how much a model's results may differ from call to call, as a share of their norm, for its
 # graph to be judged by them. Atomic additions make such differences.
 _UNSTEADY = 1e-4
-_SEED = 1729  # of comparisons: not that with which a model is traced
+_SEED = 1729  # of comparisons; models are traced with the random numbers that come then
 
 _Value = TypeVar("_Value")
 _Plans = dict[cuda.Need, Plan]
@@ -327,10 +328,6 @@ def _cloned(values: Any) -> Any:
     )
 
 
-def _gpus(values: Iterable[Tensor]) -> set[int]:
-    return {tensor.device.index for tensor in values if tensor.device.type == "cuda"}
-
-
 # --- The work -------------------------------------------------------------------------------------
 
 
@@ -383,14 +380,13 @@ class _Work:
 
     def proposed(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
         """What the model should be, and the report's fields; the model is as it was."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        gpus = _gpus([*tensors, *tensors_of((self.example, self.named))])
-        self._state, self._gpus = _state.Snapshot([self.model]), gpus
+        self._state = State(values=True)
+        self._state.take({"model": self.model})
         try:
-            with _state.same_random_numbers(gpus):
+            with same_random_numbers():
                 return self._decided(fuse)
         finally:
-            self._state.restore()
+            self._state.put_back()
 
     def _decided(self, fuse: bool) -> tuple[_Proposal, dict[str, Any]]:
         layers = self._layers()
@@ -421,7 +417,7 @@ class _Work:
                     trouble = "the model as a whole is not faster so"
             if trouble is not None:
                 self.notes.append(f"not fused: {trouble}")
-                self._state.restore()
+                self._state.put_back()
                 return self._decided(fuse=False)
             if whole is not None and not whole.gains:
                 self.notes.append("the model as a whole is not faster: it was left as it was")
@@ -498,7 +494,7 @@ class _Work:
                 self.notes.append(f"not fused: {error}")
                 return found
             finally:
-                self._state.restore()
+                self._state.put_back()
 
     def _seen(self, layers: Mapping[str, nn.Module]) -> _Looked:
         """How each layer is called, and what else the model does."""
@@ -514,15 +510,13 @@ class _Work:
 
         try:
             preparation.call_without_data(self.model, self.example, self.named, watch=watch())
-        except Exception as error:  # if the model fails with data as well, that is raised
-            known = isinstance(error, preparation.NeedsData)
-            why = error if known else f"cannot be called without data: {tables.error_line(error)}"
-            self.notes.append(f"the model was called to see its layers, as it {why}")
+        except preparation.NeedsData as error:
+            self.notes.append(f"the model was called to see its layers, as it {error}")
             seen.clear()
             operators = calls.Operators()
             with watch():
                 self.model(*_cloned(self.example), **_cloned(self.named))
-            self._state.restore()
+            self._state.put_back()
         self.left |= {name: "not called with this example" for name in layers if name not in seen}
         return _Looked(seen, operators.digest())
 
@@ -544,7 +538,7 @@ class _Work:
         if not fusion.sites(graph, once):
             raise fusion.Untraceable("nothing follows a convolution that could be")
         expected = self._result(self.model)
-        again = self._result(self.model, anew=False)
+        other, again, counted = self._more_calls(self.model)
         words, unsteady = agreement.difference(expected["result"], again["result"])
         if words is not None or unsteady > _UNSTEADY:
             raise fusion.Untraceable(
@@ -554,6 +548,13 @@ class _Work:
         trouble = _disagreement(expected, self._result(graph.module), unsteady)
         if trouble is not None:
             raise fusion.Untraceable(trouble)
+        of_graph, _, counted_by_graph = self._more_calls(graph.module)
+        trouble = None if other is None else _disagreement(other, of_graph, unsteady)
+        if trouble is not None:
+            raise fusion.Untraceable(f"called once more, with other numbers, {trouble}")
+        if counted != counted_by_graph:
+            where = next(one for one, _ in counted.items() ^ counted_by_graph.items())
+            raise fusion.Untraceable(f"each call changes {where}, which its graph's do not")
         written = fusion.written(self.model, lambda: self._result(self.model), self._state)
         sites = fusion.sites(graph, once, written)
         if not sites:
@@ -568,16 +569,37 @@ class _Work:
             return "gradients are recorded; for inference, optimize within torch.no_grad()"
         return None
 
-    def _result(self, model: nn.Module, anew: bool = True) -> Any:
+    def _more_calls(self, model: nn.Module) -> tuple[Any, Any, dict[str, object]]:
+        """What two more calls give, which may depend on what earlier ones have left.
+
+        The first has other numbers than the example; None if the model does not take them.
+
+        Returns:
+            Both results, and which numbers of the model's the calls have changed.
+        """
+        kept = State()
+        kept.take({"model": self.model})
+        try:
+            other = self._result(model, anew=False, other=True)
+        except Exception:
+            other = None
+            self._result(model)
+        again = self._result(model, anew=False)
+        return other, again, kept.counts()
+
+    def _result(self, model: nn.Module, anew: bool = True, other: bool = False) -> Any:
         """What a call gives, and what it leaves in its arguments, parameters and buffers.
 
-        ``anew``: of a model that is as it was. Random numbers are always the same.
+        ``anew`` says that the model is as it was, and ``other``, that it is called with other
+        numbers than the example's. Random numbers are always the same.
         """
         if anew:
-            self._state.restore()
+            self._state.put_back()
         example, named = _cloned(self.example), _cloned(self.named)
+        if other:
+            example, named = tree_map_only(Tensor, _with_other_numbers, (example, named))
         torch.clear_autocast_cache()
-        with _state.same_random_numbers(self._gpus, _SEED):
+        with same_random_numbers(_SEED):
             result = model(*example, **named)
         changed = self._state.changed()
         left = {
@@ -694,7 +716,7 @@ class _Work:
             return None
         with self._phase("comparing"):
             result, trouble = proposal.fused.disagreement(self._result)
-            self._state.restore()
+            self._state.put_back()
             return _disagreement(looked.expected, result, looked.unsteady) or trouble
 
     def _step(self, model: nn.Module) -> None:
@@ -714,11 +736,25 @@ class _Work:
             timing.synchronize(device)
 
 
+def _with_other_numbers(tensor: Tensor) -> Tensor:
+    """Another example for a model: the same images in another order, if there are several.
+
+    Else the pixels are in another order; and of a constant, another one. Integers are indices or
+    labels and stay what they are.
+    """
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not (is_strided and tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())):
+        return tensor
+    orders = (tensor.detach().roll(1, dimension) for dimension in (0, -1))
+    found = next((one for one in orders if not is_same(one, tensor)), tensor.detach() * 0.5 + 0.25)
+    return found.requires_grad_(tensor.requires_grad)
+
+
 def _disagreement(expected: Any, found: Any, unsteady: float) -> str | None:
     """How a graph's results differ from the model's, if in more than one operation's rounding.
 
-    It computes the same in the same order. A model whose own results are ``unsteady`` may have one
-    whose results are.
+    A graph computes the same as its model, in the same order. Where the model's own results differ
+    from call to call, by the share ``unsteady``, those of its graph may do so, too.
     """
     words, share = agreement.difference(expected, found)
     if words is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import random
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv import tables
@@ -33,7 +32,14 @@ from fastconv.kernels.family import Kernel, Plan
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
 from fastconv.problem import Epilogue, Problem
-from fastconv.state import State, clear_caches, holders, named_variables, take_out
+from fastconv.state import (
+    State,
+    clear_caches,
+    holders,
+    named_variables,
+    same_random_numbers,
+    take_out,
+)
 
 _GPU = "cuda"
 
@@ -122,7 +128,7 @@ def prepare(
 
 
 class Preparing:
-    """Of a block that is prepared: what was done is there when it has ended."""
+    """What :func:`preparing` gives its block: the report is there when the block has ended."""
 
     report: Preparation | None = None
 
@@ -210,7 +216,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 Needs = Counter[cuda.Need]
-"""What passes are asked to do; how often."""
+"""What the passes of a network are asked to compute, and how often."""
 
 
 def needs_of(
@@ -268,9 +274,9 @@ def call_without_data(
 def _call(
     fake: FakeTensorMode, model: Callable[..., Any], example: Any, named: Any, backward: bool
 ) -> None:
-    """Calls it; when this returns, what it has made is gone."""
-    example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
+    """Calls the model; what that has made is gone when this returns."""
     try:
+        example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
         outputs = [one for one in tensors_of(model(*example, **named)) if one.requires_grad]
         if backward and outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -330,7 +336,7 @@ class _DryRun:
         # Before what watches is entered, which may have hooks of its own.
         modules = self._state.take({**roots, **_OF_PYTORCH})
         try:
-            with _random_numbers(), self:
+            with same_random_numbers(), self:
                 self._exchange(modules)
                 handle = _hooks.register_module_forward_pre_hook(self._meet)
                 try:
@@ -375,7 +381,8 @@ class _DryRun:
     def _check(self, named_only: bool, allowed: Any = None) -> None:
         """Raises if something still holds fake tensors that have been made meanwhile.
 
-        What has no name may be what a function's variable has. ``allowed`` may hold them as well.
+        With ``named_only``, what has no name of its own is let be: a function's variable may have
+        it. ``allowed`` is an object that may hold such tensors.
         """
         self._state.close()
         if not self._left():
@@ -396,7 +403,7 @@ class _DryRun:
             )
 
     def _left(self) -> list[Any]:
-        """All that there is of them."""
+        """All fake tensors that have been made meanwhile and still exist."""
         return [one for one in gc.get_objects() if type(one) is FakeTensor and self._is_new(one)]
 
 
@@ -420,7 +427,7 @@ def _variables(caller: FrameType) -> dict[str, Any]:
 
 
 def _calling() -> FrameType:
-    """Who has entered a context of ours."""
+    """The frame of the code whose ``with`` statement enters a context of ours."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
         frame = frame.f_back
@@ -428,32 +435,14 @@ def _calling() -> FrameType:
 
 
 def _clear_frames(error: BaseException | None) -> None:
+    """Empties the variables of functions that an error has ended."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-@contextmanager
-def _random_numbers() -> Iterator[None]:
-    """Puts back the state of random numbers: Python's, NumPy's and PyTorch's."""
-    numpy = sys.modules.get("numpy")
-    with _disable_current_modes():
-        state = random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state()
-        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    try:
-        yield
-    finally:
-        with _disable_current_modes():
-            random.setstate(state[0])
-            if numpy is not None:
-                numpy.random.set_state(state[1])
-            torch.set_rng_state(state[2])
-            if gpus:
-                torch.cuda.set_rng_state_all(gpus)
-
-
 class _StandIns(TorchDispatchMode):
-    """Has fake tensors instead of those with data: one for each, which is changed in its place."""
+    """Gives operators fake tensors instead of those with data, each of which has one fake."""
 
     def __init__(self, fake: FakeTensorMode, state: State) -> None:
         super().__init__()
@@ -474,19 +463,8 @@ class _StandIns(TorchDispatchMode):
         return self._fake.from_tensor(tensor)
 
 
-# What torch.tensor(2.0) ends with: the fake tensor knows its value, which models may look at.
+# torch.tensor(2.0) calls these last: its fake tensor knows the value, which models may look at.
 _OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-@contextmanager
-def unchanged_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Undoes what the model does to its Python state meanwhile, in whatever it can reach."""
-    state = State()
-    state.take({"model": model})
-    try:
-        yield
-    finally:
-        state.put_back()
 
 
 def tensors_of(values: Any) -> list[Tensor]:

@@ -1,10 +1,11 @@
-"""The Python state of a model: noted before a call that must leave no trace, and put back after it.
+"""A model's state: noted before a call that must leave no trace, and put back after it.
 
-A dry run (:mod:`fastconv.preparation`) calls the user's own code, which counts its calls, fills
-caches, makes layers on first use and has hooks. :class:`State` notes whatever that code can reach
-from the model: attributes, containers, variables that functions have from outside, attributes of
-classes, and what autograd knows of tensors. It notes references, no data: a container is noted as a
-copy of itself, a tensor as the tensor that it is.
+To call a model is to run the user's own code, which counts its calls, fills caches, makes layers on
+first use and has hooks. :class:`State` notes whatever that code can reach from the model:
+attributes, containers, variables that functions have from outside, attributes of classes, and what
+autograd knows of tensors. For a dry run (:mod:`fastconv.preparation`), which writes no numbers, it
+notes references alone: a container as a copy of itself, a tensor as the tensor that it is. For real
+calls (:mod:`fastconv.optimization`) it notes the values of the model's tensors as well.
 
 What belongs to other threads as well is noted, too, but put back only where it holds something that
 must not stay (:meth:`State.put_back`): to undo what another thread did meanwhile would be wrong.
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
+import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 LIMIT = 100_000
 """How many objects are noted at most, a model's modules first, then what is nearest to them."""
 
-# How many objects are looked at for something that must not stay; in each of many caches.
+# How many objects are looked at for something that must not stay: in all, and in one cache.
 _REACH, _REACH_OF_CACHES = 20_000, 1000
 
 # Code and classes of these are no model's: what they keep for themselves is not looked at.
@@ -40,14 +43,10 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fastconv", "numpy", 
 # Instances of these packages describe code, and are many.
 _OF_COMPILERS = ("torch.fx.", "torch._dynamo", "torch._inductor", "torch._subclasses", "torch._ops")
 
-_NOTHING = object()  # stands for what is not there
-_LRU_CACHE = functools._lru_cache_wrapper
-_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-
 Segment = tuple[str, Any]
 """A step of a path: how it is written, and by which name, key or index."""
 
-_ATTRIBUTE, _ITEM, _VARIABLE, _TYPE = ".{}", "[{!r}]", "'s variable {}", "'s class {}"
+_ATTRIBUTE, _ITEM, _VARIABLE = ".{}", "[{!r}]", "'s variable {}"
 _Child = tuple[Segment, Any]
 
 
@@ -61,6 +60,10 @@ class _Note:
         """What was there."""
         return ()
 
+    def now(self) -> Iterable[Any]:
+        """What is there."""
+        return ()
+
     def changed(self) -> bool:
         raise NotImplementedError
 
@@ -68,59 +71,47 @@ class _Note:
         """May be called again if it was interrupted."""
         raise NotImplementedError
 
-    def now(self) -> Iterable[Any]:
-        """What is there."""
-        return ()
 
+class _Contents(_Note):
+    """What is in a dictionary (which may be an object's attributes), a list, a deque or a set."""
 
-class _Items(_Note):
-    """The contents of a dictionary, which may be an object's attributes."""
+    def __init__(self, of: Any, base: Any, style: str = _ITEM) -> None:
+        # The methods are the base's: those of a class of somebody's may do more.
+        self._of, self._base, self._style = of, base, style
+        self._saved = self._read()
 
-    def __init__(self, of: dict[Any, Any], style: str = _ITEM) -> None:
-        self._of, self._style = of, style
-        # Not by methods of a class of somebody's, which may do more.
-        self._base: Any = OrderedDict if isinstance(of, OrderedDict) else dict
-        self._keys, self._values = [*self._base.keys(of)], [*self._base.values(of)]
+    def _read(self) -> list[tuple[Any, Any]]:
+        if issubclass(self._base, dict):
+            return [*self._base.items(self._of)]
+        return [*enumerate(self._base.__iter__(self._of))]
 
     def children(self) -> Iterable[_Child]:
-        return (((self._style, k), v) for k, v in zip(self._keys, self._values, strict=True))
+        return (((self._style, key), value) for key, value in self._saved)
+
+    def now(self) -> Iterable[Any]:
+        return [value for _, value in self._read()]
 
     def changed(self) -> bool:
-        return not (
-            _same(self._keys, self._base.keys(self._of))
-            and _same(self._values, self._base.values(self._of))
+        now = self._read()
+        return _keys(now) != _keys(self._saved) or any(
+            one is not other for (_, one), (_, other) in zip(now, self._saved, strict=True)
         )
 
     def put_back(self) -> None:
-        if not _same(self._keys, self._base.keys(self._of)):
+        if issubclass(self._base, dict):
+            if _keys(self._read()) != _keys(self._saved):
+                self._base.clear(self._of)
+            for key, value in self._saved:
+                self._base.__setitem__(self._of, key, value)
+        else:
             self._base.clear(self._of)
-        for key, value in zip(self._keys, self._values, strict=True):
-            self._base.__setitem__(self._of, key, value)
-
-    def now(self) -> Iterable[Any]:
-        return self._base.values(self._of)
+            add = self._base.update if self._base is set else self._base.extend
+            add(self._of, [value for _, value in self._saved])
 
 
-class _Elements(_Note):
-    """The contents of a list, a deque or a set."""
-
-    def __init__(self, of: Any, base: Any) -> None:
-        self._of, self._base = of, base
-        self._saved = [*base.__iter__(of)]
-
-    def children(self) -> Iterable[_Child]:
-        return (((_ITEM, index), value) for index, value in enumerate(self._saved))
-
-    def changed(self) -> bool:
-        return not _same(self._saved, self._base.__iter__(self._of))
-
-    def put_back(self) -> None:
-        self._base.clear(self._of)
-        add = self._base.update if self._base is set else self._base.extend
-        add(self._of, self._saved)
-
-    def now(self) -> Iterable[Any]:
-        return self._base.__iter__(self._of)
+def _keys(of: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Keys in a form in which to compare them calls no code of somebody's."""
+    return [key if type(key) in (str, int) else (id(key),) for key, _ in of]
 
 
 class _Names(_Note):
@@ -128,122 +119,162 @@ class _Names(_Note):
 
     def __init__(
         self,
-        names: Iterable[str],
-        get: Callable[[str], Any],  # gives _NOTHING where there is nothing
+        read: Callable[[], dict[str, Any]],
         put: Callable[[str, Any], None],
         delete: Callable[[str], None],
         style: str = _ATTRIBUTE,
+        same: Callable[[Any, Any], bool] = operator.is_,
     ) -> None:
-        self._get, self._put, self._delete, self._style = get, put, delete, style
-        self._saved = {name: get(name) for name in names}
+        self._read, self._put, self._delete, self._same = read, put, delete, same
+        self._saved, self._style = read(), style
 
     def children(self) -> Iterable[_Child]:
-        return (((self._style, k), v) for k, v in self._saved.items() if v is not _NOTHING)
-
-    def changed(self) -> bool:
-        return any(self._get(name) is not value for name, value in self._saved.items())
-
-    def put_back(self) -> None:
-        for name, value in self._saved.items():
-            current = self._get(name)
-            if current is value:
-                continue
-            if value is _NOTHING:
-                self._delete(name)
-            else:
-                self._put(name, value)
+        return (((self._style, name), value) for name, value in self._saved.items())
 
     def now(self) -> Iterable[Any]:
-        return (self._get(name) for name in self._saved)
+        return self._read().values()
 
-
-class _Class(_Names):
-    """What a class has, and what it gets meanwhile."""
-
-    def __init__(self, of: type) -> None:
-        self._of = of
-        super().__init__(
-            self._current(),
-            lambda name: vars(of).get(name, _NOTHING),
-            lambda name, value: type.__setattr__(of, name, value),
-            lambda name: type.__delattr__(of, name),
+    def changed(self) -> bool:
+        now = self._read()
+        return now.keys() != self._saved.keys() or not all(
+            self._same(now[name], value) for name, value in self._saved.items()
         )
 
-    def _current(self) -> list[str]:
-        return [name for name in vars(self._of) if not name.startswith("__")]
-
-    def changed(self) -> bool:
-        return len(self._current()) != len(self._saved) or super().changed()
-
     def put_back(self) -> None:
-        for name in self._current():
-            self._saved.setdefault(name, _NOTHING)
-        super().put_back()
-
-    def now(self) -> Iterable[Any]:
-        return (vars(self._of)[name] for name in self._current())
-
-
-class _Script(_Names):
-    """Attributes of a ``ScriptModule``, which are C++'s."""
-
-    def __init__(self, of: Any) -> None:
-        kind: Any = torch._C.ConcreteModuleType.from_jit_type(of._type())
-        names = [name for name in kind.get_attributes() if of.hasattr(name)]
-        super().__init__(names, of.getattr, of.setattr, lambda name: None)
-
-    def changed(self) -> bool:
-        return any(not _equal(self._get(name), value) for name, value in self._saved.items())
-
-    def put_back(self) -> None:
+        now = self._read()
+        for name in now.keys() - self._saved.keys():
+            self._delete(name)
         for name, value in self._saved.items():
-            if not _equal(self._get(name), value):
+            if name not in now or not self._same(now[name], value):
                 self._put(name, value)
 
 
-class _Autograd(_Note):
-    """Of a tensor with data: its memory, version and gradient, and whether it wants one."""
+def _of_class(of: type) -> _Note:
+    return _Names(
+        lambda: {name: value for name, value in vars(of).items() if not name.startswith("__")},
+        functools.partial(type.__setattr__, of),
+        functools.partial(type.__delattr__, of),
+    )
 
-    def __init__(self, of: Tensor) -> None:
-        self._of = of
-        self._is_leaf, self._wants = of.is_leaf, of.requires_grad
-        self._node = of.grad_fn
+
+def _described(of: Any, by: Mapping[str, Any], style: str = _ATTRIBUTE) -> _Note:
+    """What descriptors tell of an object: its slots, its class, the contents of a cell."""
+
+    def read() -> dict[str, Any]:
+        found = {}
+        for name, one in by.items():
+            with suppress(AttributeError, ValueError):  # there is nothing
+                found[name] = one.__get__(of)
+        return found
+
+    return _Names(
+        read,
+        lambda name, value: by[name].__set__(of, value),
+        lambda name: by[name].__delete__(of),
+        style,
+    )
+
+
+_CLASS = {"__class__": vars(object)["__class__"]}
+_CELL = {"cell_contents": vars(types.CellType)["cell_contents"]}
+
+
+def _global_variables(used: Collection[str], names: dict[str, Any]) -> _Note:
+    def delete(name: str) -> None:
+        if type(names[name]) is not types.ModuleType:  # what was imported meanwhile stays
+            del names[name]
+
+    return _Names(
+        lambda: {name: names[name] for name in used if name in names},
+        names.__setitem__,
+        delete,
+        _VARIABLE,
+    )
+
+
+def _of_script(of: Any) -> _Note:
+    """Attributes of a ``ScriptModule``, which are C++'s."""
+    kind: Any = torch._C.ConcreteModuleType.from_jit_type(of._type())
+    names = kind.get_attributes()
+
+    def equal(one: Any, other: Any) -> bool:
+        """C++ makes containers anew whenever they are read; tensors in them are the same."""
+        try:
+            return one is other or (not isinstance(one, Tensor) and bool(one == other))
+        except Exception:  # of tensors that are not the same
+            return False
+
+    return _Names(
+        lambda: {name: of.getattr(name) for name in names if of.hasattr(name)},
+        of.setattr,
+        lambda name: None,
+        same=equal,
+    )
+
+
+class _Tensor(_Note):
+    """Of a tensor with data: its memory, what autograd knows of it and, if asked for, its values.
+
+    If no tensor's values are noted, then none is written to, and versions are put back: to who has
+    saved a tensor for a backward pass it is as if nobody had written to it. Else values that differ
+    are written, which its version tells.
+    """
+
+    def __init__(self, of: Tensor, is_dry: bool, has_values: bool) -> None:
+        self._of, self._is_dry = of, is_dry
+        self._is_leaf, self._wants, self._node = of.is_leaf, of.requires_grad, of.grad_fn
         self._has_grad = self._is_leaf or of.retains_grad
         self._grad = of.grad if self._has_grad else None
-        # In a way that tells whether somebody has assigned to .data.
-        self._version = None if of.is_inference() else of._version
-        plain = type(of) in _TENSORS and of.layout == torch.strided and not of.is_nested
-        self._data = of.data if plain else None
+        self._version = of._version if is_dry and not of.is_inference() else None
+        is_plain = type(of).__torch_dispatch__ is Tensor.__torch_dispatch__
+        is_strided = of.layout == torch.strided and not of.is_nested
+        self._data = of.data if is_plain and is_strided else None
+        self._values: Tensor | None = None
+        if has_values and not of.is_meta and is_plain and (is_strided or of.layout in _SPARSE):
+            with torch.inference_mode(False), torch.no_grad():
+                self._values = of.detach().clone()
 
     def changed(self) -> bool:
         of = self._of
         return (
             of.requires_grad != self._wants
-            or of.grad_fn is not self._node
+            or self._has_other_node()
             or (self._has_grad and of.grad is not self._grad)
             or (self._version is not None and of._version != self._version)
-            or not self._has_its_memory()
+            or self.has_other_values()
         )
 
-    def _has_its_memory(self) -> bool:
+    def has_other_values(self) -> bool:
+        """Whether it has other memory, or other numbers in the memory that it had."""
+        return self._has_other_memory() or not self._has_its_numbers()
+
+    def _has_other_node(self) -> bool:
+        # Autograd makes another node for a view of a tensor that was written to; in real calls,
+        # that is no change of the view's own.
+        return (self._is_dry or self._is_leaf) and self._of.grad_fn is not self._node
+
+    def _has_other_memory(self) -> bool:
         of, data = self._of, self._data
-        if data is None:
-            return True
-        return (
-            of.device == data.device
-            and of.dtype == data.dtype
-            and of.shape == data.shape
-            and of.stride() == data.stride()
-            and of.storage_offset() == data.storage_offset()
-            and of.untyped_storage()._cdata == data.untyped_storage()._cdata
+        return data is not None and (
+            (of.device, of.dtype, of.shape, of.stride(), of.storage_offset())
+            != (data.device, data.dtype, data.shape, data.stride(), data.storage_offset())
+            or of.untyped_storage()._cdata != data.untyped_storage()._cdata
         )
+
+    def _has_its_numbers(self) -> bool:
+        if self._values is None:
+            return True
+        now = self._of.detach() if self._data is None else self._data
+        parts = zip(_parts(now), _parts(self._values), strict=True)
+        return now.shape == self._values.shape and all(is_same(*pair) for pair in parts)
 
     def put_back(self) -> None:
         of = self._of
-        if not self._has_its_memory():
+        has_other_values = self.has_other_values()
+        if self._has_other_memory():
             assert self._data is not None
             of.data = self._data
-        if of.grad_fn is not self._node:
+        if self._has_other_node():
             if not self._is_leaf:
                 raise RuntimeError(
                     f"a tensor of size {list(of.shape)} that belongs to a graph of autograd's was "
@@ -254,21 +285,55 @@ class _Autograd(_Note):
             of.requires_grad_(self._wants)
         if self._has_grad and of.grad is not self._grad:
             of.grad = self._grad
-        if self._version is not None:  # no number was written: who has saved it need not mind
+        if not self._has_its_numbers():
+            self._write()
+        if self._version is not None:
             torch._C._autograd._unsafe_set_version_counter((of,), (self._version,))
+        elif has_other_values and not of.is_inference():  # which has no version
+            torch.autograd.graph.increment_version(of)
+
+    def _write(self) -> None:
+        values, to = self._values, self._of if self._data is None else self._data
+        assert values is not None
+        with torch.inference_mode(self._of.is_inference()), torch.no_grad():
+            if self._data is not None:  # elements that have one address cannot be written at once
+                for dimension, step in enumerate(to.stride()):
+                    if step == 0 and to.shape[dimension]:
+                        to, values = (one.narrow(dimension, 0, 1) for one in (to, values))
+            to.copy_(values)
 
 
-class _Type(_Note):
-    """The class of a module: some change theirs when they are called."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
-    def __init__(self, of: nn.Module) -> None:
-        self._of, self._type = of, type(of)
 
-    def changed(self) -> bool:
-        return type(self._of) is not self._type
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
-    def put_back(self) -> None:
-        self._of.__class__ = self._type
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two strided tensors have the same bits, NaN and the sign of zero included."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().view(_INTEGERS[tensor.dtype.itemsize])
 
 
 @contextmanager
@@ -276,24 +341,6 @@ def _plainly() -> Iterator[None]:
     """Within, tensors are looked at as they are, whatever classes and modes would make of it."""
     with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
         yield
-
-
-def _same(saved: Iterable[Any], now: Iterable[Any]) -> bool:
-    """Whether two sequences consist of the same objects."""
-    return [*map(id, saved)] == [*map(id, now)]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Of what comes out of C++, where containers are made anew: the same tensors, equal others."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 # --- Which notes an object takes ------------------------------------------------------------------
@@ -306,58 +353,60 @@ _ATOMS: frozenset[type] = frozenset({
     types.MethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
 })  # fmt: skip
 
+_CONTAINERS = (OrderedDict, dict, list, deque, set, tuple, frozenset)
 
-def _notes(of: Any) -> tuple[list[_Note], list[_Child]]:
+# Attributes by which objects of Python's lead to others.
+_LEADS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+}
+
+
+def _notes(of: Any, is_dry: bool, has_values: bool) -> tuple[list[_Note], list[_Child]]:
     """What can change about an object, and what else it leads to."""
     kind = type(of)
-    if kind in (dict, OrderedDict):  # which most are
-        return [_Items(of)], []
+    if kind in _LEADS:
+        return [], [((_ATTRIBUTE, name), getattr(of, name)) for name in _LEADS[kind]]
     if issubclass(kind, type):
         if _is_library(of):
             return [], []
-        return [_Class(of)], [((_TYPE, base.__name__), base) for base in of.__bases__]
+        return [_of_class(of)], [((_ATTRIBUTE, "__base__"), base) for base in of.__bases__]
     if kind is types.FunctionType:
         return _of_function(of)
-    if kind is types.MethodType:
-        return [], [((_ATTRIBUTE, "__self__"), of.__self__), ((_VARIABLE, ""), of.__func__)]
-    if kind is functools.partial:
-        return [], [*((((_ATTRIBUTE, k), getattr(of, k))) for k in ("func", "args", "keywords"))]
-    if kind in (staticmethod, classmethod):
-        return [], [((_ATTRIBUTE, "__func__"), of.__func__)]
-    if kind is property:
-        return [], [((_ATTRIBUTE, k), getattr(of, k)) for k in ("fget", "fset") if getattr(of, k)]
     if kind is types.CellType:
-        return [_cell(of)], []
+        return [_described(of, _CELL, "")], []
     notes: list[_Note] = []
     leads: list[_Child] = []
-    if issubclass(kind, dict):
-        notes.append(_Items(of))
-    elif issubclass(kind, tuple | frozenset):
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+    if base in (tuple, frozenset):
         leads += (((_ITEM, index), value) for index, value in enumerate(of))
-    else:
-        notes += (_Elements(of, base) for base in (list, deque, set) if issubclass(kind, base))
-    if kind in _CONTAINERS:
+    elif base is not None:
+        notes.append(_Contents(of, base))
+    if kind is base:
         return notes, leads
     if issubclass(kind, Tensor):
         if _has_memory(of):
-            notes.append(_Autograd(of))
-    elif any(kind.__module__.startswith(name) for name in _OF_COMPILERS) and not issubclass(
-        kind, nn.Module
-    ):
-        return [], []
-    if issubclass(kind, nn.Module):
-        notes.append(_Type(of))
+            notes.append(_Tensor(of, is_dry, has_values))
+        if has_values and hasattr(of, "__tensor_flatten__"):  # it is made of others
+            inner, _ = of.__tensor_flatten__()
+            leads += (((_ATTRIBUTE, name), getattr(of, name)) for name in inner)
+    elif issubclass(kind, nn.Module):
+        notes.append(_described(of, _CLASS))  # some change theirs when they are called
         # Noted with the module, whatever the limit is: these are exchanged.
         exchanged = (vars(of).get("_parameters"), vars(of).get("_buffers"))
-        notes += (_Items(one) for one in exchanged if isinstance(one, dict))
-        leads += _of_script(of, notes)
+        notes += (_Contents(one, dict) for one in exchanged if isinstance(one, dict))
+        if isinstance(vars(of).get("_c"), torch._C.ScriptModule):
+            notes.append(_of_script(of._c))
+            leads += (((_ATTRIBUTE, name), child) for name, child in of.named_children())
+    elif kind.__module__.startswith(_OF_COMPILERS):
+        return [], []
     notes += _attributes(of, kind)
     if not _is_library(kind):
-        leads.append(((_TYPE, kind.__name__), kind))
+        leads.append(((_ATTRIBUTE, "__class__"), kind))
     return notes, leads
-
-
-_CONTAINERS = frozenset({dict, OrderedDict, list, deque, set, tuple, frozenset})
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -378,7 +427,7 @@ def _dictionary(of: Any) -> dict[str, Any] | None:
 def _attributes(of: Any, kind: type) -> Iterator[_Note]:
     attributes = _dictionary(of)
     if attributes is not None:
-        yield _Items(attributes, _ATTRIBUTE)
+        yield _Contents(attributes, dict, _ATTRIBUTE)
     slots = {
         name: slot
         for base in kind.__mro__
@@ -387,44 +436,7 @@ def _attributes(of: Any, kind: type) -> Iterator[_Note]:
         if type(slot) is types.MemberDescriptorType
     }
     if slots:
-
-        def get(name: str) -> Any:
-            try:
-                return slots[name].__get__(of)
-            except AttributeError:
-                return _NOTHING
-
-        yield _Names(
-            slots,
-            get,
-            lambda name, value: slots[name].__set__(of, value),
-            lambda name: slots[name].__delete__(of),
-        )
-
-
-def _of_script(module: nn.Module, notes: list[_Note]) -> list[_Child]:
-    """What is C++'s of a module; its children are in no dictionary."""
-    script = vars(module).get("_c")
-    if not isinstance(script, torch._C.ScriptModule):
-        return []
-    notes.append(_Script(script))
-    return [((_ATTRIBUTE, name), child) for name, child in module.named_children()]
-
-
-def _cell(of: types.CellType) -> _Note:
-    def get(_: str) -> Any:
-        try:
-            return of.cell_contents
-        except ValueError:
-            return _NOTHING
-
-    def put(_: str, value: Any) -> None:
-        of.cell_contents = value
-
-    def delete(_: str) -> None:
-        del of.cell_contents
-
-    return _Names([""], get, put, delete, "{}")
+        yield _described(of, slots)
 
 
 def _of_function(of: types.FunctionType) -> tuple[list[_Note], list[_Child]]:
@@ -453,20 +465,6 @@ def named_variables(code: types.CodeType, names: dict[str, Any]) -> dict[str, An
     return {name: value for note in _variables(code, names) for (_, name), value in note.children()}
 
 
-def _global_variables(used: Iterable[str], names: dict[str, Any]) -> _Note:
-    def delete(name: str) -> None:
-        if type(names[name]) is not types.ModuleType:  # what was imported meanwhile stays
-            del names[name]
-
-    return _Names(
-        used,
-        lambda name: names.get(name, _NOTHING),
-        lambda name, value: names.__setitem__(name, value),
-        delete,
-        _VARIABLE,
-    )
-
-
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -478,6 +476,10 @@ def _is_library(of: Any) -> bool:
     """Whether a class, a function or a file is Python's, PyTorch's or ours."""
     name = of.__name__ if isinstance(of, types.ModuleType) else getattr(of, "__module__", None)
     return not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES
+
+
+_OWN = (nn.Module, type, *_CONTAINERS)
+_PLAIN = frozenset({types.FunctionType, types.CellType, types.SimpleNamespace, *_LEADS})
 
 
 def _is_shared(of: Any) -> bool:
@@ -494,11 +496,19 @@ def _is_shared(of: Any) -> bool:
     return any(type(value).__module__ in ("_thread", "threading") for value in values)
 
 
-_OWN = (nn.Module, type, dict, list, deque, set, tuple, frozenset)
-_PLAIN = frozenset({
-    types.FunctionType, types.MethodType, types.CellType, types.SimpleNamespace, functools.partial,
-    staticmethod, classmethod, property,
-})  # fmt: skip
+# How far away something is: a model's modules with what is in their containers; attributes of their
+# objects; all else of the model's; and what it shares with others. Values of tensors are noted in
+# the first two alone: farther away there may be a trainer, with all of its data.
+_MODULES, _OBJECTS, _FAR, _SHARED = range(4)
+
+
+def _distance(of: Any, parent: int) -> int:
+    """How far away what an object leads to is, given how far away it is itself."""
+    if parent == _SHARED or issubclass(type(of), (*_CONTAINERS, Tensor, types.CellType)):
+        return parent
+    if isinstance(of, nn.Module) and parent < _FAR:
+        return _MODULES
+    return min(parent + 1, _FAR)
 
 
 # --- All of it ------------------------------------------------------------------------------------
@@ -511,16 +521,18 @@ class _Met:
     of: Any
     parent: int | None
     segment: Segment
-    own: list[_Note] | None = None  # what is put back in any case
-    shared: list[_Note] | None = None  # what is only where something must go
+    own: list[_Note] | None = None  # notes that are put back in any case
+    shared: list[_Note] | None = None  # notes that are put back where something must go
     late: bool = False  # it was met in the middle of things, and may have been made there
 
 
 class State:
     """What can be reached from some objects, as it was when they were taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: bool = False) -> None:
+        """``values`` says that tensors may be written to: those near the roots keep theirs."""
         self._met: dict[int, _Met] = {}
+        self._has_values = values
 
     def take(
         self, roots: Mapping[str, Any], shared: bool = False, late: bool = False
@@ -529,29 +541,30 @@ class State:
 
         ``shared`` says that they are not the model's own; ``late``, that it is being called.
         """
-        queues: tuple[deque[Any], deque[Any]] = deque(), deque()
+        queues: list[deque[Any]] = [deque() for _ in range(_SHARED + 1)]
+        first = queues[_SHARED if shared else _MODULES]
         for name, root in roots.items():
             if isinstance(root, nn.Module) and not shared:  # modules before all else
                 inner = root.named_modules()
-                queues[False].extend((one, None, (_of_module(name, of), None)) for of, one in inner)
-        queues[shared].extend((root, None, (name, None)) for name, root in roots.items())
+                first.extend((one, None, (_of_module(name, of), None)) for of, one in inner)
+        first.extend((root, None, (name, None)) for name, root in roots.items())
         found: list[nn.Module] = []
         room = LIMIT
         with _plainly():
-            for is_shared in (False, True):  # what is the model's own is not what it shares
-                queue = queues[is_shared]
-                while queue and room:
-                    of, parent, segment = queue.popleft()
-                    if type(of) in _ATOMS or self._is_noted(of, is_shared):
-                        continue
-                    if not is_shared and _is_shared(of):
-                        queues[True].append((of, parent, segment))
-                        continue
-                    room -= 1
-                    with suppress(Exception):  # what does not let itself be looked at is let be
-                        queue.extend(self._note(of, parent, segment, is_shared, late))
-                        if isinstance(of, nn.Module) and not is_shared:
-                            found.append(of)
+            while room and any(queues):
+                far = next(far for far, queue in enumerate(queues) if queue)
+                of, parent, segment = queues[far].popleft()
+                if type(of) in _ATOMS or self._is_noted(of, far == _SHARED):
+                    continue
+                if far != _SHARED and _is_shared(of):
+                    queues[_SHARED].append((of, parent, segment))
+                    continue
+                room -= 1
+                with suppress(Exception):  # what does not let itself be looked at is let be
+                    leads = self._note(of, parent, segment, far, late)
+                    queues[_distance(of, far)].extend((one, id(of), how) for how, one in leads)
+                    if isinstance(of, nn.Module) and far != _SHARED:
+                        found.append(of)
         return found
 
     def _is_noted(self, of: Any, shared: bool) -> bool:
@@ -559,32 +572,55 @@ class State:
         return met is not None and (met.own is not None or (shared and met.shared is not None))
 
     def _note(
-        self, of: Any, parent: int | None, segment: Segment, shared: bool, late: bool
-    ) -> list[tuple[Any, int, Segment]]:
-        """Where it leads to, and how."""
-        notes, leads = _notes(of)
+        self, of: Any, parent: int | None, segment: Segment, far: int, late: bool
+    ) -> list[_Child]:
+        """What it leads to, and how."""
+        notes, leads = _notes(of, not self._has_values, self._has_values and far < _FAR)
         met = self._met.setdefault(id(of), _Met(of, parent, segment, late=late))
-        if shared:
+        if far == _SHARED:
             met.shared = notes
         else:
             met.own = notes
-        for note in notes:
-            leads.extend(note.children())
-        return [(child, id(of), how) for how, child in leads]
+        return [*leads, *(child for note in notes for child in note.children())]
 
     def take_tensor(self, tensor: Tensor) -> None:
         """Notes what autograd knows of a tensor from outside, unless it was noted before."""
         if _has_memory(tensor) and not self._is_noted(tensor, False):
             met = self._met.setdefault(id(tensor), _Met(tensor, None, ("a tensor", None)))
             with _plainly():
-                met.own = [_Autograd(tensor)]
+                met.own = [_Tensor(tensor, is_dry=True, has_values=False)]
 
     def has(self, of: Any) -> bool:
         """Whether it was taken, as the model's own."""
         return self._is_noted(of, False)
 
+    def changed(self) -> set[int]:
+        """The ids of tensors whose values are not what they were, of those that are noted."""
+        with _plainly():
+            return {
+                at
+                for at, met in self._met.items()
+                if any(isinstance(n, _Tensor) and n.has_other_values() for n in met.own or ())
+            }
+
+    def counts(self) -> dict[str, object]:
+        """Numbers and texts that are not what they were, and sizes of containers, by place."""
+        found: dict[str, object] = {}
+        with _plainly():
+            for met in self._met.values():
+                for note in met.own or ():
+                    before, now = [*note.children()], [*note.now()]
+                    if len(before) != len(now):
+                        found[self.path(met.of) or ""] = len(now)
+                    for (how, one), other in zip(before, now, strict=False):
+                        if type(other) in (bool, int, float, str) and (
+                            type(one) is not type(other) or one != other
+                        ):
+                            found[written([(self.path(met.of) or "", None), how])] = other
+        return found
+
     def put_back(self, must_go: Callable[[Any], bool] = lambda _: False) -> None:
-        """Undoes all changes; of what is shared, those by which something is held that must go.
+        """Undoes all changes; of what is shared, only those that hold something that must go.
 
         If it is interrupted by the user it begins again, and is interrupted when all is done.
         """
@@ -605,26 +641,14 @@ class State:
                 own, shared = met.own or (), met.shared or ()
                 for note, is_own in (*((n, True) for n in own), *((n, False) for n in shared)):
                     try:
-                        if note.changed() and (is_own or self._leads_to(note.now(), must_go)):
+                        if note.changed() and (
+                            is_own or _leads_to(note.now(), must_go, _REACH, self._met)
+                        ):
                             note.put_back()
                     except Exception as error:  # the others are to be put back all the same
                         trouble = error
         if trouble is not None:
             raise RuntimeError(f"the model is not as it was: {trouble}") from trouble
-
-    def _leads_to(self, values: Iterable[Any], must_go: Callable[[Any], bool]) -> bool:
-        """Whether something of the kind hangs on these values, by objects that are new."""
-        left, seen = [*values], set[int]()
-        while left and len(seen) < _REACH:
-            of = left.pop()
-            if must_go(of):
-                return True
-            if type(of) in _ATOMS or id(of) in seen or id(of) in self._met:
-                continue
-            seen.add(id(of))
-            if not isinstance(of, Tensor | type | types.FunctionType):
-                left += gc.get_referents(of)
-        return False
 
     def close(self) -> None:
         """Forgets what was noted, but for where it was."""
@@ -633,7 +657,7 @@ class State:
             met.own, met.shared = None, None
 
     def forget(self) -> None:
-        """All of it."""
+        """Forgets also where things were."""
         self._met.clear()
 
     def path(self, of: Any) -> str | None:
@@ -666,7 +690,53 @@ def written(segments: Iterable[Segment]) -> str:
     return found
 
 
+# --- Random numbers -------------------------------------------------------------------------------
+
+
+@contextmanager
+def same_random_numbers(seed: int | None = None) -> Iterator[None]:
+    """Puts back the generators of Python, NumPy and PyTorch; within, they may start from a seed."""
+    numpy: Any = sys.modules.get("numpy")
+    with _disable_current_modes():
+        python, numpys = random.getstate(), numpy and numpy.random.get_state()
+        torchs = torch.get_rng_state()
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        if seed is not None:
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed)
+            for generator in (torch.default_generator, *torch.cuda.default_generators[: len(gpus)]):
+                generator.manual_seed(seed)
+        yield
+    finally:
+        with _disable_current_modes():
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numpys)
+            torch.set_rng_state(torchs)
+            if gpus:
+                torch.cuda.set_rng_state_all(gpus)
+
+
 # --- What holds an object -------------------------------------------------------------------------
+
+_ENDS = (Tensor, type, types.FunctionType, types.ModuleType)
+
+
+def _leads_to(
+    values: Iterable[Any], must_go: Callable[[Any], bool], most: int, known: Collection[int] = ()
+) -> bool:
+    """Whether something of the kind hangs on these values, by at most so many unknown objects."""
+    left, seen = deque(values), set[int]()
+    while left and len(seen) < most:
+        of = left.popleft()
+        if must_go(of):
+            return True
+        if id(of) not in seen and id(of) not in known and not isinstance(of, _ENDS):
+            seen.add(id(of))
+            left += gc.get_referents(of)
+    return False
 
 
 def clear_caches(must_go: Callable[[Any], bool]) -> None:
@@ -675,21 +745,10 @@ def clear_caches(must_go: Callable[[Any], bool]) -> None:
     Which of its entries are new cannot be told, and what is not in a cache is made again.
     """
     for one in gc.get_objects():
-        if type(one) is _LRU_CACHE and _holds(one, must_go):
+        if type(one) is functools._lru_cache_wrapper and _leads_to(
+            gc.get_referents(one), must_go, _REACH_OF_CACHES
+        ):
             one.cache_clear()
-
-
-def _holds(cache: Any, must_go: Callable[[Any], bool]) -> bool:
-    left, seen = deque(gc.get_referents(cache)), set[int]()
-    while left and len(seen) < _REACH_OF_CACHES:
-        of = left.popleft()
-        if must_go(of):
-            return True
-        if id(of) in seen or isinstance(of, type | types.ModuleType | types.FunctionType | Tensor):
-            continue
-        seen.add(id(of))
-        left += gc.get_referents(of)
-    return False
 
 
 def holders(of: list[Any], state: State, named_only: bool, allowed: Any = None) -> dict[str, Any]:
