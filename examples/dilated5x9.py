@@ -6384,7 +6384,8 @@ namespace ampere {
 using namespace tensor;
 
 static_assert(C::stack == 1 && C::column_sums == 1 && C::interleave == 1 && C::segment_tiles == 1 &&
-                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part,
+                  C::lead == 0 && !C::wraps && !C::rolling && !C::watches && !C::smaller_part &&
+                  !kUnfolds,
               "what only Hopper's tiles have");
 
 // Of a block's warps, one streams weights, some load input, and the rest multiply. These share a
@@ -7641,7 +7642,8 @@ struct RowCopier {
 // the block's, a phase's columns are one copy, otherwise each column.
 struct PixelCopier {
   static constexpr int kOutChannels = C::groups * C::group_out;
-  static constexpr bool kWholePixels = kOutChannels == kStageChannels;
+  // A pixel of several groups has other groups' channels between those of the block.
+  static constexpr bool kWholePixels = C::groups == 1 && kOutChannels == kStageChannels;
   static constexpr int kPixelVectors = kStageChannels / kVector;
   using Offset = IndexTo<elements_of(kCoveredRows, C::out_width, kOutChannels) +
                          elements_of(kStrips, kStripColumns, kOutChannels)>;
@@ -7780,7 +7782,10 @@ __device__ __forceinline__ void load_boxes(const TensorMap& grad_output, const W
     if constexpr (kClears) {
       fence_async_shared();  // the stage was written to
       const int first = place.column - early(place.row, tile.of_class());
-      const int pixel = plane + place.row * C::out_width + first;
+      // The map is of several planes, one behind the other. A row beyond the image would be the
+      // next plane's: its box lies behind all of them, where there are zeros.
+      const bool exists = kSteps * kRowStep <= C::out_height || place.row < C::out_height;
+      const int pixel = exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;
       tensor_load(grad_stage(at), grad_output, {pixel, images, channel, 0}, full);
     } else {
       tensor_load(grad_stage(at), grad_output, {place.column, images, channel, 0, place.row}, full);
