@@ -182,7 +182,7 @@ def test_too_large_for_gpu_kernels(
 ) -> None:
     defaults = ((1, 1), (0, 0, 0, 0), (1, 1), 1)
     problem = Problem.of(*geometry, *defaults[len(geometry) - 2 :])
-    layout = (False, False, (1, 1, 1, 1), True, "ieee", False, NO_EPILOGUE)
+    layout = (False, False, (1, 1, 1, 1), True, "ieee", False, NO_EPILOGUE, True)
     with pytest.raises(NotImplementedError, match=re.escape(f"below 2**31, but got {message}")):
         cuda._ready(plan, problem, torch.float32, *layout, 0, planner.EVERY)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -205,6 +206,25 @@ def test_a_view_of_what_was_written_to() -> None:
         model.weight.add_(1)
     noted.put_back()
     assert model.row.equal(torch.zeros(2))
+
+
+class _Shared:
+    def __init__(self) -> None:
+        self.lock, self.found = threading.Lock(), dict[str, Any]()
+
+
+def test_what_is_shared_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much else a model leads to."""
+    monkeypatch.setattr(state, "LIMIT", 200)
+    model: Any = nn.Module()
+    model.objects = [_Shared()]
+    many = [[number] for number in range(1000)]
+    model.keep = lambda: many
+    noted, kept = State(), object()
+    noted.take({"model": model})
+    model.objects[0].found["x"] = kept
+    noted.put_back(lambda one: one is kept)
+    assert model.objects[0].found == {}
 
 
 def test_random_numbers() -> None:

@@ -32,7 +32,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 LIMIT = 100_000
-"""How many objects are noted at most, a model's modules first, then what is nearest to them."""
+"""How many objects are noted at most, a model's modules first, then what is nearest to them; and a
+quarter as many that it shares with others."""
 
 # How many objects are looked at for something that must not stay: in all, and in one cache.
 _REACH, _REACH_OF_CACHES = 20_000, 1000
@@ -549,17 +550,20 @@ class State:
                 first.extend((one, None, (_of_module(name, of), None)) for of, one in inner)
         first.extend((root, None, (name, None)) for name, root in roots.items())
         found: list[nn.Module] = []
-        room = LIMIT
+        room = {False: LIMIT, True: LIMIT // 4}  # the latter for what others share
         with _plainly():
-            while room and any(queues):
-                far = next(far for far, queue in enumerate(queues) if queue)
+            while True:
+                filled = (far for far, queue in enumerate(queues) if queue and room[far == _SHARED])
+                far = next(filled, None)
+                if far is None:
+                    break
                 of, parent, segment = queues[far].popleft()
                 if type(of) in _ATOMS or self._is_noted(of, far == _SHARED):
                     continue
                 if far != _SHARED and _is_shared(of):
                     queues[_SHARED].append((of, parent, segment))
                     continue
-                room -= 1
+                room[far == _SHARED] -= 1
                 with suppress(Exception):  # what does not let itself be looked at is let be
                     leads = self._note(of, parent, segment, far, late)
                     queues[_distance(of, far)].extend((one, id(of), how) for how, one in leads)
