@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tap too far",
-        "sm_90a/2 forward bfloat16 nchw/nchw: 1x2x8x28 4x1x2x26 groups=2",
+        "sm_90a/1 forward float16 nchw/nchw: 2x2x6x14 2x1x7x7 padding=3,3 groups=2",
         Fault(
             "depthwise/bands.cuh",
             "return is_tap<Columns>(tap) ?",
