@@ -255,8 +255,8 @@ MUTANTS = [
         "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x5x6 16x8x1x1",
         Fault(
             "hopper/gemm_pixels/store.cuh",
-            "*reinterpret_cast<const Vector<Scalar, 2>*>(bias + channel);",
-            "*reinterpret_cast<const Vector<Scalar, 2>*>(bias + (channel + 2) % C::out_channels);",
+            "load_bias<2, C::aligned_bias>(bias + channel);",
+            "load_bias<2, C::aligned_bias>(bias + (channel + 2) % C::out_channels);",
         ),
     ),
     Mutant(
