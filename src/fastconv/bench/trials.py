@@ -39,7 +39,7 @@ DATA = {
     "spike": "one number is 2^20 times larger",
     "single": "a single 1 in each output channel of what the data is multiplied by",
     "faint": "half of the channels are 2^20 times smaller",
-    FAR: "one operand is up to 2^122 times smaller or larger, and the other makes up for it",
+    FAR: "one operand is up to 2^90 times smaller or 2^122 times larger, the other makes up for it",
 }
 """What tensors hold. float16 has the range for 2^4 instead of 2^20 and 2^122."""
 
