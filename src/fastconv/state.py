@@ -374,7 +374,7 @@ def _notes(of: Any, is_dry: bool, has_values: bool) -> tuple[list[_Note], list[_
     if issubclass(kind, type):
         if _is_library(of):
             return [], []
-        return [_of_class(of)], [((_ATTRIBUTE, "__base__"), base) for base in of.__bases__]
+        return [_of_class(of)], [((_ATTRIBUTE, "__bases__"), base) for base in of.__bases__]
     if kind is types.FunctionType:
         return _of_function(of)
     if kind is types.CellType:
