@@ -349,9 +349,15 @@ class Clock:
         runs = trial.pytorchs, trial.ours
         return Times.of(*timing.take_turns(runs, trial.input.device, CALL_EFFORT, is_clear))
 
-    def model(self, runs: Sequence[Run], before: Sequence[Run], device: torch.device) -> Times:
-        """Time of the whole model, the host's included, as it was and as it would be."""
-        return Times.of(*timing.take_wall_turns(runs, device, MODEL_EFFORT, before, is_clear))
+    def model(
+        self, runs: Sequence[Run], before: Sequence[Run], device: torch.device, with_host: bool
+    ) -> Times:
+        """Time of the whole model as it was and as it would be: by the wall clock, or the GPU's."""
+        if with_host:
+            samples = timing.take_wall_turns(runs, device, MODEL_EFFORT, before, is_clear)
+        else:
+            samples = timing.take_turns(runs, device, MODEL_EFFORT, is_clear, before)
+        return Times.of(*samples)
 
 
 clock = Clock()

@@ -33,6 +33,10 @@ _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize
 # By how much a model's results may differ from call to call, as a share of their norm, for its
 # graph to be judged by them. Atomic additions make such differences.
 _UNSTEADY = 1e-4
+_BY_GPU_TIME = (
+    "the whole model was measured by the GPU's time alone, as the native host path was still being "
+    "built"
+)
 _SEED = 1729  # of comparisons; models are traced with the random numbers that come then
 
 _Value = TypeVar("_Value")
@@ -663,34 +667,18 @@ class _Work:
     ) -> Times:
         """Times of the model as it is and as proposed."""
         device = next(one.device for one in self.model.parameters() if is_gpu(one.device))
-        under_way = native.under_way()
-        if not under_way:
+        # Without the native host path our layers take more of the host's time than PyTorch's, with
+        # it less. Until it is there, the GPU's time decides.
+        with_host = not native.under_way()
+        if with_host:
             native.settle()
-        times = self._whole_now(proposal, seen, structure, device)
-        if under_way and not times.gains:
-            # With the native host path ours take less of the host's time: perhaps then.
-            with self._phase("waiting for the native host path"):
-                native.settle()
-            times = self._whole_now(proposal, seen, structure, device)
-        elif under_way:
-            self.notes.append(
-                "the whole model was measured while the native host path was being built, which "
-                "takes less of the host's time"
-            )
-        return times
-
-    def _whole_now(
-        self,
-        proposal: _Proposal,
-        seen: Mapping[str, Sequence[Call]],
-        structure: str,
-        device: torch.device,
-    ) -> Times:
-        """These, measured with the host path that there is, or kept from such."""
+        elif _BY_GPU_TIME not in self.notes:
+            self.notes.append(_BY_GPU_TIME)
         of = Counter((repr(call), name in proposal.ours) for name in seen for call in seen[name])
         about = {
             "fused": proposal.model is not self.model,
             "folded": proposal.folded,
+            "with host": with_host,
             "by native": native.conv2d is not None,
             "structure": structure,
             "code": calls.code_of(self.model),
@@ -706,6 +694,7 @@ class _Work:
                     [lambda: _exchange(proposal.plain, back=True),
                      lambda: _exchange(proposal.plain)],
                     device,
+                    with_host,
                 )  # fmt: skip
             calls.keep(what, f"a model of {len(seen)} layers", device, times)
         return times

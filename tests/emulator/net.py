@@ -133,9 +133,11 @@ class Forced:
         if not self.tile:
             return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
         *sizes, plane_classes = self.tile if len(self.tile) > 8 else (*self.tile, 1)
-        layer = hopper_weight_grad.Layer(problem, operands, self.halves, plane_classes)
-        if plane_classes > 1 and not (operands.aligned and layer.has_boxes):
-            raise Declined("planes that no TMA box brings together")
+        layer = hopper_weight_grad.Layer(problem, operands, self.halves)
+        if plane_classes > 1:
+            layer = hopper_weight_grad.in_plane_classes(layer)
+            if layer is None or layer.plane_classes != plane_classes:
+                raise Declined("planes that no TMA box brings together")
         tile = hopper_weight_grad.Tile(layer, *sizes)
         fitted = tile.fitted(gpu.shared_bytes_per_block)
         boxes = plane_classes == 1 or tile.grad_boxes

@@ -726,10 +726,19 @@ def _layers(problem: Problem, operands: Operands, halves: bool | None) -> Iterat
         if halves in (None, one):
             layer = Layer(problem, operands, one)
             yield layer
-            classes = layer.vector // math.gcd(layer.vector, math.prod(problem.output_size))
-            of_classes = replace(layer, plane_classes=classes)
-            if layer.shifted and operands.aligned and of_classes.has_boxes:
+            of_classes = in_plane_classes(layer)
+            if of_classes is not None:
                 yield of_classes
+
+
+def in_plane_classes(layer: Layer) -> Layer | None:
+    """The layer with planes in as many classes as begin at different distances from 16 bytes.
+
+    None where TMA copies rows without such classes, or where no TMA box brings several planes.
+    """
+    classes = layer.vector // math.gcd(layer.vector, math.prod(layer.problem.output_size))
+    found = replace(layer, plane_classes=classes)
+    return found if layer.shifted and layer.operands.aligned and found.has_boxes else None
 
 
 def _loss(tile: Tile, halves: bool | None) -> float:
