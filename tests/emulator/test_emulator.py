@@ -25,8 +25,8 @@ class Snippet(Kernel):
 
     @property
     def text(self) -> str:
-        return f"""#include "include/scalar.cuh"
-#include "include/wgmma.cuh"
+        return f"""#include "device/scalar.cuh"
+#include "device/wgmma.cuh"
 using namespace fastconv;
 extern "C" __global__ void __launch_bounds__(1024) {self.entry}(
     const float* in, float* out, int n) {{

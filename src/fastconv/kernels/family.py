@@ -28,7 +28,7 @@ class Kernel:
     ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
     it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
     members of it, strings are member types. A ``residual`` is also a parameter of the function, so
-    the preprocessor is told of it (``include/epilogue.cuh``).
+    the preprocessor is told of it (``device/epilogue.cuh``).
     """
 
     source: str

@@ -1,6 +1,6 @@
-// The host twin of include/mma.cuh in src/fastconv/kernels: the same functions, on a CPU.
+// The host twin of device/mma.cuh in src/fastconv/kernels: the same functions, on a CPU.
 #pragma once
-#include "include/sm80.cuh"
+#include "device/sm80.cuh"
 
 namespace fastconv {
 

@@ -1,4 +1,4 @@
-// The host twin of include/ptx.cuh in src/fastconv/kernels: the same functions, on a CPU.
+// The host twin of device/ptx.cuh in src/fastconv/kernels: the same functions, on a CPU.
 #pragma once
 
 namespace fastconv {

@@ -1,6 +1,6 @@
-// The host twin of include/sm80.cuh in src/fastconv/kernels: the same functions, on a CPU.
+// The host twin of device/sm80.cuh in src/fastconv/kernels: the same functions, on a CPU.
 #pragma once
-#include "include/ptx.cuh"
+#include "device/ptx.cuh"
 #include "mma.h"
 
 namespace fastconv {

@@ -1,6 +1,6 @@
-// The host twin of include/wgmma.cuh in src/fastconv/kernels: the same functions, on a CPU.
+// The host twin of device/wgmma.cuh in src/fastconv/kernels: the same functions, on a CPU.
 #pragma once
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 
 namespace fastconv {
 
