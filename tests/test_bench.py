@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import fastconv
-from fastconv import cli, jit, native
-from fastconv import timing as turns
+from fastconv import cli, jit, native, timing
 from fastconv.bench import (
     configurations,
     contestants,
@@ -24,15 +23,15 @@ from fastconv.bench import (
     host,
     limits,
     measure,
-    products,
+    mma_rate,
     report,
     results,
-    timing,
+    row_timing,
 )
 from fastconv.bench.cases import PASSES, STEP, Case, Tensors
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Results, Row
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.jit import launch as jit_launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Kernel, Launch, Plan
@@ -101,7 +100,7 @@ def test_shapes_are_read_as_written() -> None:
         ("1x1x8x8 1x1x3x3 stride=1 stride=2", "stride is given twice"),
         ("1x1x8x8 1x1x3x3 groups=1,2", "groups takes whole numbers from 1"),
         ("0x1x8x8 1x1x3x3", "input takes whole numbers from 1"),
-        ("1x1x9999999999x9999999999 1x1x3x3", "no machine holds a tensor of"),
+        ("1x1x9999999999x9999999999 1x1x3x3", "is too large"),
         ("1x1x8x8 1x1x3xq", "'q'"),
         ("1x1x8x8 1x1x3x3 pad=1", "'pad'"),
         ("1x1x8x8 1x1x3x3 padding=1,2,3", "padding should be 2 or 4 whole numbers"),
@@ -175,25 +174,25 @@ def test_contestants_take_turns_on_rotating_inputs() -> None:
     def contestant(name: str) -> contestants.Pass:
         return lambda at: seen.append((name, places[id(at)]))
 
-    samples = timing.take_turns([contestant("a"), contestant("b")], sets, Effort(7, 0.0))
-    assert [len(taken) for taken in samples] == [turns.LEAST_SAMPLES] * 2
+    samples = row_timing.take_turns([contestant("a"), contestant("b")], sets, Effort(7, 0.0))
+    assert [len(taken) for taken in samples] == [timing.LEAST_SAMPLES] * 2
     assert {place for _, place in seen} == {0, 1, 2}
-    last = [name for name, _ in seen[-2 * turns.MOST_CALLS :]]
+    last = [name for name, _ in seen[-2 * timing.MOST_CALLS :]]
     assert set(last) == {"a", "b"}
 
 
 def test_samples_are_repeated_while_they_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case().tensors(torch.device("cpu"))
-    for spread, rounds in ((1.0, turns.MOST_ROUNDS), (0.0, 1)):
-        monkeypatch.setattr(turns, "spread", lambda taken, spread=spread: spread)
-        (taken,) = timing.take_turns([lambda _: None], [at], Effort(3, 60.0))
+    for spread, rounds in ((1.0, timing.MOST_ROUNDS), (0.0, 1)):
+        monkeypatch.setattr(timing, "spread", lambda taken, spread=spread: spread)
+        (taken,) = row_timing.take_turns([lambda _: None], [at], Effort(3, 60.0))
         assert len(taken) == 3 * rounds
 
 
 def test_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     at = case().tensors(torch.device("cpu"))
-    monkeypatch.setattr(timing, "CPU_CACHE_BYTES", 10 * at.bytes)
-    assert timing.set_count(at, torch.device("cpu")) == timing.CACHES * 10 + 1
+    monkeypatch.setattr(row_timing, "CPU_CACHE_BYTES", 10 * at.bytes)
+    assert row_timing.set_count(at, torch.device("cpu")) == row_timing.CACHES * 10 + 1
 
 
 # --- Contestants ----------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ def test_what_is_multiplied(
     assert limits.multiplied(_plan("ampere", *constants), dtype) == expected
 
 
-def test_the_limit_of_mma_products() -> None:
+def test_the_limit_of_mma_sync() -> None:
     mma = {"tf32": 30.0, "float16": 60.0, "bfloat16": 60.0}
     ceilings = Ceilings({"float32 ieee": 50.0}, copy_tb_s=4.0, mma_tflops=mma)
     one = Case(FOUNDING[0], "forward", "float32", "ieee", "nchw")
@@ -285,19 +284,19 @@ def test_the_limit_of_mma_products() -> None:
     assert limits.mma_limit(one, Ceilings({"float32 ieee": 50.0}, 4.0), [ampere]) is None
 
 
-def test_mma_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_mma_sync_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many warps as are best, on GPUs that have them; here, on none."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert products.measure(cpu, lambda run: 1.0) == {}
+    assert mma_rate.measure(cpu, lambda run: 1.0) == {}
     capability = [(7, 5)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    assert products.measure(gpu, lambda run: 1.0) == {}
+    assert mma_rate.measure(gpu, lambda run: 1.0) == {}
     capability[0] = (8, 0)
     properties = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name in ("matrices", "totals"):
-        real = getattr(products, name)
-        monkeypatch.setattr(products, name, lambda what, device, real=real: real(what, cpu))
+        real = getattr(mma_rate, name)
+        monkeypatch.setattr(mma_rate, name, lambda what, device, real=real: real(what, cpu))
     ran: list[Launch] = []
 
     def prepare(launches: Sequence[Launch], *_: Any) -> Any:
@@ -309,19 +308,19 @@ def test_mma_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         run()  # 8 warps take as long as 4, then it is twice as long for twice as many
         return max(1.0, ran[-1].block / 256)
 
-    flops = 108 * 8 * products.ROUNDS * 8 * 2 * 16 * 8 * 8
+    flops = 108 * 8 * mma_rate.ROUNDS * 8 * 2 * 16 * 8 * 8
     expected = {"tf32": flops, "float16": 2 * flops, "bfloat16": 2 * flops}
-    found = products.measure(gpu, seconds)
+    found = mma_rate.measure(gpu, seconds)
     assert found == pytest.approx({kind: value * 1e-12 for kind, value in expected.items()})
-    assert [launch.block // 32 for launch in ran] == [*products.WARPS] * 3
+    assert [launch.block // 32 for launch in ran] == [*mma_rate.WARPS] * 3
 
 
 def test_a_ceiling_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: Any) -> Any:
         raise jit.GpuUnavailable("no compiler")
 
-    monkeypatch.setattr(products, "measure", measure)
-    assert limits._mma_products(torch.device("cuda")) == {}
+    monkeypatch.setattr(mma_rate, "measure", measure)
+    assert limits._mma_tflops(torch.device("cuda")) == {}
 
 
 def test_shares_of_rows_with_a_limit_of_their_own(tmp_path: Path) -> None:
@@ -532,7 +531,7 @@ def test_dry_run_lists_rows_and_configurations(capsys: pytest.CaptureFixture[str
 def test_configurations_know_the_memory_format() -> None:
     for format, expected in (("nchw", False), ("nhwc", True)):
         with planner.only("direct"):
-            (found,) = configurations.legal(case(format=format), H200)
+            (found,) = configurations.planned(case(format=format), H200)
         constants = dict(found.plan.launches[-1].kernel.constants)
         assert constants["in_channels_last"] is expected
 
@@ -640,7 +639,7 @@ def test_host_times_of_every_row(
         assert row["ratio"] == row["ours"]["us"] / row["peer"]["us"]
         for timed in (row["ours"], row["peer"]):
             assert 0 < timed["low_us"] <= timed["us"] <= timed["high_us"]
-            assert timed["samples"] == turns.LEAST_SAMPLES
+            assert timed["samples"] == timing.LEAST_SAMPLES
     captured = capsys.readouterr()
     assert "small_backward" in captured.out
     assert "[7/7" in captured.err
@@ -675,7 +674,7 @@ def test_one_failing_host_row_loses_no_other(
     assert cli.main([*HOST, "--json"]) == 1
     failed, measured = json.loads(capsys.readouterr().out)["rows"]
     assert failed["error"] == "out of memory: the other rows need less"
-    assert measured["ours"]["samples"] == turns.LEAST_SAMPLES
+    assert measured["ours"]["samples"] == timing.LEAST_SAMPLES
 
 
 def test_host_samples_are_bursts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -747,12 +746,12 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--shape", "8x64x56x56 64x64x3x3 padding=1", "--pass", "forward"]
     for gpu, texts in {
-        "sm_90a": ("planned for sm_90a, 132 processors", "forward: hopper"),
-        "sm_75": ("planned for sm_75, 40 processors", "forward: direct", "not take tensor-core"),
-        "sm_86": ("planned for sm_86, 82 processors", "forward: ampere", "not take tensor-core"),
-        "sm_87": ("planned for sm_87, 16 processors", "forward: ampere"),
-        "sm_103": ("planned for sm_103a, 148 processors", "forward: ampere"),
-        "sm_121a": ("planned for sm_121a, 48 processors", "forward: ampere"),
+        "sm_90a": ("planned for sm_90a, 132 SMs", "forward: hopper"),
+        "sm_75": ("planned for sm_75, 40 SMs", "forward: direct", "not take tensor-core"),
+        "sm_86": ("planned for sm_86, 82 SMs", "forward: ampere", "not take tensor-core"),
+        "sm_87": ("planned for sm_87, 16 SMs", "forward: ampere"),
+        "sm_103": ("planned for sm_103a, 148 SMs", "forward: ampere"),
+        "sm_121a": ("planned for sm_121a, 48 SMs", "forward: ampere"),
     }.items():
         assert cli.main(["info", "--device", "cpu", "--gpu", gpu, *shape]) == 0
         shown = capsys.readouterr().out

@@ -19,7 +19,7 @@ from fastconv.bench import models, report, results
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Limit
 from fastconv.bench.results import Results, Row
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.workloads import Workload, WorkloadError, from_dict, to_dict
 
 FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0"]
@@ -215,7 +215,7 @@ def test_a_broken_library_is_told(
         ((TORCHVISION, None), ["resnet5"],
          "no model 'resnet5' in torchvision (timm is not installed): the closest are resnet50"),
         ((None, TIMM), ["zzz"],
-         "no model 'zzz' in timm (torchvision is not installed): no name there is like it"),
+         "no model 'zzz' in timm (torchvision is not installed): no similar name is known"),
         ((TORCHVISION, TIMM), ["own-size"],
          "no model 'own-size' in torchvision or timm: the closest are own_size"),
         ((TORCHVISION, TIMM), ["deeplabv3_resnet50", "--image", "4"],

@@ -21,7 +21,7 @@ from fastconv.bench import models, networks, report, results
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
 from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from test_optimization import Clock, ResNet, stand_in
 from test_report import _damaged
 

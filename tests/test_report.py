@@ -17,7 +17,7 @@ from fastconv import cli
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import HostResults, HostRow, HostTiming, Results, Row
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.workloads import FOUNDING
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -189,7 +189,7 @@ def test_unsteady_rows_are_marked(
     for text in (capsys.readouterr().out, table.read_text(encoding="utf-8")):
         assert "1.78x?" in text
         assert text.count("x?") == 1
-        assert "samples spread by more than 10%, as they do on a busy machine" in text
+        assert "samples spread by more than 10%, as on a busy machine" in text
 
 
 def test_page_and_plots_say_that_the_machine_was_busy(results: Path, tmp_path: Path) -> None:
