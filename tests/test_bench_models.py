@@ -269,7 +269,7 @@ def test_models_are_measured_and_summed(
     assert cli.main(["report", str(path), "--quiet", "--markdown", str(table)]) == 0
     for text in (shown, table.read_text(encoding="utf-8")):
         assert text.count("resnet50: sum") == 3
-        assert "count: how often the model has the layer" in " ".join(text.split())
+        assert "count: how many such layers the model has" in " ".join(text.split())
 
 
 def _row(layer: Workload, ours: float, peer: float, spread: float = 0.01) -> Row:

@@ -190,14 +190,14 @@ def test_all_that_a_trial_reads_has_loud_numbers_around_it() -> None:
         draw = Random(f"{one.seed} isolation")
         given = isolation._given(one, CPU, draw)
         data = isolation._data(one, given, {}, torch.nan)
-        kinds.add((given.apart, data.activation != "identity", data.residual is not None))
+        kinds.add((given.with_gaps, data.activation != "identity", data.residual is not None))
         for tensor in filter(torch.is_tensor, data[:4]):
             storage = tensor.new_empty(0).set_(tensor.untyped_storage())
             assert tensor.isfinite().all()
             assert int(storage.isnan().sum()) == storage.numel() - tensor.numel() > 0
-        if given.apart != "weight":
+        if given.with_gaps != "weight":
             assert data.second.data_ptr() % 16 == data.second.element_size()
-        if given.apart != "input":
+        if given.with_gaps != "input":
             assert data.first.data_ptr() % 16 == 0
     assert {apart for apart, *_ in kinds} == {"", "input", "weight"}
     assert any(activated and residual for _, activated, residual in kinds)
@@ -258,18 +258,18 @@ def test_memory_around_a_tensor_is_found(
 
 def test_numbers_between_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that take a tensor for dense, whose rows lie apart."""
-    found_apart = []
+    found_gaps = []
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         first = data.first
         if not first.is_contiguous():
-            found_apart.append(True)
+            found_gaps.append(True)
             first = first.as_strided(first.shape, torch.empty(first.shape).stride())
         return right(trial, data._replace(first=first))
 
     break_kernels(monkeypatch, broken)
     found = complaints(trial(), seeds=30)
-    assert found_apart
+    assert found_gaps
     assert found
 
 

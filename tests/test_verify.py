@@ -456,7 +456,7 @@ def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_application_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sys.executable is one that embeds Python, trials run in its process."""
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/usr/bin/application")
-    with pytest.raises(ChildProcessError, match=r"2 processes .*application.* --jobs 1"):
+    with pytest.raises(ChildProcessError, match=r"2 processes: .*application.* --jobs 1"):
         next(campaign.run([trial()], Check, CPU, 2, 600))
     assert [check.trial for check in campaign.run([trial()], Check, CPU, 1, 600)] == [trial()]
     assert campaign.default_jobs(torch.device("cuda")) == 1
@@ -466,8 +466,8 @@ def test_what_runs_out_of_memory_is_tried_by_itself() -> None:
     pool = campaign._Pool(dies, CPU, 2, 600)
     one = trial()
     failed = Check(one, failure="out of memory: a smaller batch would fit")
-    assert not pool._deserves_more_room(failed, beside=1)
-    assert not pool._deserves_more_room(Check(one, failure="another"), beside=2)
-    assert pool._deserves_more_room(failed, beside=2)
+    assert not pool._is_retried_alone(failed, running=1)
+    assert not pool._is_retried_alone(Check(one, failure="another"), running=2)
+    assert pool._is_retried_alone(failed, running=2)
     assert pool._bytes(one) == float("inf")
-    assert not pool._deserves_more_room(failed, beside=2)
+    assert not pool._is_retried_alone(failed, running=2)

@@ -50,8 +50,8 @@ NETWORKS_NOTE = (
     "first call: PyTorch's includes trying out algorithms, fastconv's comes after optimize"
 )
 SUM_NOTE = (
-    "count: how many such layers the model has; sum: each row's time, multiplied by its count; "
-    "first layers have no input gradient and do not count there"
+    "count: how many such layers the model has, in a sum all of its layers; sum: each row's time, "
+    "multiplied by its count; first layers have no input gradient and do not count there"
 )
 UNSTEADY = (
     f"?: samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine: "
