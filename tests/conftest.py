@@ -61,7 +61,7 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings of tiny products and copies: what they are does not matter here."""
+    """Ceilings are measured with tiny matrices and copies: their values do not matter in tests."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)

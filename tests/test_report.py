@@ -201,11 +201,11 @@ def test_page_and_plots_say_that_the_machine_was_busy(results: Path, tmp_path: P
     assert cli.main(["report", str(results), "--quiet", "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert '<p class="remark">This machine is busy: threads got 25%' in text
-    assert text.count("this machine is busy") == 2  # the plots' titles
+    assert text.count("this machine is busy") == 2  # Once in the title of each plot.
 
 
 def _damaged(value: Any) -> Iterator[Any]:
-    """The value with one part of it, at any depth, missing or of another kind."""
+    """Copies of a JSON value, each with one part missing or of another type, at any depth."""
     yield from (None, -1, "x", [1], float("nan"))
     if isinstance(value, dict):
         for key, part in value.items():
