@@ -46,7 +46,7 @@ class Heads(nn.Module):
 
 
 class Watched(nn.Module):
-    """Records gradient mode, autocast and memory format of its calls."""
+    """Records how it is called: mode, types, memory formats, and settings of PyTorch."""
 
     seen: set[Any]
 

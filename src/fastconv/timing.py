@@ -17,9 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-SAMPLE_MS = (
-    0.5  # Calls are repeated until a sample lasts this long: clocks are too coarse for less.
-)
+SAMPLE_MS = 0.5  # Calls are repeated until a sample lasts this long, for clocks are coarse.
 MOST_CALLS = 50  # The calls of a sample must fit the stream's queue of about a thousand launches.
 STEADY = 0.02  # Another round of samples is taken while a run's spread is above this.
 LEAST_SAMPLES = 3  # This many samples of each run are taken, however long they take.

@@ -148,9 +148,8 @@ class Selection(NamedTuple):
         tensor = self.of_group(role, tensor)
         if self.signs is None or factors is None:
             return tensor
-        if (
-            role == "weight" and axis == "c"
-        ):  # A weight's second dimension has one group's channels.
+        if role == "weight" and axis == "c":
+            # A weight's second dimension has the channels of one group.
             return self._rows(tensor, 1, factors)
         dim = _channel_dim(role)
         apart = tensor.unflatten(dim, (len(self.groups), -1))

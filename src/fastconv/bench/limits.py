@@ -29,7 +29,7 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 # milliseconds, many times the time slice of a scheduler.
 HASHED_BYTES = 32 << 20
 BUSY = 0.8  # If threads get less than this share of processor time, the machine is busy.
-UNSTEADY = 0.3  # If a ceiling changes by more than this share during a run, the machine is busy.
+CHANGED = 0.3  # If a ceiling changes by more than this share during a run, the machine is busy.
 MMA_FAMILY = "ampere"  # The family of kernels that use the mma.sync instruction.
 
 
@@ -86,7 +86,7 @@ def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
             f"this machine's speed changed while it was measured: {what} {old:.3g} before, "
             f"{new:.3g} after; times and speed-ups say little"
             for what, old, new in _pairs(before, after)
-            if abs(new - old) > UNSTEADY * max(old, new)
+            if abs(new - old) > CHANGED * max(old, new)
         ]
     return found
 
@@ -107,7 +107,7 @@ def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
 
 def limit(case: Case, ceilings: Ceilings) -> Limit:
     """The case's roofline limit, if every operand is moved once and nothing is recomputed."""
-    flops, _ = work(case)
+    flops, _ = flops_and_bytes(case)
     return _binding("compute", flops / ceilings.tflops[case.mode] * 1e-9, case, ceilings)
 
 
@@ -118,7 +118,7 @@ def mma_limit(case: Case, ceilings: Ceilings, plans: Sequence[Plan]) -> Limit | 
     """
     if not ceilings.mma_tflops or all(plan.family != MMA_FAMILY for plan in plans):
         return None
-    flops, _ = work(case)
+    flops, _ = flops_and_bytes(case)
     rates = [_plan_tflops(case, plan, ceilings) for plan in plans]
     compute_ms = sum(flops / len(plans) / rate for rate in rates) * 1e-9
     return _binding("mma.sync", compute_ms, case, ceilings)
@@ -147,14 +147,14 @@ def _plan_tflops(case: Case, plan: Plan, ceilings: Ceilings) -> float:
 
 def _binding(name: str, compute_ms: float, case: Case, ceilings: Ceilings) -> Limit:
     """The limit of compute or of memory, whichever takes longer; ``name`` is that of compute."""
-    flops, moved = work(case)
+    flops, moved = flops_and_bytes(case)
     memory_ms = moved / ceilings.copy_tb_s * 1e-9
     return Limit(
         name if compute_ms >= memory_ms else "memory", max(compute_ms, memory_ms), flops, moved
     )
 
 
-def work(case: Case) -> tuple[int, int]:
+def flops_and_bytes(case: Case) -> tuple[int, int]:
     """The case's operations, and the bytes that it has to move.
 
     Each pass reads two tensors and writes the third. A training step is all three passes.

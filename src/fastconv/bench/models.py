@@ -128,7 +128,7 @@ def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     WorkloadError if there is no such model, and a MissingExtra if neither library is installed.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # Those concern initial weights.
+        warnings.simplefilter("ignore", FutureWarning)  # It concerns initial weights.
         return _build(name)
 
 
@@ -153,7 +153,7 @@ def _library(module: str) -> Any:
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another PyTorch.
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another PyTorch.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing in (package, module):
             return None

@@ -1,8 +1,8 @@
 """Draws random convolutions of every kind, for verification and for tests of planners and kernels.
 
-Half of all sizes are odd, since round sizes take other paths through planners and kernels. The
-number of operations is drawn before the sizes, since small problems take other kernels than real
-layers do.
+Many sizes are arbitrary rather than round, since round sizes take other paths through planners and
+kernels. The number of operations is drawn before the sizes, since small problems take other kernels
+than real layers do.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def residual(draw: Random) -> Workload:
 
 
 def practical(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """Draws a layer as networks have them: odd sides, dilations, strides, batches of images.
+    """Draws a layer as networks have them: their sides, dilations, strides, batches of images.
 
     To stay within the limits, it gets fewer images and channels; sides and kernel stay.
     """
     while True:
         kernel, stride, dilation = draw.choice(_LAYERS)(draw)
-        height = draw.choice(_ODD_SIDES)
+        height = draw.choice(_NETWORK_SIDES)
         size = (1, 16 * height) if kernel[0] == 1 and draw.random() < 0.5 else (height, height)
         ins, outs, groups = _practical_channels(draw)
         made = Workload(
@@ -136,7 +136,7 @@ def far(draw: Random, most_flops: float, most_elements: float = math.inf) -> Wor
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
 
 
-_ODD_SIDES = (7, 14, 28, 33, 49, 56, 65, 65, 97, 101, 112, 129, 224, 257, 299, 513)
+_NETWORK_SIDES = (7, 14, 28, 33, 49, 56, 65, 65, 97, 101, 112, 129, 224, 257, 299, 513)
 
 
 # Each of the next four functions draws the kernel size, stride and dilation of a layer.
@@ -361,7 +361,7 @@ def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Pr
 
 
 def smaller(problem: Problem) -> Iterator[Problem]:
-    """Smaller variants of a problem, each with one dimension reduced, to simplify a failure."""
+    """Smaller variants of a problem, each with one dimension reduced, to shrink test cases."""
     yield from _smaller(problem)
     yield from _with_same_parity(problem)
     yield from _with_fewer_octets(problem)
@@ -393,8 +393,8 @@ def _smaller(problem: Problem) -> Iterator[Problem]:
 def _with_same_parity(problem: Problem) -> Iterator[Problem]:
     """Variants with half of an even batch, or with a smaller odd side.
 
-    Two thirds of an even batch may be odd, and two thirds of an odd side even, while the failure
-    may depend on this.
+    Two thirds of an even batch may be odd, and two thirds of an odd side even, and kernels may
+    depend on this.
     """
     height, width = problem.input_size
     halves = [{"batch": problem.batch // 2}] if problem.batch % 2 == 0 else []

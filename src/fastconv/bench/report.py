@@ -53,7 +53,7 @@ SUM_NOTE = (
     "count: how many such layers the model has, in a sum all of its layers; sum: each row's time, "
     "multiplied by its count; first layers have no input gradient and do not count there"
 )
-UNSTEADY = (
+UNSTEADY_NOTE = (
     f"?: samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine: "
     "the figure says little"
 )
@@ -359,7 +359,7 @@ def _section(legend: str, warnings: Sequence[str], table: str, notes: Sequence[s
 
 
 def _unsteady(results: AnyResults) -> list[str]:
-    return [UNSTEADY] if any(row.unsteady for row in results.rows) else []
+    return [UNSTEADY_NOTE] if any(row.unsteady for row in results.rows) else []
 
 
 def _host_path(results: HostResults | NetworkResults) -> str:

@@ -142,9 +142,7 @@ class Trial:
     """A case, the alignment of its tensors, and their data."""
 
     case: Case
-    misaligned: tuple[
-        str, ...
-    ] = ()  # tensors of PLACED that lie one element off an aligned address
+    misaligned: tuple[str, ...] = ()  # tensors of PLACED, one element past an aligned address
     bias: bool = False  # a bias in the forward pass, its gradient in the weight gradient
     data: str = NORMAL
     seed: int = 0
