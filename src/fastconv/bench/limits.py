@@ -127,8 +127,8 @@ def mma_limit(case: Case, ceilings: Ceilings, plans: Sequence[Plan]) -> Limit | 
 def multiplied(plan: Plan, dtype: str) -> tuple[str, int]:
     """The number format of a plan's MMAs, and how many of them it takes for one multiplication.
 
-    Kernels that split float32 into two parts take three MMAs. Next to kernels with scaled fp16, a
-    plan has fallback kernels for numbers out of float16's range; these are not counted.
+    Kernels that split float32 into two parts take three MMAs. A plan with scaled fp16 also has
+    repair launches, for numbers out of float16's range; these are not counted.
     """
     constants = [dict(launch.kernel.constants) for launch in plan.launches]
     scaled_fp16 = [one for one in constants if one.get("halves")]
