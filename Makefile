@@ -26,7 +26,7 @@ types: .venv/ready
 # Two lanes of about equal length. What the first says comes last. A shell has what runs in the
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
 # Dry runs look through all objects of their process, so those tests have a small one of their own.
-DRY_RUNS := tests/test_dry_runs.py tests/test_preparation.py tests/test_bench_networks.py
+DRY_RUNS := tests/test_dry_runs.py tests/test_preparation.py tests/bench/test_bench_networks.py
 FIRST_LANE := tests/emulator $(DRY_RUNS)
 test-cpu: .venv/ready
 	@log=$$(mktemp); ($(BIN)/pytest -m "not gpu" tests/emulator; emulator=$$?; \
@@ -37,11 +37,11 @@ test-cpu: .venv/ready
 # The whole net, for which there is no time in every run: about an hour on two cores. With another
 # SEED, other problems are planned.
 test-net: .venv/ready
-	FASTCONV_NET=$(or $(SEED),0) FASTCONV_PLANS=6000 $(BIN)/pytest tests/emulator tests/test_every_gpu.py
+	FASTCONV_NET=$(or $(SEED),0) FASTCONV_PLANS=6000 $(BIN)/pytest tests/emulator tests/kernels/test_every_gpu.py
 
 # All kernels of the suites' layers, for all GPUs with tensor cores: hours.
 test-compile: .venv/ready
-	FASTCONV_COMPILE_ALL=1 $(BIN)/pytest tests/test_kernels_compile.py
+	FASTCONV_COMPILE_ALL=1 $(BIN)/pytest tests/kernels/test_kernels_compile.py
 
 # Looks for classes of code that the net lacks, and adds problems that have them.
 net: .venv/ready
@@ -54,7 +54,7 @@ test-gpu:
 test-oldest-torch:
 	$(PYTHON) -m venv .venv-oldest-torch
 	.venv-oldest-torch/bin/pip install --quiet --disable-pip-version-check torch==2.0.1 'numpy<2'
-	.venv-oldest-torch/bin/python tests/exported_file.py examples/*.py
+	.venv-oldest-torch/bin/python tests/api/exported_file.py examples/*.py
 
 examples: .venv/ready
 	for name in dilated5x9 asym5x9 square3x3; do \

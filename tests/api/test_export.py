@@ -39,7 +39,7 @@ from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, Workload, parse_shape
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = {workload.name: ROOT / f"examples/{workload.name}.py" for workload in FOUNDING}
 SMALL = "2x8x12x40 16x8x3x5 padding=1,2"
 NARROW = "2x6x12x20 12x1x5x3 padding=2,1 groups=6"
@@ -143,7 +143,7 @@ def test_python_half(name: str, check: Any) -> None:
 )
 def test_python_half_with_the_oldest_torch() -> None:
     python = os.environ["FASTCONV_OLDEST_TORCH"]
-    script = ROOT / "tests/exported_file.py"
+    script = ROOT / "tests/api/exported_file.py"
     subprocess.run([python, script, *EXAMPLES.values()], check=True, env={"PYTHONPATH": ""})
 
 
@@ -901,7 +901,7 @@ def test_maps_as_numbers(small: Path) -> None:
 @pytest.mark.parametrize("version", [11080, 13000])
 def test_launcher_makes_maps_and_launches_early(tmp_path: Path, version: int) -> None:
     """Without CUDA: what the driver and the runtime are told."""
-    stub, program = ROOT / "tests/cuda_stub", tmp_path / "calls"
+    stub, program = ROOT / "tests/data/cuda_stub", tmp_path / "calls"
     defined = {
         "CUDART_VERSION": str(version),
         "TILED": ",".join(map(str, TILED_NUMBERS)),

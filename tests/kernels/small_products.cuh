@@ -1,4 +1,4 @@
-// A kernel that does nothing but warps' products of small matrices: tests/small_products.py.
+// A kernel that does nothing but warps' products of small matrices: tests/kernels/small_products.py.
 #include "device/mma.cuh"
 
 namespace fastconv {

@@ -1,4 +1,4 @@
-// Kernels that do nothing but tensor copies, one box in each block: tests/tensor_maps.py.
+// Kernels that do nothing but tensor copies, one box in each block: tests/kernels/tensor_maps.py.
 #include "device/sm90.cuh"
 
 namespace fastconv {

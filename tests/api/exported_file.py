@@ -2,7 +2,7 @@
 
 Needs nothing but torch, so that it also runs under the oldest version that exported files support:
 
-    python tests/exported_file.py examples/*.py
+    python tests/api/exported_file.py examples/*.py
 """
 
 import importlib.util

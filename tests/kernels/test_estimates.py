@@ -27,7 +27,7 @@ from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CYCLES_A_MS = 1.755e6  # an H200's clock under load
 TOLERANCE = 0.25
 

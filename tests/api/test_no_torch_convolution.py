@@ -22,9 +22,9 @@ REFERENCES = [
     PACKAGE / path for path in ("bench", "exporter/subject.py", "exporter/parts/self_check.py")
 ]
 # What others are given in place of our operators, in files and graphs of theirs, names PyTorch's.
-# tests/test_networks.py: nothing that computes goes through it.
+# tests/api/test_networks.py: nothing that computes goes through it.
 DECOMPOSITION = PACKAGE / "ops/decomposition.py"
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # Functions, modules and operators that convolve, or that make a matrix product of a convolution.
 FORBIDDEN = re.compile(

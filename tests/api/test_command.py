@@ -35,7 +35,7 @@ from fastconv.exporter import ExportError, file
 from fastconv.jit import cache
 from fastconv.kernels.family import Plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHAPE = "1x2x6x6 3x2x3x3"
 BENCH = ["bench", "--device", "cpu", "--repeats", "1", "--row-seconds", "0", "--shape", SHAPE]
 SHOWN = ["--pass", "forward"]

@@ -1,5 +1,5 @@
 // A kernel that does nothing but a warpgroup's product of matrices that are swizzled, over 128
-// bytes of each row: tests/swizzled_products.py.
+// bytes of each row: tests/kernels/swizzled_products.py.
 #include "device/wgmma.cuh"
 
 namespace fastconv {
