@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastconv
+from exports import exported
 from fastconv.backends import cpu
+from fastconv.workloads import FOUNDING
 
 PACKAGE = Path(fastconv.__file__).parent
 # Where PyTorch is what is measured against, or replaced.
@@ -24,7 +26,6 @@ REFERENCES = [
 # What others are given in place of our operators, in files and graphs of theirs, names PyTorch's.
 # tests/api/test_networks.py: nothing that computes goes through it.
 DECOMPOSITION = PACKAGE / "ops/decomposition.py"
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # Functions, modules and operators that convolve, or that make a matrix product of a convolution.
 FORBIDDEN = re.compile(
@@ -145,9 +146,9 @@ def test_uses_in_cpp_are_found() -> None:
     assert len(FORBIDDEN_IN_CPP.findall(source)) == 3
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_exported_files_use_it_in_their_self_check_alone(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", [workload.name for workload in FOUNDING])
+def test_exported_files_use_it_in_their_self_check_alone(name: str) -> None:
+    source = exported(name).read_text(encoding="utf-8")
     (twin,) = (
         node
         for node in ast.parse(source).body

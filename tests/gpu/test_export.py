@@ -21,10 +21,10 @@ import fastconv
 import tensor_maps
 from emulator.works import rounded_to_tf32
 from exported_file import load
+from exports import exported
 from fastconv.workloads import FOUNDING, Workload
 from gpu.helpers import is_hopper
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = (
     "import torch; from {name} import ModelNew; model = ModelNew().cuda(); "
     "x = torch.randn({shape}, device='cuda', requires_grad=True); y = model(x); "
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    return load(EXAMPLES / "dilated5x9.py")
+    return load(exported("dilated5x9"))
 
 
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
@@ -47,18 +47,19 @@ def test_one_line_command(workload: Workload, tmp_path: Path) -> None:
     """From nothing, and again from what the first run kept."""
     shape = ", ".join(map(str, workload.input))
     code = COMMAND.format(name=workload.name, shape=shape)
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    folder, environment = exported(workload.name).parent, dict(os.environ)
+    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     for limit in (FIRST_COMPILE_S, FROM_CACHE_S):
         # PyTorch's own start is not ours to answer for.
-        bare = _seconds("import torch; torch.randn(1, device='cuda')", environment)
-        taken = _seconds(code, environment)
+        bare = _seconds("import torch; torch.randn(1, device='cuda')", folder, environment)
+        taken = _seconds(code, folder, environment)
         print(f"{workload.name}: {taken:.1f} s, PyTorch alone {bare:.1f} s")
         assert taken - bare < limit
 
 
-def _seconds(code: str, environment: dict[str, str]) -> float:
+def _seconds(code: str, folder: Path, environment: dict[str, str]) -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLES, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, env=environment)
     return time.perf_counter() - start
 
 
@@ -71,7 +72,7 @@ def test_gradients_of_examples(workload: Workload, tf32: bool) -> None:
     (their operands are rounded as ours are), so that theirs are no measure of 1e-4. Exact sums of
     rounded operands are; PyTorch's are as near to ours as they are to those.
     """
-    module = load(EXAMPLES / f"{workload.name}.py")
+    module = load(exported(workload.name))
     model = module.ModelNew().cuda()
     twin = module.pytorch_twin(model)
     x = torch.randn(workload.input, device="cuda")
@@ -102,7 +103,7 @@ def _error(ours: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
 def test_plans_for_other_gpus(workload: Workload, made_for: str, tf32: bool) -> None:
     """The plans that a file has for those, on this one, against exact sums; all but bias_grad."""
-    module = load(EXAMPLES / f"{workload.name}.py")
+    module = load(exported(workload.name))
     module.target = lambda architecture, shared_bytes: made_for
     sources = _noting(module)
     model = module.ModelNew(bias=True).cuda()
@@ -299,7 +300,7 @@ def test_wrong_devices_and_second_derivatives(example: ModuleType) -> None:
 def test_forward_is_as_fast_as_the_package() -> None:
     """The same kernels, by another compiler: within 5 %, and some noise of short measurements."""
     for workload in FOUNDING:
-        module = load(EXAMPLES / f"{workload.name}.py")
+        module = load(exported(workload.name))
         model = module.ModelNew().cuda()
         x = torch.randn(workload.input, device="cuda")
         problem = workload.problem

@@ -1,0 +1,29 @@
+"""Files that ``fastconv.export`` writes for the founding workloads."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import fastconv
+from fastconv.kernels import tuned
+
+
+@cache
+def exported(name: str) -> Path:
+    """The file of a workload, named after it, with no plans but those tuned by the package."""
+    path = _folder() / f"{name}.py"
+    with mock.patch.object(tuned, "table", return_value=tuned.read(tuned.SHIPPED)):
+        fastconv.export(name, output=path)
+    return path
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fastconv-exports-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
