@@ -1,0 +1,79 @@
+"""Fixtures of the tests of the native host path."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import functools
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastconv import native
+from fastconv.native import build
+from native.driver import DRIVER, LIBCUDA, Driver, loaded_driver
+from native.helpers import Compiler, Host, forget
+
+
+@pytest.fixture(scope="session")
+def built(_native_library: Any) -> Path:
+    """The library, which is compiled once for all tests."""
+    return build.library()
+
+
+@pytest.fixture
+def folder(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder that is not there yet, in what seems to be a new process."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
+    monkeypatch.delenv("FASTCONV_NATIVE", raising=False)
+    for name in ("conv2d", "_begun", "_background", "_forked", "_reason"):
+        monkeypatch.setattr(native, name, getattr(native, name))  # to be restored
+    monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
+    forget()
+    yield folder
+    forget()
+
+
+@pytest.fixture
+def fake(
+    folder: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Compiler]:
+    (tmp_path / "tools").mkdir()
+    fake = Compiler(tmp_path / "tools", built)
+    monkeypatch.setenv("CXX", str(fake.path))
+    return fake
+
+
+@pytest.fixture
+def host(_native_library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    path = tmp_path / "host.so"
+    shutil.copy(build.library(), path)
+    host = Host(path)
+    monkeypatch.setattr(native, "conv2d", host.conv2d)
+    return host
+
+
+@pytest.fixture(scope="module")
+def _driver_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    if loaded_driver() is not None:
+        pytest.skip("the real driver is loaded")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    soname = f"-Wl,-soname,{LIBCUDA}"
+    command = ["cc", "-shared", "-fPIC", soname, "driver.c", "-o", LIBCUDA]
+    subprocess.check_call(command, cwd=folder)
+    yield ctypes.CDLL(str(folder / LIBCUDA))
+    # Each copy of the library has opened it, too: nobody else shall find it.
+    while (still := loaded_driver()) is not None:
+        for _ in range(2):
+            _ctypes.dlclose(still._handle)
+
+
+@pytest.fixture
+def driver(_driver_library: ctypes.CDLL) -> Driver:
+    return Driver(_driver_library)
