@@ -3,9 +3,10 @@
     PYTHONPATH=src python tests/gpu/cold_start.py resnet50 --batch 64
     PYTHONPATH=src python tests/gpu/cold_start.py convnext_tiny --type bfloat16 --channels-last
 
-PyTorch's (with ``cudnn.benchmark``); ours with an empty cache; the same after ``prepare``, whose
-time is part of the step's; and ours with what the second has left on disk. ``first_s`` is from a
-network on the GPU to the end of its first step, ``more_s`` how much more than a later one that is.
+The processes run PyTorch's convolutions with ``cudnn.benchmark``; fastconv's with an empty cache;
+fastconv's with an empty cache after ``prepare``, whose time counts as part of the step; and
+fastconv's with the cache that the second process wrote. ``first_s`` is the time from a network on
+the GPU to the end of its first step, and ``more_s`` is how much longer that is than a later step.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def main() -> None:
     if arguments.way:
         print(json.dumps(measure(arguments)), flush=True)
         return
-    # Libraries of the native host path may still be under way into it.
+    # A background build of the native host path may still write into the folder.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for way in WAYS:
             cache = Path(folder) / ("cold" if way == "warm" else way)
             command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-            # CUDA has one, too, with what NVRTC made: another way's would spare most of the work.
+            # CUDA's driver keeps a cache of its own, which would make a later process faster.
             caches = {"FASTCONV_CACHE_DIR": str(cache), "CUDA_CACHE_PATH": str(cache / "cuda")}
             subprocess.run(command, env={**os.environ, **caches}, check=True)
 

@@ -22,10 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _settings() -> Iterator[None]:
-    """Float32 is float32, for PyTorch and us; references are computed on all cores it has."""
+    """Turns TF32 off, and lets the CPU compute references on all of its cores."""
     cudnn, threads, tf32 = torch.backends.cudnn, torch.get_num_threads(), None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    # PyTorch's testing utilities, once imported, forbid to change settings otherwise.
+    # PyTorch's testing utilities, once imported, forbid any other way to change settings.
     with torch.backends.__allow_nonbracketed_mutation():
         tf32, cudnn.allow_tf32 = cudnn.allow_tf32, False
     yield

@@ -1,4 +1,4 @@
-"""What the GPU tests share."""
+"""Compilation ahead of time, tensors between NaNs, and random geometries for the GPU tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_hopper() -> bool:
 
 
 def free_memory(needed_bytes: int) -> Iterator[None]:
-    """For fixtures: so much of the GPU's memory is free, or the test skipped; freed afterwards."""
+    """The body of a fixture: skips the test unless the GPU has this much free memory."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < needed_bytes:
         pytest.skip(f"needs {needed_bytes >> 30} GiB of GPU memory")
@@ -44,7 +44,7 @@ def free_memory(needed_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def _noting_kernels() -> Iterator[dict[str, Kernel]]:
-    """Convolutions compute nothing, but note by their text the kernels they would have run."""
+    """Yields the kernels, by their text, that convolutions would run; they compute nothing."""
     kernels: dict[str, Kernel] = {}
 
     def prepare(launches: Sequence[Launch], *_: Any) -> Any:
@@ -61,9 +61,9 @@ def _noting_kernels() -> Iterator[dict[str, Kernel]]:
 
 
 def precompile(calls: Iterable[Callable[[], Any]]) -> None:
-    """Compiles what the calls need, at once for all of them: alone, they would do it in turn.
+    """Compiles the kernels of all calls in parallel. The calls alone would compile one by one.
 
-    The calls run, but their results are garbage. The kernels are left in the disk cache.
+    The calls run, but their results are garbage. The kernels stay in the disk cache.
     """
     with _noting_kernels() as kernels:
         for call in calls:
@@ -86,18 +86,18 @@ def all_passes(
 
 
 def _among_nans(tensor: Tensor, before: int) -> Tensor:
-    """The same tensor between NaNs, ``before`` elements of them in front."""
+    """A copy of the tensor with NaNs before and after it, ``before`` of them in front."""
     around = tensor.new_full((before + tensor.numel() + 64,), torch.nan)
     return around.as_strided(tensor.shape, tensor.stride(), before).copy_(tensor)
 
 
 def _sliced(tensor: Tensor) -> Tensor:
-    """Every second element of a larger tensor, NaN in between."""
+    """A copy in every second element of a larger tensor, with NaN in between."""
     apart = tensor.new_full([2 * side + 1 for side in tensor.shape], torch.nan)
     return apart[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
 
 
-# The same tensor elsewhere; whoever reads what is not part of it reads NaN.
+# Ways to place a tensor in memory. A kernel that reads outside of the tensor reads NaN.
 PLACES: dict[str, Callable[[Tensor], Tensor]] = {
     "aligned": lambda tensor: _among_nans(tensor, 64),
     "misaligned": lambda tensor: _among_nans(tensor, 1),
@@ -109,13 +109,15 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 
 # --- Geometries -----------------------------------------------------------------------------------
 
-MOST_PRODUCTS = 2 * 10**7  # of a convolution: the reference takes a fraction of a second
+# Bounds the multiplications of a random convolution, so that its float64 reference on the CPU takes
+# a fraction of a second.
+MOST_PRODUCTS = 2 * 10**7
 MOST_CHANNELS = 70
 
 
 @st.composite
 def large_convolutions(draw: st.DrawFn) -> Convolution:
-    """Larger than those of ``strategies.convolutions``: many tiles, parts and stages."""
+    """Convolutions with many tiles and stages, larger than ``strategies.convolutions``."""
 
     def pair(values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
         return draw(values), draw(values)
@@ -153,7 +155,7 @@ def large_convolutions(draw: st.DrawFn) -> Convolution:
 def tensor_core_convolutions(
     draw: st.DrawFn, strides: Sequence[int] = (1, 1, 1, 2, 3, 4)
 ) -> Convolution:
-    """What tensor cores take: 8 channels and more, wide images and narrow ones."""
+    """Convolutions that the tensor-core kernels accept: groups of at least 8 channels."""
 
     def pair(values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
         return draw(values), draw(values)
@@ -184,5 +186,5 @@ def tensor_core_convolutions(
 
 
 def arguments_of(problem: Problem, precision: str = "ieee") -> tuple[Any, ...]:
-    """The operators' last arguments; without a precision, float32 is float32."""
+    """The last arguments of the operators: the geometry and the precision of float32."""
     return problem.stride, problem.padding, problem.dilation, problem.groups, precision

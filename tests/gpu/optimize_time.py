@@ -1,12 +1,12 @@
-"""How long ``fastconv.optimize`` takes where nothing is compiled, and what it spends that on.
+"""How long ``fastconv.optimize`` takes with empty caches and with warm ones, and on what.
 
     PYTHONPATH=src python tests/gpu/optimize_time.py resnet50
     PYTHONPATH=src python tests/gpu/optimize_time.py resnet50 --mode inference --benchmark
 
 For TF32 in NCHW and for bfloat16 in channels-last (autocast), each in a new process with empty
-caches, fastconv's and CUDA's: a line of JSON with the seconds of each phase and of the first step
-afterwards. Then once more with the cache that this has left. ``--benchmark`` sets
-``cudnn.benchmark``, whose trying out is then most of "PyTorch's first calls".
+caches, fastconv's and CUDA's: a line of JSON with the seconds of each task and of the first step
+afterwards. A second process repeats this with the caches that the first one filled.
+``--benchmark`` sets ``cudnn.benchmark``, whose trials are then most of "PyTorch's first calls".
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         print(json.dumps(measure(arguments)), flush=True)
         return
     for dtype in TYPES:
-        # Libraries of the native host path may still be under way into it.
+        # A background build of the native host path may still write into the folder.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             caches = {
                 "FASTCONV_CACHE_DIR": folder, "CUDA_CACHE_PATH": str(Path(folder) / "cuda")

@@ -3,11 +3,11 @@
     git clone https://github.com/ScalingIntelligence/KernelBench
     PYTHONPATH=src python tests/gpu/run_kernelbench.py KernelBench docs/results/h200-kernelbench
 
-For each of its convolutions of two dimensions, ``fastconv export --reference`` makes a file of the
-problem's own; KernelBench's static checker and ``eval_kernel_against_ref``, both as they are, judge
-it in float32 and in PyTorch's default precision, TF32. Files are compiled beforehand, many at a
-time. Two of KernelBench's modules import packages that its evaluation has no use for: where these
-are missing, empty ones take their place.
+For each of its two-dimensional convolutions, ``fastconv export --reference`` turns the problem's
+file into one with our kernels. KernelBench's static checker and ``eval_kernel_against_ref``, both
+unmodified, judge it in float32 and in PyTorch's default precision, TF32. Files are compiled
+beforehand, many at a time. Two of KernelBench's modules import packages that its evaluation does
+not use: where these are missing, empty modules replace them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _fill_in() -> None:
-    """Empty modules for those that are missing, with the few names that are imported from them."""
+    """Replaces missing modules by empty ones with the few names that are imported from them."""
     for name in UNUSED:
         if importlib.util.find_spec(name) is None:
             module: Any = types.ModuleType(name)
@@ -91,7 +91,7 @@ def _nothing(*arguments: Any, **named: Any) -> None:
 
 
 class _Record:
-    """Attributes from keyword arguments, over the class's own values."""
+    """Takes attributes as keyword arguments, with the class's attributes as defaults."""
 
     def __init__(self, **values: Any) -> None:
         for name in self.__annotations__:
@@ -99,7 +99,7 @@ class _Record:
 
 
 def compile_all(problems: dict[int, Path], folder: Path) -> None:
-    """Writes all files and has each compiled in a process of its own."""
+    """Writes all files, and compiles each in its own process."""
     processes = []
     for number, path in problems.items():
         exported = folder / f"{number}.py"
@@ -153,7 +153,7 @@ def evaluate(
 def write(rows: list[dict[str, Any]], output: Path, kernelbench: Path) -> None:
     head = ("git", "-C", str(kernelbench), "rev-parse", "--short=12", "HEAD")
     done = subprocess.run(head, capture_output=True, text=True)
-    # A copy without its history may lie in another repository, whose commit this is not.
+    # A checkout without its history may lie inside another repository, whose commit is unrelated.
     commit = os.environ.get("KERNELBENCH_COMMIT") or done.stdout.strip() or "unknown"
     environment = {
         "gpu": torch.cuda.get_device_name(0),

@@ -1,13 +1,13 @@
 """Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch; see the Makefile.
 
-With an argument, a family and the portable kernels alone run, with sm_80's shared memory: "direct",
-"ampere", or "depthwise", which runs narrow groups alone. Two of the tools do not understand all
-that kernels do: initcheck does not see what sm_90a's bulk copies write, and racecheck takes for
-races what rings of barriers order, on Hopper and in Ampere's correlations (see
-docs/kernels/ampere-halo.md).
+An argument names a family, "direct", "ampere" or "depthwise": then only its kernels and the portable
+ones run, with sm_80's shared memory, and "depthwise" runs only narrow groups. Two of the tools do not
+understand everything that the kernels do. initcheck does not see the bytes that sm_90a's bulk copies
+write. racecheck reports races where a ring of mbarriers orders the accesses, on Hopper and in
+Ampere's halo-tile kernel (see docs/kernels/ampere-halo.md).
 
-All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
-(making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.
+The sanitizer slows kernels down ten to fifty times, so the problems are small, and inputs and
+references are computed on the CPU. The exit status is 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ PROBLEMS = {
     "many channels": ((1, 20, 6, 8), (40, 20, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
     "one pixel": ((1, 3, 3, 3), (2, 3, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "far apart": ((1, 1, 2, 9100), (2, 1, 1, 3), (1, 500), (0, 0, 0, 0), (1, 4000), 1),
-    # Enough blocks on any GPU for the weights to be packed, and the pixels to be split.
+    # Has enough blocks on any GPU that the weights are packed and the pixels are split.
     "many blocks": ((400, 3, 7, 8), (4, 3, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
 }
 
-# The same, for tensor cores where there are any: rows that blocks walk down, several rows at once,
-# rows stacked in a product, strides, gradients in phases and with zeros, weights that do not stay,
-# blocks of pixels, strips, lines that lanes copy, images that a tensor copy has together.
+# Problems for the tensor-core kernels, with the same fields. They cover tiles that roll down the
+# image, several rows per tile, rows stacked in one MMA, strides, input gradients by residues and
+# with zeros, weights that do not stay in shared memory, blocks of pixels, strips, lines that single
+# lanes copy, and TMA boxes with several images.
 TENSOR_CORE_PROBLEMS = {
     "rolling": ((1, 16, 7, 130), (32, 16, 3, 2), (1, 1), (1, 1, 1, 0), (1, 1), 1),
     "narrow": ((2, 24, 9, 7), (72, 24, 2, 3), (1, 1), (1, 0, 1, 1), (1, 1), 1),
@@ -80,7 +81,8 @@ TENSOR_CORE_PROBLEMS = {
     "boxes that are cleared": ((8, 16, 12, 76), (136, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
 }
 
-# The same, for matrix products: tiles across images, whole planes, rows of taps, phases, zeros.
+# Problems for the implicit-GEMM kernels, with the same fields. They cover tiles across images, whole
+# planes, rows of taps, residues of a stride, and zeros.
 GEMM_PROBLEMS = {
     "pointwise": ((3, 72, 10, 12), (136, 72, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "small images": ((5, 72, 7, 7), (72, 72, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
@@ -92,11 +94,11 @@ GEMM_KINDS = (
     (torch.bfloat16, torch.channels_last, True, "ieee"),
 )
 
-# The same, for narrow groups: small images, of which a block has several; kernels beyond the image,
-# of which a block copies the inside; tiles; strides, dilations and both; groups of several
-# channels, and parts of them; long sums; kernel rows that threads, and blocks, share; rows of taps
-# that are bands; pixels that many blocks share; rows that have more vectors than a block has
-# threads, and images of one column.
+# Problems for narrow groups, with the same fields. They cover small images, several to a block;
+# kernels larger than the image, of which a block copies the inside; tiles; strides, dilations and
+# both; groups of several channels, and parts of them; long sums; kernel rows that threads or blocks
+# share; rows of taps as Toeplitz matrices; pixels that many blocks share; rows with more vectors
+# than a block has threads; and images of one column.
 NARROW_PROBLEMS = {
     "small images": ((9, 35, 7, 8), (35, 1, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 35),
     "inside": ((5, 6, 7, 7), (6, 1, 13, 13), (1, 1), (6, 6, 6, 6), (1, 1), 6),
@@ -131,7 +133,7 @@ MODES = (
 def results(
     problem: Problem, tensors: list[torch.Tensor], precision: str
 ) -> tuple[torch.Tensor, ...]:
-    """All three passes, and the bias's gradient, on the device of the tensors."""
+    """The output, and the gradients of input, weight and bias, on the device of the tensors."""
     input, weight, grad_output = tensors
     last = (problem.stride, problem.padding, problem.dilation, problem.groups, precision)
     return (
@@ -142,7 +144,7 @@ def results(
 
 
 def reference(problem: Problem, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The same by PyTorch, in float64 on the CPU."""
+    """The results of :func:`results` by PyTorch, in float64 on the CPU."""
     *leaves, grad_output = (oracle.exact(tensor) for tensor in tensors)
     top, bottom, left, right = problem.padding
     geometry: dict[str, Any] = {
@@ -156,7 +158,7 @@ def reference(problem: Problem, tensors: list[torch.Tensor]) -> tuple[torch.Tens
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU, one element past an aligned address."""
+    """A copy on the GPU that begins one element past an aligned address."""
     storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype).to("cuda")
     return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
@@ -172,7 +174,7 @@ def check(
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     on_cpu = [oracle.random(s, dtype).contiguous(memory_format=memory_format) for s in shapes]
     on_cpu[0][:, :, :small_rows] *= 2.0**-50
-    if precision == "tf32":  # of numbers that it does not round
+    if precision == "tf32":  # Clear the bits that TF32 would round away.
         on_cpu = [(tensor.view(torch.int32) & ~0x1FFF).view(dtype) for tensor in on_cpu]
     on_gpu = [tensor.to("cuda") if aligned else misaligned(tensor) for tensor in on_cpu]
     actual = [result.cpu() for result in results(problem, on_gpu, precision)]
@@ -182,7 +184,7 @@ def check(
         for name, *values in zip(
             ("output", "input", "weight", "bias"), actual, expected, sizes, strict=True
         ):
-            # Tensor cores cut off what does not fit a sum of TF32's products.
+            # With TF32, tensor cores truncate the bits that do not fit an accumulator.
             oracle.assert_within_rounding(name, *values, more=2 if precision == "tf32" else 1)
     except AssertionError as error:
         kind = f"{dtype}, {precision}, {memory_format}, aligned={aligned}"
@@ -193,7 +195,7 @@ def check(
 
 def main() -> int:
     torch.manual_seed(0)
-    plans.kept = lambda plan, *asked: plan(*asked)  # those that are forced here are not to be kept
+    plans.kept = lambda plan, *asked: plan(*asked)  # Forced plans must not reach the disk cache.
     family = sys.argv[1] if len(sys.argv) > 1 else ""
     with planner.only(family, limits="sm_80") if family else nullcontext():
         correct = narrow_checks() if family == "depthwise" else checks(PROBLEMS)
@@ -208,7 +210,7 @@ def main() -> int:
 def checks(problems: dict[str, tuple[Any, ...]]) -> list[bool]:
     correct = []
     for index, arguments in enumerate(problems.values()):
-        # Each problem in both layouts; dtypes and alignment take turns.
+        # Each problem runs in both layouts; types and alignments alternate.
         for turn, memory_format in enumerate(FORMATS):
             dtype = DTYPES[(index + turn) % len(DTYPES)]
             aligned = (index + 2 * turn) % 3 != 0
@@ -217,19 +219,19 @@ def checks(problems: dict[str, tuple[Any, ...]]) -> list[bool]:
 
 
 def narrow_checks() -> list[bool]:
-    """On all processors, which share pixels; and as if there were one: blocks have many planes."""
+    """Checks plans for all SMs, whose blocks share pixels, and for one, with planes per block."""
     correct = checks(NARROW_PROBLEMS)
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=1)
-    cuda._ready.cache_clear()  # plans for all processors
+    cuda._ready.cache_clear()  # Drops the plans for all SMs.
     with mock.patch.object(cuda, "gpu", return_value=few):
         return correct + checks(NARROW_PROBLEMS)
 
 
 def tensor_core_checks() -> list[bool]:
     correct = []
-    # As if there were two processors: blocks have several tiles to compute, and large ones. Weight
-    # gradients are so small that they would be left to the portable kernels, images that they would
-    # not be computed in float16.
+    # Plans are made for a GPU with two SMs, so that blocks have several large tiles. The patches
+    # keep the planner from giving such small weight gradients to the portable kernels, and let it
+    # choose scaled fp16 for such small images.
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
@@ -245,7 +247,7 @@ def tensor_core_checks() -> list[bool]:
                 aligned = (index + turn) % 4 != 3
                 problem = Problem.of(*arguments)
                 correct.append(check(problem, dtype, memory_format, aligned, precision))
-        # float32 that float16 has not the range of: computed once more.
+        # Numbers beyond float16's range: the kernels must repair these results.
         for precision, name in (("tf32", "rolling"), ("ieee", "narrow"), ("ieee", "blocks")):
             problem = Problem.of(*TENSOR_CORE_PROBLEMS[name])
             kind = (torch.float32, torch.contiguous_format, True, precision)
@@ -254,7 +256,7 @@ def tensor_core_checks() -> list[bool]:
 
 
 def gemm_checks() -> list[bool]:
-    """With the kernels for matrix products, even where images are so small that others win."""
+    """Checks the implicit-GEMM kernels, also for images so small that others are faster."""
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=2)
     with (
         mock.patch.object(cuda, "gpu", return_value=few),

@@ -1,14 +1,15 @@
 """Runs many processes that compile ResNet-50's layers side by side, and ends some of them early.
 
-They are short and long, of one thread and of several, and end in every way that processes do; some
-are killed in the middle. Meanwhile entries vanish from the cache folders that they share, or are
-damaged, and the folders cannot be written to half of the time, or are full. A process that ends
-otherwise than it was to, a wrong result, or a damaged entry that nobody damaged: status 1, and what
-runs that process again, alone.
+The processes are short and long, have one thread or several, and end in every way that processes
+can; some are killed. Meanwhile, entries of the cache folders that they share are removed or damaged,
+and folders are full, or read-only half of the time. The exit status is 1 if a process ends in
+another way than its task says, a result is wrong, or an entry is corrupt that this program did not
+damage; the command that runs such a process alone is printed.
 
     PYTHONPATH=src:tests python tests/gpu/stress.py --processes 300 --at-once 12 -o summary.json
 
-Without a GPU, kernels are only built. Linux only: limits of other processes stand in for disks.
+Without a GPU, kernels are only built. It runs on Linux alone, where limits on the size of another
+process's files imitate full disks.
 """
 
 from __future__ import annotations
@@ -64,27 +65,29 @@ LAYERS = (
 DTYPES = ("float32", "tf32", "float16", "bfloat16")
 PASSES = (planner.forward, planner.input_grad, planner.weight_grad)
 
-# Ways to end, and the status of each. The last is for testing what watches over the others.
+# Ways to end, and the exit status of each. Tests of Watch use the last one.
 ENDS = {"return": 0, "exception": 1, "_exit": 3, "daemon threads": 0, "abort": 0}
 SIGNALS = ("", "", "", "SIGKILL", "SIGTERM", "SIGINT")
-LATEST_SIGNAL_S = 8.0  # after a process has begun
+LATEST_SIGNAL_S = 8.0  # seconds after a process has begun
 
 SHARED = ("shared", "read-only", "full", "damaged")
 FOLDERS = (*SHARED, "own")
-FULL_BYTES = (0, 4 << 10, 32 << 10, 100 << 10)  # kernels have from 5 KB to more than 100 KB
-TICK_S, SHARE = 0.25, 0.01  # how often something happens to so many of a folder's entries
+# The longest file that a process with a "full" folder can write. Kernels have 5 KB to more than
+# 100 KB.
+FULL_BYTES = (0, 4 << 10, 32 << 10, 100 << 10)
+TICK_S, SHARE = 0.25, 0.01  # Every tick, this share of a folder's entries meets with an accident.
 
-# What libraries write before they abort. A process may survive it, and be wrong all the same.
+# What libraries write before they abort. A process that survives this is broken all the same.
 LAST_WORDS = (
     "Fatal Python error", "terminate called", "LLVM ERROR", "free(): ", "malloc(): ", "corrupted",
     "double free",
 )  # fmt: skip
-TAIL = 4000  # characters of what a process wrote that are kept
+TAIL = 4000  # characters at the end of a process's messages that the summary has
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one process does."""
+    """What one process computes, in which cache folder, and how it ends."""
 
     seed: int
     layers: int
@@ -122,13 +125,13 @@ class Task:
 
 
 class Deliberate(Exception):
-    """Ends a process that is to end by an exception."""
+    """Ends a process whose task ends by an exception."""
 
 
 def work(task: Task) -> None:
-    """Computes and checks what the task asks for, says OK, and ends as it is to."""
+    """Computes and checks the task's layers, prints OK, and ends in the task's way."""
     gpu = cuda.gpu(0) if torch.cuda.is_available() else H200
-    # The reference: without cuDNN, which would be one more library to load, and to suspect.
+    # The reference does without cuDNN, which would be one more library that can fail.
     torch.backends.cudnn.enabled = False
     chosen = random.Random(task.seed).sample(LAYERS, task.layers)
     check = partial(_compute if torch.cuda.is_available() else _build, task)
@@ -140,7 +143,7 @@ def work(task: Task) -> None:
             for layer in chosen:
                 check(layer)
     if task.end == "daemon threads":
-        # They only compile: PyTorch itself may abort if a thread is in one of its calls at exit.
+        # The threads only compile: PyTorch may abort if a thread is inside one of its calls at exit.
         kernels = _kernels(task, LAYERS[task.seed % len(LAYERS)], gpu)
         for call in (_compile_for_ever, _build_for_ever):
             threading.Thread(target=call, args=(kernels, gpu.architecture), daemon=True).start()
@@ -188,7 +191,7 @@ def _compute(task: Task, layer: tuple[int, ...]) -> None:
 
     def tensor(shape: tuple[int, ...]) -> torch.Tensor:
         values = torch.randn(shape, device="cuda").to(_dtype(task), memory_format=order)
-        if task.dtype == "tf32":  # numbers that it does not round
+        if task.dtype == "tf32":  # Clear the bits that TF32 would round away.
             values = (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
         return values
 
@@ -206,7 +209,7 @@ def _compute(task: Task, layer: tuple[int, ...]) -> None:
         actual = (fastconv.conv2d(input, weight, **geometry),)
         expected = (F.conv2d(*wide[:2], **geometry),)
         sizes = (F.conv2d(*(each.abs() for each in wide[:2]), **geometry),)
-    if task.dtype == "tf32":  # tensor cores cut off what they add up in long chains
+    if task.dtype == "tf32":  # In long chains of MMAs, tensor cores truncate.
         sizes = [16 * size for size in sizes]
     for name, *values in zip(("output", "input", "weight"), actual, expected, sizes, strict=False):
         oracle.assert_within_rounding(f"{layer}: {name}", *(value.cpu() for value in values))
@@ -228,7 +231,7 @@ def _build_for_ever(kernels: list[Kernel], arch: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended. ``signalled``: it was sent its signal before it had ended by itself."""
+    """How a process ended. ``signalled`` tells that it got its signal before it had ended."""
 
     task: Task
     status: int
@@ -239,7 +242,7 @@ class Outcome:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with that, in a few words; nothing if it ended as it was to."""
+        """What is wrong, in a few words; empty if the process ended in its task's way."""
         if self.hung:
             return "did not end"
         if words := [words for words in LAST_WORDS if words in self.errors]:
@@ -258,7 +261,7 @@ class Outcome:
     def _by_signal(self) -> bool:
         interrupted = self.task.signal == "SIGINT" and "KeyboardInterrupt" in self.errors
         return self.status == -signal.Signals[self.task.signal] or (
-            interrupted and self.status == 1  # where other code has turned it into another error
+            interrupted and self.status == 1  # Other code turned it into another error.
         )
 
     @property
@@ -274,13 +277,13 @@ KEPT = "damaged for good"
 
 
 class Watch:
-    """Starts processes, has them meet with accidents, and notes how they ended."""
+    """Starts processes, causes accidents in their folders, and records how they ended."""
 
     def __init__(self, root: Path, timeout_s: float) -> None:
         self.root, self._timeout_s = root, timeout_s
-        self._writers: set[int] = set()  # processes that use the folder which is read-only at times
+        self._writers: set[int] = set()  # IDs of processes that use the folder "read-only"
         for name in (*FOLDERS, "began"):
-            (root / name).mkdir(0o755)  # others cannot write it: it would not be used
+            (root / name).mkdir(0o755)  # The cache uses no folder that other users can write to.
 
     def run(self, task: Task) -> Outcome:
         """Runs the task in a process of its own, and sends it its signal."""
@@ -304,20 +307,20 @@ class Watch:
             output, errors = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
             hung = True
-            process.send_signal(signal.SIGABRT)  # for faulthandler to tell where it hangs
+            process.send_signal(signal.SIGABRT)  # Has faulthandler print where it hangs.
             output, errors = process.communicate()
         self._writers.discard(process.pid)
         return Outcome(task, process.returncode, output, errors, signalled.is_set(), hung)
 
     @contextlib.contextmanager
     def accidents(self, seed: int) -> Iterator[None]:
-        """Meanwhile entries vanish or are damaged, and a folder is read-only half of the time."""
+        """A context in which entries vanish or are damaged, and a folder is read-only at times."""
         over, draw = threading.Event(), random.Random(seed)
 
         def happen() -> None:
             while not over.wait(TICK_S):
                 self._set_writable(draw.random() < 0.5)
-                for name in SHARED:  # or there would soon be nothing left to compile
+                for name in SHARED:  # Otherwise there would soon be nothing left to compile.
                     for path in _some(self.root / name, draw):
                         path.unlink(missing_ok=True)
                 for path in _some(self.root / "damaged", draw):
@@ -335,16 +338,16 @@ class Watch:
 
     def _set_writable(self, writable: bool) -> None:
         (self.root / "read-only").chmod(0o755 if writable else 0o555)
-        # The superuser may write all the same, but no process a file longer than its limit.
+        # Modes do not keep the superuser from writing, but this limit does.
         limit = resource.RLIM_INFINITY if writable else 0
         for pid in list(self._writers):
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     def entries(self) -> dict[str, dict[str, int]]:
-        """Of each kind of folder: entries, files never finished, and damaged entries.
+        """Counts entries, unfinished files and damaged entries of each kind of folder.
 
-        Of the latter also those that are still there once they were read.
+        ``KEPT`` counts the damaged entries that are still there after they were read.
         """
         found = {}
         for name in FOLDERS:
@@ -383,14 +386,15 @@ def _damaged(entry: bytes, draw: random.Random) -> bytes:
 
 
 def command(task: Task) -> list[str]:
-    """What runs the task alone."""
+    """The command that runs the task alone."""
     changed = {name: value for name, value in asdict(task).items() if value != ""}
     return [sys.executable, "-X", "faulthandler", __file__, "--task", json.dumps(changed)]
 
 
 def begin(began: Path | None, task: Task) -> None:
-    """Prepares the process, and lets the one that watches know that signals may come."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells' background jobs ignore it
+    """Prepares the process, and tells the watching process that signals may come."""
+    # A shell's background jobs ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if task.folder == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (task.full_bytes, resource.RLIM_INFINITY))
     if began:
@@ -404,7 +408,7 @@ def main() -> int:
         begin(arguments.began, task)
         work(task)
         return 0
-    os.umask(0o022)  # entries that are damaged here are to be read
+    os.umask(0o022)  # The cache reads no files that other users can write to.
     root, start, outcomes = Path(tempfile.mkdtemp(prefix="stress-")), time.monotonic(), []
     watch = Watch(root, arguments.timeout)
 
@@ -455,9 +459,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, default=300)
     parser.add_argument("--at-once", type=int, default=os.cpu_count())
-    parser.add_argument("--seconds", type=float, default=300, help="none is started after these")
     parser.add_argument(
-        "--timeout", type=float, default=240, help="seconds; who takes longer hangs"
+        "--seconds", type=float, default=300, help="no process starts after this time"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=240, help="seconds after which a process counts as hung"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, help="a JSON file")
