@@ -177,7 +177,7 @@ def write(rows: list[dict[str, Any]], output: Path, kernelbench: Path) -> None:
         "| ---: | --- | --- | --- | ---: | ---: | ---: |",
     ]
     for row in rows:
-        # What is not correct has no time.
+        # KernelBench measures no time of incorrect results.
         exported, speedup = "-", "-"
         if row["speedup"]:
             exported, speedup = f"{row['exported_ms']:.3f}", f"{row['speedup']:.2f}x"

@@ -1,10 +1,10 @@
 """Runs every kind of kernel once, for NVIDIA's compute-sanitizer to watch; see the Makefile.
 
-An argument names a family, "direct", "ampere" or "depthwise": then only its kernels and the portable
-ones run, with sm_80's shared memory, and "depthwise" runs only narrow groups. Two of the tools do not
-understand everything that the kernels do. initcheck does not see the bytes that sm_90a's bulk copies
-write. racecheck reports races where a ring of mbarriers orders the accesses, on Hopper and in
-Ampere's halo-tile kernel (see docs/kernels/ampere-halo.md).
+An argument names a family, "direct", "ampere" or "depthwise": then only its kernels and the
+portable ones run, with sm_80's shared memory, and "depthwise" runs only narrow groups. Two of the
+tools do not understand everything that the kernels do. initcheck does not see the bytes that
+sm_90a's bulk copies write. racecheck reports races where a ring of barriers orders the accesses, on
+Hopper and in Ampere's halo-tile kernel (see docs/kernels/ampere-halo.md).
 
 The sanitizer slows kernels down ten to fifty times, so the problems are small, and inputs and
 references are computed on the CPU. The exit status is 1 if a result is wrong.
@@ -81,8 +81,8 @@ TENSOR_CORE_PROBLEMS = {
     "boxes that are cleared": ((8, 16, 12, 76), (136, 16, 3, 3), (1, 1), (0, 0, 0, 0), (1, 1), 1),
 }
 
-# Problems for the implicit-GEMM kernels, with the same fields. They cover tiles across images, whole
-# planes, rows of taps, residues of a stride, and zeros.
+# Problems for the implicit-GEMM kernels, with the same fields. They cover tiles across images,
+# whole planes, rows of taps, residues of a stride, and zeros.
 GEMM_PROBLEMS = {
     "pointwise": ((3, 72, 10, 12), (136, 72, 1, 1), (1, 1), (0, 0, 0, 0), (1, 1), 1),
     "small images": ((5, 72, 7, 7), (72, 72, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
@@ -219,7 +219,7 @@ def checks(problems: dict[str, tuple[Any, ...]]) -> list[bool]:
 
 
 def narrow_checks() -> list[bool]:
-    """Checks plans for all SMs, whose blocks share pixels, and for one, with planes per block."""
+    """Checks plans for all SMs, whose blocks share pixels, and for one: blocks have many planes."""
     correct = checks(NARROW_PROBLEMS)
     few = replace(cuda.gpu(torch.cuda.current_device()), processors=1)
     cuda._ready.cache_clear()  # Drops the plans for all SMs.

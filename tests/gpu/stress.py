@@ -1,10 +1,10 @@
 """Runs many processes that compile ResNet-50's layers side by side, and ends some of them early.
 
 The processes are short and long, have one thread or several, and end in every way that processes
-can; some are killed. Meanwhile, entries of the cache folders that they share are removed or damaged,
-and folders are full, or read-only half of the time. The exit status is 1 if a process ends in
-another way than its task says, a result is wrong, or an entry is corrupt that this program did not
-damage; the command that runs such a process alone is printed.
+can; some are killed. Meanwhile, entries of the cache folders that they share are removed or
+damaged, and folders are full, or read-only half of the time. The exit status is 1 if a process ends
+in another way than its task says, a result is wrong, or an entry is corrupt that this program did
+not damage; the command that runs such a process alone is printed.
 
     PYTHONPATH=src:tests python tests/gpu/stress.py --processes 300 --at-once 12 -o summary.json
 
@@ -143,7 +143,7 @@ def work(task: Task) -> None:
             for layer in chosen:
                 check(layer)
     if task.end == "daemon threads":
-        # The threads only compile: PyTorch may abort if a thread is inside one of its calls at exit.
+        # The threads only compile: PyTorch may abort if a thread is in one of its calls at exit.
         kernels = _kernels(task, LAYERS[task.seed % len(LAYERS)], gpu)
         for call in (_compile_for_ever, _build_for_ever):
             threading.Thread(target=call, args=(kernels, gpu.architecture), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Rounding errors of strict float32: no larger than those of PyTorch, or than the documents say."""
+"""Strict float32 has no larger rounding errors than PyTorch, or than docs/numerics.md says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def _gradients(
     workload: Workload, grad_output: Tensor, input: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's, of input and weight."""
+    """PyTorch's gradients of input and weight."""
     geometry = (
         workload.stride,
         workload.padding,
@@ -45,7 +45,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _assert_no_worse(results: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> None:
-    """Of name, our result, PyTorch's and the exact one."""
+    """Compares the errors of tuples of name, our result, PyTorch's result and the exact one."""
     errors = {
         name: (_error(ours, exact), _error(theirs, exact)) for name, ours, theirs, exact in results
     }
@@ -64,7 +64,7 @@ def test_founding_workloads(workload: Workload) -> None:
         for shape in (problem.input_shape, problem.weight_shape, problem.output_shape)
     )
     last = arguments_of(problem)
-    first = slice(0, 1)  # image, of those that outputs and input gradients are compared for
+    first = slice(0, 1)  # Outputs and input gradients are compared for the first image alone.
     ours = [
         ops.forward(input, weight, None, *last)[first].clone(),
         ops.input_grad(grad_output, weight, problem.input_size, *last)[first].clone(),
@@ -73,7 +73,7 @@ def test_founding_workloads(workload: Workload) -> None:
     input_grad, weight_grad = _gradients(workload, grad_output, input, weight)
     theirs = [_output(workload, input, weight)[first].clone(), input_grad[first], weight_grad]
     exact_weight_grad = torch.zeros_like(weight, dtype=torch.float64)
-    for image in reversed(range(problem.batch)):  # ends with the first
+    for image in reversed(range(problem.batch)):  # The last input gradient is the first image's.
         at = slice(image, image + 1)
         exact_input_grad, part = _gradients(
             workload, grad_output[at].double(), input[at].double(), weight.double()
@@ -89,15 +89,15 @@ def test_founding_workloads(workload: Workload) -> None:
     )
 
 
-SMALL_UNIT = 2.0**-136  # the last bit of TF32's denormal numbers
-EXACT_FROM = 2.0**-113  # where float32's last bit is that, too
+SMALL_UNIT = 2.0**-136  # the last bit of TF32's subnormal numbers
+EXACT_FROM = 2.0**-113  # From here on, float32's last bit is no smaller than SMALL_UNIT.
 ROUNDINGS = 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("exponent", [-112, -120, -130])
 @pytest.mark.parametrize("family", ["hopper", "ampere", "direct"])
 def test_numbers_below_2_to_the_minus_113(family: str, exponent: int) -> None:
-    """Of small inputs and output gradients, tensor cores lose what docs/numerics.md says."""
+    """Tensor cores lose only the bits of small operands that docs/numerics.md says they lose."""
     if family == "hopper" and not is_hopper():
         pytest.skip("needs a GPU of compute capability 9.0")
     if torch.cuda.get_device_capability() < (8, 0) and family != "direct":
@@ -110,7 +110,7 @@ def test_numbers_below_2_to_the_minus_113(family: str, exponent: int) -> None:
         for shape in (problem.input_shape, problem.output_shape)
     )
     weight = torch.randn(problem.weight_shape, device=CUDA)
-    other = torch.randn(problem.output_shape, device=CUDA)  # beside the input, in weight gradients
+    other = torch.randn(problem.output_shape, device=CUDA)  # the weight gradient's other operand
     last = arguments_of(problem)
     with planner.only(family, limits="sm_80" if family == "ampere" else None):
         ours = [
@@ -142,7 +142,7 @@ def test_numbers_below_2_to_the_minus_113(family: str, exponent: int) -> None:
 
 @pytest.mark.parametrize("layout", FORMATS)
 def test_depthwise_layers_of_numbers_of_any_size(layout: str) -> None:
-    """As bands, where tensor cores multiply in TF32: no low part is lost, and nothing overflows."""
+    """Toeplitz matrices in 3xTF32 lose no low part, and nothing overflows."""
     sizes = (-140, -127, -114, -97, -60, -53, -50, 0, 60, 100)
     weight_sizes = (-140, -127, -114, -96, -53, 0, 96, 120)
     problem = parse_shape("10x8x56x56 8x1x31x31 padding=15,15 groups=8").problem
@@ -157,7 +157,8 @@ def test_depthwise_layers_of_numbers_of_any_size(layout: str) -> None:
     input = input.contiguous(memory_format=FORMATS[layout])
     ours = {
         "forward": (ops.forward(input, weight, None, *last), weight),
-        # An odd kernel that keeps the size: the gradient is the pass of the kernel reversed.
+        # The kernel is odd and the padding keeps the size, so that the input gradient is the
+        # forward pass with the kernel reversed.
         "input_grad": (
             ops.input_grad(input, weight, problem.input_size, *last),
             weight.flip((2, 3)),

@@ -1,4 +1,4 @@
-"""Tensors that do not begin at multiples of 16 bytes: each of a pass's in turn, in every kernel."""
+"""Each tensor of a pass in turn begins at no multiple of 16 bytes, for every kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKS = [
     for work in map(work_of, EVERY_LINE)
     if is_hopper() or work.gpu.architecture != H200.architecture
 ]
-TF32_ROUNDINGS = 2.0**13  # of a number, in roundings of float32
+TF32_ROUNDINGS = 2.0**13  # how many of float32's roundings one of TF32's is
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def _runs_here(plan: Plan) -> bool:
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """The same on the GPU, as far from an aligned address."""
+    """A copy on the GPU, as far from an aligned address."""
     there = tensor.to(CUDA)
     return moved(there) if tensor.storage_offset() else there
 
@@ -81,7 +81,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def test_a_bias_that_is_part_of_another_tensor(
     layer: str, dtype: torch.dtype, by_native: bool
 ) -> None:
-    """After one that is aligned: the plan that is kept for that one must not be taken."""
+    """The plan for an aligned bias, which is made first, must not serve a misaligned one."""
     if by_native:
         native.settle()
         if native.conv2d is None:

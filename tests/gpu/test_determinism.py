@@ -1,4 +1,4 @@
-"""The same bits every time, and for an image whatever the others in its batch."""
+"""Results have the same bits every time, and an image's do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastconv.problem import Problem
 from gpu.helpers import CUDA, FORMATS, arguments_of, precompile
 
 BATCH = 300
-# Input without its batch, weight, stride, padding, dilation, groups. As a batch they have more
-# blocks than run at once on any GPU; a single image has fewer, and is computed differently.
+# Input without its batch, weight, stride, padding, dilation, groups. A whole batch has more blocks
+# than any GPU runs at once; a single image has fewer, and gets another plan.
 GEOMETRIES: dict[str, tuple[Any, ...]] = {
     "square": ((16, 32, 32), (32, 16, 3, 3), (1, 1), (1, 1, 1, 1), (1, 1), 1),
     "odd": ((5, 13, 15), (7, 5, 5, 9), (1, 1), (2, 2, 4, 4), (1, 1), 1),
@@ -36,7 +36,7 @@ def _problem(geometry: tuple[Any, ...], batch: int) -> Problem:
 
 
 def _tensors(problem: Problem, dtype: torch.dtype, memory_format: Any) -> list[Tensor]:
-    """Input, weight and the output's gradient."""
+    """Input, weight and the gradient of the output."""
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     return [
         torch.randn(shape, dtype=dtype, device=CUDA).to(memory_format=memory_format)
@@ -60,13 +60,13 @@ def _weight_grad(problem: Problem, input: Tensor, weight: Tensor, grad_output: T
 def _image_by_image(
     geometry: tuple[Any, ...], memory_format: Any, dtype: torch.dtype, run: Callable[..., Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Results of images alone, and the same of the whole batch."""
+    """Yields the results of single images, each with the same image's part of the batch's."""
     problem, alone = _problem(geometry, BATCH), _problem(geometry, 1)
     input, weight, grad_output = _tensors(problem, dtype, memory_format)
     together = run(problem, input, weight, grad_output)
     for index in (0, BATCH // 2 + 1, BATCH - 1):
         image = slice(index, index + 1)
-        # A copy, and a view of the batch, which may not be aligned as a tensor of its own is.
+        # Both a copy, which is aligned, and a view of the batch, which may not be.
         for copied in (torch.clone, lambda tensor: tensor):
             one = run(alone, copied(input[image]), weight, copied(grad_output[image]))
             yield one, together[image]

@@ -26,9 +26,9 @@ FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 FUNCTIONS[LEAKY] = lambda x: F.leaky_relu(x, 0.2)
 Layer = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
-"""Sizes of input and weight, and options."""
+"""Shapes of input and weight, and options."""
 
-# Large enough for the plans that networks' layers have.
+# These layers are large enough to get the plans that layers of networks get.
 REAL: dict[str, Layer] = {
     "square": ((4, 64, 56, 56), (64, 64, 3, 3), {"padding": 1}),
     "strided": ((4, 64, 56, 56), (128, 64, 3, 3), {"padding": 1, "stride": 2}),
@@ -48,7 +48,7 @@ def _random_layer(seed: int) -> Layer:
     return input, (groups * number(1, 20), input[1] // groups, *kernel), options
 
 
-# Which no tile fits.
+# No tile fits these layers exactly.
 SMALL: dict[str, Layer] = {
     "odd": ((2, 5, 13, 15), (7, 5, 5, 3), {"padding": ((2, 1), (0, 1)), "dilation": (1, 2)}),
     "grouped": ((3, 6, 9, 11), (9, 2, 2, 3), {"stride": (1, 2), "groups": 3}),
@@ -56,7 +56,7 @@ SMALL: dict[str, Layer] = {
     **{f"random {seed}": _random_layer(seed) for seed in range(7)},
 }
 LAYERS = REAL | SMALL
-# Type and precision, and the errors of sums, relative to those of their terms' magnitudes.
+# Type, precision, and the error allowed for a sum, relative to the sum of its terms' magnitudes.
 KINDS: dict[str, tuple[torch.dtype, Any, float]] = {
     "tf32": (torch.float32, "tf32", 2e-3),
     "ieee": (torch.float32, "ieee", 2e-6),
@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[torch.dtype, Any, float]] = {
     "float16": (torch.float16, None, 2e-6),
     "float64": (torch.float64, None, 1e-14),
 }
-MOST_SLOPE = 1.2  # of an activation but leaky ones: by how much it makes an error larger, at most
+MOST_SLOPE = 1.2  # Bounds by how much an activation enlarges an error: no slope is above 1.13.
 
 
 class Case(NamedTuple):
@@ -78,7 +78,7 @@ class Case(NamedTuple):
 def _cases() -> Iterator[Case]:
     """Real layers in all kinds, small ones in one, with and without a residual.
 
-    Activations come in turn; some are left out now and then, not to keep step with the rest.
+    Activations alternate. Some are skipped, so that each meets other kinds and layouts.
     """
     activations, formats = cycle(FUNCTIONS), [*FORMATS.values()]
     for number, layer in enumerate(LAYERS):
@@ -98,10 +98,10 @@ every_case = pytest.mark.parametrize(
 
 @cache
 def _exact(layer: str) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Input, weight, bias and residual; the sums of the first three, and of their magnitudes."""
+    """Input, weight, bias and residual; the output before the residual, and its magnitude."""
     input, weight, options = LAYERS[layer]
     torch.manual_seed(0)
-    # Numbers that all types have, so that these sums are those of every kind.
+    # Every type can represent these numbers, so that all kinds have the same exact sums.
     tensors = [torch.randn(shape).bfloat16().double() for shape in (input, weight, weight[:1])]
     sums = oracle.conv2d(*tensors, **options)
     sizes = oracle.conv2d(*(tensor.abs() for tensor in tensors), **options)
@@ -132,14 +132,14 @@ def _check(case: Case, output: Tensor) -> None:
     assert (output.dtype, output.shape) == (dtype, expected.shape)
     error = (output.to("cpu", torch.float64) - expected).abs()
     bound = MOST_SLOPE * tolerance * sizes
-    if dtype.itemsize == 2:  # rounded once, by half of an epsilon; or a subnormal's last bit
+    if dtype.itemsize == 2:  # The result is rounded once, perhaps to a subnormal number.
         bound += torch.finfo(dtype).eps * expected.abs() + torch.finfo(dtype).smallest_normal
     else:
         bound += 8 * torch.finfo(dtype).eps * (1 + expected.abs())
     assert (error <= bound).all(), f"{case}: {(error / bound).max():.3g} times what is allowed"
 
 
-# A few that come with a residual, of plans that differ.
+# A few cases with residuals, whose plans differ.
 SOME = [
     Case("square", "bfloat16", torch.channels_last, "silu", True),
     Case("pointwise", "tf32", torch.contiguous_format, "relu", True),
@@ -215,7 +215,7 @@ def test_cuda_graph(case: Case) -> None:
 
 @some_cases
 def test_recorded(case: Case) -> None:
-    """By kernels without an epilogue, whose sums may be added up in another order."""
+    """Recorded calls run kernels without an epilogue, which may sum in another order."""
     output, gradients = _recorded(case)
     tolerance = max(8 * torch.finfo(output.dtype).eps, 1e-3)
     torch.testing.assert_close(output.detach(), _run(case), rtol=tolerance, atol=tolerance)

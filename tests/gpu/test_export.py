@@ -32,7 +32,7 @@ COMMAND = (
 )
 FIRST_COMPILE_S = 120
 FROM_CACHE_S = 5
-GRADIENT_ERROR = 1e-4  # of the norm
+GRADIENT_ERROR = 1e-4  # relative to the gradient's norm
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -44,13 +44,13 @@ def example() -> ModuleType:
 
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
 def test_one_line_command(workload: Workload, tmp_path: Path) -> None:
-    """From nothing, and again from what the first run kept."""
+    """A first run compiles everything; a second one finds it compiled."""
     shape = ", ".join(map(str, workload.input))
     code = COMMAND.format(name=workload.name, shape=shape)
     folder, environment = exported(workload.name).parent, dict(os.environ)
     environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     for limit in (FIRST_COMPILE_S, FROM_CACHE_S):
-        # PyTorch's own start is not ours to answer for.
+        # The limits do not count the time that PyTorch itself takes to start.
         bare = _seconds("import torch; torch.randn(1, device='cuda')", folder, environment)
         taken = _seconds(code, folder, environment)
         print(f"{workload.name}: {taken:.1f} s, PyTorch alone {bare:.1f} s")
@@ -66,11 +66,12 @@ def _seconds(code: str, folder: Path, environment: dict[str, str]) -> float:
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
 def test_gradients_of_examples(workload: Workload, tf32: bool) -> None:
-    """Those of a sum, as the one-line command has them.
+    """Gradients of the output's sum, as in the one-line command, against exact ones.
 
-    In TF32, cuDNN's weight gradients are off by up to 2e-4 of their norm by the way they add up
-    (their operands are rounded as ours are), so that theirs are no measure of 1e-4. Exact sums of
-    rounded operands are; PyTorch's are as near to ours as they are to those.
+    In TF32, cuDNN's weight gradients are off by up to 2e-4 of their norm because of the way they
+    are summed (cuDNN rounds the operands as we do), so that they cannot show an error of 1e-4.
+    Exact sums of rounded operands can. PyTorch's results may differ from ours by as much as they
+    differ from those.
     """
     module = load(exported(workload.name))
     model = module.ModelNew().cuda()
@@ -102,7 +103,7 @@ def _error(ours: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("made_for", ["sm_80", "sm_86"])
 @pytest.mark.parametrize("workload", FOUNDING, ids=lambda workload: workload.name)
 def test_plans_for_other_gpus(workload: Workload, made_for: str, tf32: bool) -> None:
-    """The plans that a file has for those, on this one, against exact sums; all but bias_grad."""
+    """A file's plans for other GPUs, run on this one, against exact sums; all but bias_grad."""
     module = load(exported(workload.name))
     module.target = lambda architecture, shared_bytes: made_for
     sources = _noting(module)
@@ -126,7 +127,7 @@ def test_plans_for_other_gpus(workload: Workload, made_for: str, tf32: bool) -> 
 
 
 def _noting(module: ModuleType) -> dict[str, str]:
-    """Where the kernels of each pass come from that the module runs from now on."""
+    """Sources of the kernels that the module runs after this call, by pass."""
     sources: dict[str, str] = {}
     run = module.run
 
@@ -180,7 +181,7 @@ def test_other_geometries(
 
 
 def test_streams_and_graphs(example: ModuleType) -> None:
-    """A captured call has no other stream than the current one, and waits for nothing."""
+    """A captured call uses no other stream than the current one, and waits for nothing."""
     model = example.ModelNew(8, 8, 3, 1, 1, 1).cuda()
     x = torch.randn(1, 8, 20, 20, device="cuda")
     expected = model(x).detach()  # compiles
@@ -192,9 +193,9 @@ def test_streams_and_graphs(example: ModuleType) -> None:
     torch.testing.assert_close(y, expected)
 
 
-# Kernels of the tests' own, in a file that has others: of its plans none uses maps yet.
+# Cases of tensor maps. The example's own plans use none, so the tests add kernels that do.
 NAMES = ("2d swizzle 0", "4d swizzle 128", "im2col swizzle 64")
-# Blocks read what others wrote, in the launch before.
+# Each block reads what another block wrote in the launch before.
 SUM = """
 #include "device/sm90.cuh"
 __global__ void __launch_bounds__(128) sum(const float* in, float* out) {
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(128) sum(const float* in, float* out) {
 
 @pytest.fixture(scope="module")
 def hand_made(example: ModuleType) -> Any:
-    """Plans by name: those of tensor copies, and of launches each of which needs the one before."""
+    """Plans by name: TMA copies, and launches that each need the result of the one before."""
     if not is_hopper():
         pytest.skip("needs the GPU that files with maps are for")
     example.SOURCES["hopper/sum.cuh"] = SUM
@@ -229,7 +230,7 @@ def hand_made(example: ModuleType) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensor_maps(example: ModuleType, hand_made: Any, name: str) -> None:
-    """Of tensors at several addresses; in a thread that has used no GPU before, too."""
+    """Maps follow tensors to other addresses, also in a thread that has used no GPU before."""
     case = tensor_maps.cases(0)[name]
     for in_thread in (False, True, False):
         tensors = {
@@ -250,7 +251,7 @@ def test_maps_that_the_driver_refuses(example: ModuleType, hand_made: Any) -> No
     case = tensor_maps.cases(0)[NAMES[0]]
     memory = torch.zeros(case.memory.numel() + 1, dtype=case.memory.dtype, device="cuda")
     tensors = {
-        "tensor": memory[1:],  # maps begin at multiples of 16 bytes
+        "tensor": memory[1:],  # A map's tensor must begin at a multiple of 16 bytes.
         "coordinates": case.coordinates.to("cuda"),
         "output": torch.empty(case.boxes_shape, dtype=torch.int32, device="cuda"),
     }
@@ -269,7 +270,7 @@ def test_early_launches(example: ModuleType, hand_made: Any, captured: bool) -> 
             run()
         graph.replay()
     else:
-        torch.cuda._sleep(10**8)  # so that all are queued
+        torch.cuda._sleep(10**8)  # Keeps the GPU busy until all launches are queued.
         run()
     assert torch.equal(tensors["output"], first.roll(-41, 0) + 41)
 
@@ -283,7 +284,7 @@ def test_cuda_errors_have_their_text(example: ModuleType) -> None:
     ready = example.prepared(("forward",), geometry, operands, "ieee", x.device.index)
     with pytest.raises(RuntimeError, match=r"launch of pack: cudaErrorInvalid\w+: invalid"):
         ready.module.launch(0, [1, 2048, 0, 0], [[0], [0]], torch.cuda.current_stream().cuda_stream)
-    model(x)  # the error is not a lasting one
+    model(x)  # The error does not last.
 
 
 def test_wrong_devices_and_second_derivatives(example: ModuleType) -> None:
@@ -298,7 +299,7 @@ def test_wrong_devices_and_second_derivatives(example: ModuleType) -> None:
 
 
 def test_forward_is_as_fast_as_the_package() -> None:
-    """The same kernels, by another compiler: within 5 %, and some noise of short measurements."""
+    """The same kernels by nvcc take at most 5 % longer, and 2 % for noise of short measurements."""
     for workload in FOUNDING:
         module = load(exported(workload.name))
         model = module.ModelNew().cuda()

@@ -1,4 +1,4 @@
-"""Packed weights that are kept while nothing changes them: fastconv.frozen_weights."""
+"""``fastconv.frozen_weights`` keeps packed weights until something changes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fastconv
 from fastconv import native
 from gpu.helpers import CUDA
 
-# Small enough for rounding: numbers are small integers, sums are exact in every type.
+# Operands are small integers, and layers so small that sums are exact in every type.
 LAYERS = {
     "bfloat16 nhwc": (torch.bfloat16, torch.channels_last, 1),
     "bfloat16 nhwc depthwise": (torch.bfloat16, torch.channels_last, 64),
@@ -66,7 +66,7 @@ def test_changes_that_counters_tell_are_seen(layer: str) -> None:
 
 @pytest.mark.parametrize("layer", ["bfloat16 nhwc", "bfloat16 nhwc depthwise", "float16 nchw"])
 def test_packed_weights_are_kept_within_and_dropped_at_the_end(layer: str) -> None:
-    """What no counter tells is the user's to leave be: it shows what is kept."""
+    """A change through ``.data`` moves no version counter, and so shows what is kept."""
     input, weight = _tensors(layer)
     before = _expected(input, weight)
     with fastconv.frozen_weights():
@@ -95,7 +95,7 @@ def test_another_tensor_at_the_same_address() -> None:
             other = weight.clone(memory_format=torch.preserve_format)
             other *= torch.randint(-1, 2, (64, 1, 1, 1), device=CUDA, dtype=other.dtype)
             assert torch.equal(_conv2d(input, other), _expected(input, other))
-            del other  # its memory is the next one's
+            del other  # The next tensor gets its memory.
 
 
 def test_memory_goes_with_the_weight_and_with_the_context() -> None:
@@ -118,7 +118,7 @@ def test_streams() -> None:
         torch.cuda.synchronize()
         torch.cuda._sleep(10**8)
         results = [_conv2d(input, weight)]
-        for stream in 2 * streams:  # they do not wait for the first one's packing
+        for stream in 2 * streams:  # These do not wait until the first stream has packed.
             with torch.cuda.stream(stream):
                 results.append(_conv2d(input, weight))
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The tensor-core kernels of sm_90a: right, deterministic, and as exact as PyTorch's."""
+"""The forward and input-gradient kernels of sm_90a are correct, deterministic and exact."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _float16_for_small_images() -> Iterator[None]:
-    """As it is for those that are worth it."""
+    """Lets the planner choose scaled fp16 for small images too, which gain nothing by it."""
     with mock.patch.object(halo, "HALVES_CYCLES", 0.0):
         backend._ready.cache_clear()
         yield
@@ -73,18 +73,19 @@ def _float16_for_small_images() -> Iterator[None]:
 modes = pytest.mark.parametrize("mode", MODES)
 layouts = pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
 
-# The tensor cores cut off what does not fit a sum, where others round: more, for longer sums. Split
-# numbers are added up in short sums, but lose their last bits to begin with.
+# How many roundings a result may be off. Tensor cores truncate the bits that do not fit an
+# accumulator, so the error grows with the number of terms. Numbers in two parts are summed in short
+# chains, but lose their last bits at the start.
 LONG_SUMS = {"tf32": 100, "ieee": 8, "float16": 100, "bfloat16": 100}
 
 
 def _assert_tensor_cores(plan: planner.Planner, problem: Problem, *kind: Any) -> None:
-    """That tensor cores compute the pass; ``kind`` is what ``operands_of`` takes."""
+    """Asserts that a Hopper kernel computes the pass; ``kind`` is what ``operands_of`` takes."""
     planned = plan(problem, backend.operands_of(*kind), backend.gpu(torch.cuda.current_device()))
     assert planned.family == "hopper", planned.why
 
 
-# --- Right ----------------------------------------------------------------------------------------
+# --- Correct --------------------------------------------------------------------------------------
 
 
 WORKS = [
@@ -150,7 +151,7 @@ def test_emulated(work: Work) -> None:
     assert_correct(work, tensors, _run_work(work, tensors), LONG_SUMS[name])
 
 
-# As in the emulator, whose products are exact: tensor cores may overflow on the way.
+# The emulator multiplies exactly; a tensor core may overflow before the sum does.
 ODD_WORKS = [
     *((work, test_hopper_correlate.odd_input) for work in test_hopper_correlate.SPLIT),
     (test_hopper_correlate.MIDDLE, test_hopper_correlate.odd_weights),
@@ -172,7 +173,7 @@ def test_odd_numbers_of_few_outputs(work: Work) -> None:
 
 
 def test_odd_numbers_in_an_image_beyond_float16() -> None:
-    """It is computed again, in TF32."""
+    """The image is computed again, in TF32."""
     case = Case("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
     work = Work(case, hopper.forward, precision="ieee")
     assert "float16" in work.plan.why
@@ -181,8 +182,8 @@ def test_odd_numbers_in_an_image_beyond_float16() -> None:
     assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
-# What float16 has not, one image of three: numbers that no sample shows, small ones next to none,
-# and what is no number.
+# Ways to put one image of three beyond the range of scaled fp16: single numbers that no sample
+# shows, rows of small numbers, and numbers that no scale fits.
 BEYOND: dict[str, Callable[[Tensor], Tensor]] = {
     "one large number": lambda image: image[3, 77, 99].mul_(1e6),
     "small rows": lambda image: image[:, 40:60].mul_(1e-9),
@@ -194,7 +195,7 @@ BEYOND: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("mode", ["tf32", "ieee"])
 @pytest.mark.parametrize("beyond", BEYOND)
 def test_images_beyond_float16(mode: str, beyond: str) -> None:
-    """They are computed again, and the others are as they would be without them."""
+    """Such images are computed again, and the others keep their bits."""
     work = Work(
         Case("beyond", (3, 32, 120, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2)),
         hopper.forward,
@@ -210,7 +211,7 @@ def test_images_beyond_float16(mode: str, beyond: str) -> None:
 
 
 def _passes(case: Convolution, mode: str, place: str, grad_place: str) -> dict[str, Tensor]:
-    """What the passes read, laid out on the GPU, and what they give."""
+    """The tensors that the passes read, and their results, by name."""
     dtype, precision = MODES[mode]
     input, weight, *bias = (PLACES[place](tensor) for tensor in case.tensors(dtype, CUDA))
     problem = _problem(case)
@@ -248,7 +249,7 @@ def _assert_near_float64(case: Convolution, mode: str, tensors: dict[str, Tensor
         oracle.conv2d, [leaf.abs() for leaf in leaves], grad_output.abs(), **case.geometry
     )
     dtype, _ = MODES[mode]
-    # Of a term, at most: its operands are rounded to 11 bits, or not at all.
+    # The relative error of a term, whose operands TF32 rounds to 11 bits.
     relative = 2.0**-10 if mode == "tf32" else 0.0
     relative += LONG_SUMS[mode] * torch.finfo(torch.float32).eps
     for name, exact, size in zip(("forward", "input_grad"), expected, sizes, strict=False):
@@ -262,7 +263,7 @@ def _assert_near_float64(case: Convolution, mode: str, tensors: dict[str, Tensor
 
 
 def _placed(convolutions: st.SearchStrategy[Convolution]) -> st.SearchStrategy[list[Any]]:
-    """Several at a time: their kernels are compiled at once."""
+    """Draws eight convolutions at a time, so that their kernels are compiled in parallel."""
     places = st.sampled_from(list(PLACES))
     return st.lists(st.tuples(convolutions, places, places), min_size=8, max_size=8)
 
@@ -278,7 +279,7 @@ def test_geometries(mode: str, cases: list[tuple[Convolution, str, str]]) -> Non
 @settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(cases=_placed(tensor_core_convolutions(strides=(2, 2, 3, 4))))
 def test_strided_geometries(mode: str, cases: list[tuple[Convolution, str, str]]) -> None:
-    """Whose input gradients fall into phases, of rows and of columns."""
+    """Input gradients are computed by residues of the strides, of rows and of columns."""
     _assert_right(mode, cases)
 
 
@@ -306,7 +307,7 @@ def test_output_has_the_input_s_format(mode: str, memory_format: Any) -> None:
         assert result.is_contiguous(memory_format=memory_format)
 
 
-# --- As exact as PyTorch --------------------------------------------------------------------------
+# --- No less exact than PyTorch -------------------------------------------------------------------
 
 NAMED = {workload.name: workload for workload in (*FOUNDING, *REAL, *ODD)}
 
@@ -316,7 +317,7 @@ NAMED = {workload.name: workload for workload in (*FOUNDING, *REAL, *ODD)}
 )
 @layouts
 def test_agrees_with_pytorchs_tf32(workload: Workload, memory_format: Any) -> None:
-    """Within what KernelBench allows, on its data: uniform inputs, weights as initialised."""
+    """Differences are ones that KernelBench allows, on its data: uniform inputs, initial weights."""
     workload = workload.with_batch(2)
     problem = workload.problem
     out_channels, _, *kernel = workload.weight
@@ -345,7 +346,7 @@ def _normal(shape: tuple[int, ...]) -> Tensor:
 
 
 def _wide(shape: tuple[int, ...]) -> Tensor:
-    """Magnitudes from 1e-6 to 1e6, evenly in their logarithm."""
+    """Numbers with magnitudes from 1e-6 to 1e6, evenly distributed in their logarithm."""
     return 10 ** (12 * torch.rand(shape, device=CUDA) - 6) * torch.randn(shape, device=CUDA).sign()
 
 
@@ -361,8 +362,8 @@ def test_strict_float32_is_no_less_exact_than_pytorchs(
     name: str, data: Callable[[tuple[int, ...]], Tensor], request: pytest.FixtureRequest
 ) -> None:
     if (name, data) == ("resnet50_expand", _wide):
-        # 64 terms, of which one or two are all of the sum: 1.2 times PyTorch's error.
-        reason = "a tensor core cuts off what plain cores round"
+        # One or two of the 64 terms dominate the sum: the error is 1.2 times PyTorch's.
+        reason = "tensor cores truncate where CUDA cores round"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     workload = NAMED[name].scaled(2).with_batch(1)
     problem = workload.problem
@@ -420,7 +421,7 @@ def _input_grad(
 
 
 def _tensors(problem: Problem, dtype: torch.dtype, memory_format: Any) -> list[Tensor]:
-    """Input, weight and the output's gradient."""
+    """Input, weight and the gradient of the output."""
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     return [
         torch.randn(shape, dtype=dtype, device=CUDA).to(memory_format=memory_format)
@@ -436,7 +437,7 @@ def _batch(geometry: str, batch: int) -> Problem:
 def _in_and_alone(
     geometry: str, mode: str, memory_format: Any, run: Run
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """A batch's result in several runs; those of its images alone."""
+    """The results of several runs of a batch, and those of its images alone."""
     dtype, precision = MODES[mode]
     problem, alone = _batch(geometry, BATCH), _batch(geometry, 1)
     input, weight, grad_output = _tensors(problem, dtype, memory_format)
@@ -505,7 +506,7 @@ def _memory() -> Iterator[None]:
 @layouts
 @pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
 def test_many_images(mode: str, memory_format: Any) -> None:
-    """More than 2**31 elements in and out."""
+    """Input and output have more than 2**31 elements each."""
     dtype, precision = MODES[mode]
     image = (32, 64, 64)
     batch = 2**31 // (32 * 64 * 64) + 5
@@ -520,7 +521,7 @@ def test_many_images(mode: str, memory_format: Any) -> None:
     run = arguments_of(problem, precision)
     some = [0, batch // 2, batch - 6, batch - 1]
     few = input[some].contiguous(memory_format=memory_format)
-    # The few are compared with float64 elsewhere, and give the same bits in any batch.
+    # Other tests compare such images with float64; here they must have the same bits in any batch.
     _assert_tensor_cores(planner.forward, problem, *kind)
     assert ops.forward(input, weight, None, *run)[some].equal(ops.forward(few, weight, None, *run))
     _assert_tensor_cores(planner.input_grad, problem, *kind)

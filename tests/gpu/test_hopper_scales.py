@@ -1,6 +1,7 @@
-"""float32 as float16: what it gives does not depend on the units that channels are measured in.
+"""Scaled fp16: results do not depend on the units that channels are measured in.
 
-Powers of two change nothing but exponents: scaled operands have the same result, scaled.
+Powers of two change nothing but exponents, so that operands scaled by them must give the unscaled
+result, scaled.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MODES = ("tf32", "ieee")
 
 @pytest.fixture(autouse=True, scope="module")
 def _float16_for_all() -> Iterator[None]:
-    """Wherever it is possible, not only where it is faster."""
+    """Lets the planner choose scaled fp16 wherever it is possible, not only where it is faster."""
     faster = {1: -0.9, 2: -0.9}
     with mock.patch.multiple(halo, HALVES_CYCLES=0.0, HALVES_COST=faster):
         backend._ready.cache_clear()
@@ -62,9 +63,9 @@ def _without_float16() -> Iterator[None]:
 
 @dataclass
 class Operands:
-    """What a pass reads: images (the input, or the output's gradient), and the weight.
+    """What a pass reads: images (the input, or the gradient of the output), and the weight.
 
-    The weight is seen as (outputs, inputs of the group, height, width) of the pass.
+    The weight's axes are (outputs, inputs of the group, height, width) of the pass.
     """
 
     problem: Problem
@@ -81,12 +82,12 @@ class Operands:
         return cls(problem, direction, images, weight)
 
     def filters(self) -> Tensor:
-        """A view of the weight, by group, output and input channel."""
+        """A view of the weight with axes for group, output channel and input channel."""
         grouped = self.weight.unflatten(0, (self.problem.groups, -1))
         return grouped if self.direction == "forward" else grouped.transpose(1, 2)
 
     def channels(self) -> Tensor:
-        """A view of the images, by image, group and channel."""
+        """A view of the images with axes for image, group and channel."""
         return self.images.unflatten(1, (self.problem.groups, -1))
 
     def run(self, mode: str) -> Tensor:
@@ -124,7 +125,7 @@ def _powers(*shape: int, most: int = 40) -> Tensor:
 
 
 def _scale_channels(operands: Operands, powers: Tensor) -> None:
-    """By powers for (group, channel), and the weights by their inverse."""
+    """Multiplies channels by powers for (group, channel), and divides the weights by them."""
     operands.channels().mul_(powers[..., None, None])
     operands.filters().div_(powers[:, None, :, None, None])
 
@@ -166,7 +167,7 @@ SCALINGS: dict[str, Callable[[Operands], None]] = {
 
 
 def _errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Of each image's each channel, relative to its norm."""
+    """The error of each channel of each image, relative to the channel's norm."""
     planes = (actual.double() - expected).flatten(2).norm(dim=2)
     return planes / expected.flatten(2).norm(dim=2)
 
@@ -178,14 +179,14 @@ def _copy(operands: Operands) -> Operands:
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    """Of all planes, whatever their size."""
+    """The root mean square of all planes' relative errors."""
     return float(_errors(actual, expected).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "direction"), PASSES)
 def test_units_do_not_matter(name: str, direction: str, mode: str) -> None:
-    """Scaled powers give what unscaled ones give, scaled: at least to 1e-6 of each plane's norm."""
+    """Scaled operands give the unscaled result, scaled, to within 1e-6 of each plane's norm."""
     operands = Operands.random(name, direction)
     operands.assert_float16(mode)
     unscaled, exact = operands.run(mode).double(), operands.float64()
@@ -202,7 +203,7 @@ def test_units_do_not_matter(name: str, direction: str, mode: str) -> None:
 
 
 def _identity(operands: Operands) -> None:
-    """Outputs that see one channel each, of very different sizes."""
+    """Has each output read one channel alone; channels have very different magnitudes."""
     filters = operands.filters()
     keep = torch.zeros(filters.shape[1:3], device=CUDA)
     outputs, inputs = keep.shape
@@ -212,16 +213,16 @@ def _identity(operands: Operands) -> None:
 
 
 def _pruned(operands: Operands) -> None:
-    """Filters that are zero, nine of ten."""
+    """Sets nine of ten filters to zero."""
     filters = operands.filters()
     filters.mul_((torch.rand(filters.shape[:3], device=CUDA) < 0.1)[..., None, None])
-    filters[:, :, 0] += 1e-3  # outputs see something
+    filters[:, :, 0] += 1e-3  # No output is zero.
     _every_channel(operands)
     _outputs(operands)
 
 
 def _spikes(operands: Operands) -> None:
-    """Channels that are small but for a number, where others are not; weights make up for it."""
+    """Makes all but one number of some channels small; their weights are as much larger."""
     channels = operands.channels()
     channels[:, :, 1::8] *= 2.0**-20
     channels[:, :, 1::8, 7, 7] = 1.0
@@ -229,7 +230,7 @@ def _spikes(operands: Operands) -> None:
 
 
 def _dead_but_for_one(operands: Operands) -> None:
-    """The same, and nothing beside the number, which is small itself."""
+    """Sets all but one number of some channels to zero; that number is small itself."""
     channels = operands.channels()
     channels[:, :, 3::8] = 0
     channels[:, :, 3::8, 9, 9] = 2.0**-27
@@ -237,7 +238,7 @@ def _dead_but_for_one(operands: Operands) -> None:
 
 
 def _unlike_outputs(operands: Operands) -> None:
-    """Half of the outputs see large channels, half of them small ones."""
+    """Has half of the outputs read large channels, and half of them small ones."""
     filters, channels = operands.filters(), operands.channels()
     middle = filters.shape[1] // 2
     filters[:, :middle, ::2] = 0
@@ -257,7 +258,7 @@ ADVERSE = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "direction"), PASSES)
 def test_what_breaks_other_arguments(name: str, direction: str, mode: str) -> None:
-    """As exact as without float16, for outputs that see little of what makes an image's size."""
+    """Outputs that depend on an image's small channels alone are as exact as without float16."""
     for adverse, change in ADVERSE.items():
         operands = Operands.random(name, direction)
         change(operands)

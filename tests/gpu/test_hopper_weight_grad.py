@@ -1,4 +1,4 @@
-"""The tensor cores' weight gradient on the GPU, with that of the bias in the same pass."""
+"""The weight-gradient kernels of sm_90a, with the bias's gradient in the same pass."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ pytestmark = [
     pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0"),
 ]
 
-# The tensor core truncates as it adds, which the emulator does not: each of a chain of products
-# loses up to 2^-24 of its sum, and some of these works have chains of 300.
+# Tensor cores truncate where the emulator rounds: each MMA of a chain loses up to 2^-24 of its sum,
+# and some test cases have chains of 300.
 TRUNCATION = 8e-6
 
 
@@ -116,7 +116,7 @@ def test_infinity_stays_where_it_is(mode: str) -> None:
 @pytest.mark.parametrize("memory_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("mode", MODES)
 def test_bias_in_the_same_pass(mode: str, memory_format: Any, workload: Workload) -> None:
-    """It leaves the weight's gradient as it is, and is that of numbers that are not rounded."""
+    """The weight gradient keeps its bits, and the bias's gradient sums unrounded numbers."""
     dtype, precision, tolerance = MODES[mode]
     problem = workload.scaled(2).with_batch(2).problem
     input, grad_output = (
@@ -155,7 +155,7 @@ ODD_ROWS = (
 @pytest.mark.parametrize("layer", ODD_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_odd_rows(dtype: torch.dtype, layer: tuple[Any, ...]) -> None:
-    """At the sizes of ordinary layers, where copies are under way for long."""
+    """The layers have ordinary sizes, at which copies take long to arrive."""
     input_shape, kernel, stride, (rows, columns) = layer
     padding = (rows, rows, columns, columns)
     problem = Problem.of(input_shape, (64, 64, *kernel), stride, padding, (1, 1), 1)
@@ -168,7 +168,7 @@ def test_odd_rows(dtype: torch.dtype, layer: tuple[Any, ...]) -> None:
 
 
 def _weight_grad_in_float64(problem: Problem, grad_output: Tensor, input: Tensor) -> Tensor:
-    """By PyTorch, two images at a time: float64's workspaces are large."""
+    """PyTorch's result, two images at a time because its workspaces for float64 are large."""
     padding = (problem.padding.top, problem.padding.left)
     total = torch.zeros(problem.weight_shape, dtype=torch.float64, device=input.device)
     for image, grad in zip(input.split(2), grad_output.split(2), strict=True):

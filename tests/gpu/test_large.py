@@ -1,4 +1,4 @@
-"""Tensors of more than 2**31 elements, in many images or in a single one; and far from one."""
+"""Tensors of more than 2**31 elements, in many images or in one, and taps that far apart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _memory() -> Iterator[None]:
 
 
 def _problem(batch: int, channels: int, height: int, width: int) -> Problem:
-    """As many channels out as in, so that all tensors are as large; 3 x 3, with padding."""
+    """A padded 3x3 layer with as many channels out as in, so that input and output are as large."""
     shapes = (batch, channels, height, width), (channels, channels, 3, 3)
     return Problem.of(*shapes, (1, 1), (1, 1, 1, 1), (1, 1), 1)
 
@@ -36,7 +36,7 @@ def _random(shape: tuple[int, ...], memory_format: Any) -> Tensor:
 
 
 def _exact(input: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
-    """The three results, in float64 on the CPU."""
+    """The output and both gradients, in float64 on the CPU."""
     tensors = (oracle.exact(input), oracle.exact(weight))
     return oracle.with_gradients(oracle.conv2d, tensors, oracle.exact(grad_output), padding=1)
 
@@ -66,7 +66,7 @@ def test_many_images(memory_format: Any) -> None:
         tensors = (grad_output[images], input[images])
         return ops.weight_grad(*tensors, problem.kernel_size, *last, False)[0]
 
-    middle = problem.batch // 2  # no half is that large
+    middle = problem.batch // 2  # Each half has fewer than 2**31 elements.
     halves = [weight_grad(half).double() for half in (slice(middle), slice(middle, None))]
     expected = halves[0] + halves[1]
     error = (weight_grad(slice(None)).double() - expected).norm() / expected.norm()
@@ -78,18 +78,18 @@ CORNER = 40  # rows and columns
 
 @layouts
 def test_single_image(memory_format: Any) -> None:
-    """The image's last rows and columns are compared: those with the largest offsets."""
+    """Compares the image's last rows and columns, which have the largest offsets."""
     problem = _problem(1, 2, 32800, 32800)
     assert prod(problem.input_shape) > 2**31
     input, weight = (
         _random(shape, memory_format) for shape in (problem.input_shape, problem.weight_shape)
     )
-    # Zero but for the last pixels, so that all of the weight's gradient comes from the corner.
+    # Only the last pixels are not zero, so that the corner alone makes up the weight gradient.
     grad_output = torch.empty_like(input).zero_()
     grad_output[..., 2 - CORNER :, 2 - CORNER :].normal_()
     last = arguments_of(problem)
     exact = _exact(_corner(input), weight, _corner(grad_output))
-    # Next to where the corner is cut off, neighbours are missing.
+    # The corner's first row and column lack neighbours.
     inner = (..., slice(1, None), slice(1, None))
     output = ops.forward(input, weight, None, *last)
     _assert_close(_corner(output)[inner], exact[0][inner])
@@ -99,10 +99,10 @@ def test_single_image(memory_format: Any) -> None:
     _assert_close(weight_grad, exact[2])
 
 
-# Of the second, there are more pixels than a tensor map can describe.
+# The second case has more pixels than a tensor map can describe.
 @pytest.mark.parametrize(("batch", "channels"), [(33000, 64), (65600, 32)])
 def test_pixels_of_a_strided_gradient(batch: int, channels: int) -> None:
-    """More than 2^31 are stored, though each phase of the stride has fewer."""
+    """More than 2^31 pixels are stored, though each residue of the stride has fewer."""
     shapes = (batch, 8, 256, 256), (channels, 8, 1, 1)
     problem = Problem.of(*shapes, (2, 2), (0, 0, 0, 0), (1, 1), 1)
     assert batch * 256 * 256 > 2**31
@@ -127,7 +127,7 @@ def test_pixels_of_a_strided_gradient(batch: int, channels: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @layouts
 def test_taps_far_apart(memory_format: Any, dtype: torch.dtype) -> None:
-    """Of three rows of taps, the middle one alone meets the image; the others lie 2^31 away."""
+    """Only the middle one of three rows of taps meets the image; the others are 2^31 away."""
     far = 2**18
     shapes = (1, 64, 4, 8192), (64, 64, 3, 1)
     problem = Problem.of(*shapes, (1, 1), (far - 1, far - 1, 0, 0), (far, 1), 1)

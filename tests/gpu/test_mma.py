@@ -1,4 +1,4 @@
-"""Warps' products of small matrices on GPUs that have them, as in the emulator."""
+"""``mma.sync`` on GPUs that have it, with the cases that the emulator runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from small_products import CASES, ROUNDS, Case, Rounds
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a GPU with these products: compute capability 8.0",
+    reason="needs a GPU with these MMAs: compute capability 8.0",
 )
 
 

@@ -1,4 +1,4 @@
-"""A known network is optimized as it is used, computes the same, and is measured once."""
+"""``optimize`` on a GPU: a network's results stay the same, and it is measured once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fastconv.optimization import Optimization
 pytestmark = pytest.mark.gpu
 models = pytest.importorskip("torchvision.models")
 
-# Norms of differences: two orders of rounding, through eighteen layers.
+# How far outputs may be apart, in norm: roundings in another order, through eighteen layers.
 BOUNDS = {"tf32": 0.02, "bfloat16": 0.1}
 
 
 class NoClock(calls.Clock):
-    """Nothing is to be measured any more."""
+    """Fails if anything is measured."""
 
     def call(self, *_: Any) -> Any:
         raise AssertionError("measured again")
@@ -76,7 +76,7 @@ def test_resnet18(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) ->
         pairs = zip(*(results(m, example, training) for m in (optimized, model)), strict=True)
         for number, (mine, theirs) in enumerate(pairs):
             error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
-            # A first layer's gradient has gone through all the others, twice.
+            # The first layer's gradient depends on all other layers in both directions.
             assert error < BOUNDS[name] * (5 if number else 1)
         monkeypatch.setattr(calls, "clock", NoClock())
         again = fastconv.optimize(model, example).fastconv_optimization
@@ -99,7 +99,7 @@ def test_resnet18(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_network_after_some_training_is_fused(name: str) -> None:
-    """Two computations of it differ by more than 2 %; each layer does not from its parts."""
+    """Two computations of the whole network differ by more than 2 %, but no layer's do."""
     torch.manual_seed(0)
     model, example = models.resnet50().cuda(), torch.randn(16, 3, 224, 224).cuda()
     if name == "bfloat16":
@@ -135,7 +135,7 @@ with mode("bfloat16", True):
 
 
 def test_another_process_takes_what_was_measured() -> None:
-    native.settle()  # else the GPU's time decides here, and the clock in the other process
+    native.settle()  # Otherwise the choice here rests on the GPU's time, and there on wall time.
     with mode("bfloat16", True):
         model, example = network("bfloat16", True)
         found = fastconv.optimize(model, example).fastconv_optimization

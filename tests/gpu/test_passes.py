@@ -1,4 +1,4 @@
-"""Every pass against the float64 reference, with NaN wherever there is nothing to read."""
+"""Every pass against the float64 reference, with NaN around the tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_geometries(dtype: torch.dtype, case: Convolution, place: str, grad_plac
     oracle.assert_matches(tensors, PLACES[grad_place], **case.geometry)
 
 
-# Input, weight and geometry of what is easily forgotten.
+# Input, weight and geometry of rare cases.
 CORNERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "no images": ((0, 3, 5, 5), (4, 3, 3, 3), {}),
     "one of everything": ((1, 1, 1, 1), (1, 1, 1, 1), {}),
@@ -89,7 +89,7 @@ def test_corners(name: str, dtype: torch.dtype, layout: str) -> None:
 
 
 def test_weight_gradient_beyond_the_workspace() -> None:
-    """Its blocks are launched in several turns."""
+    """A weight gradient larger than the workspace takes several launches."""
     tensors = [
         oracle.random(shape, torch.float32, CUDA) for shape in ((1, 1536, 3, 3), (2048, 1536, 3, 3))
     ]
@@ -115,7 +115,7 @@ def test_no_input_channels(dtype: torch.dtype, bias: bool) -> None:
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("where", ["input", "grad_output"])
 def test_infinity_stays_where_it_is(where: str, layout: str, dtype: torch.dtype) -> None:
-    """Padding, pixels beyond the image, taps that do not exist: nothing is multiplied with it."""
+    """Zeros that stand for padding, pixels beyond the image or taps never meet an infinity."""
     input, weight, grad_output = (
         oracle.random(shape, dtype).to(memory_format=FORMATS[layout])
         for shape in ((1, 2, 5, 11), (2, 2, 2, 3), (1, 2, 2, 5))

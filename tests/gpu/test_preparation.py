@@ -1,4 +1,4 @@
-"""A network that was prepared compiles nothing in its first steps, and others nothing twice."""
+"""A prepared network compiles nothing in its first steps; others compile gradients ahead."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_nothing_is_left_to_compile(
 
 @pytest.mark.parametrize("by", ["prepare", "preparing"])
 def test_it_leaves_no_trace(by: str) -> None:
-    """With gradients, which threads of the engine's compute on a GPU: all is as it was."""
+    """A dry run leaves the model as it was, though autograd's threads compute its gradients."""
 
     class Keeps(Network):
         def __init__(self) -> None:
             super().__init__()
-            self.first = nn.Sequential(self.layers[0])  # under two names
+            self.first = nn.Sequential(self.layers[0])  # The layer has two names.
             self.cache: dict[object, Tensor] = {}
 
         def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_it_leaves_no_trace(by: str) -> None:
 def test_backward_finds_its_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, channels_last: bool
 ) -> None:
-    """They were compiled while the forward pass was under way, or after it."""
+    """The gradients' kernels are compiled ahead, during the forward pass or after it."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(ahead, "begin", begin)

@@ -37,13 +37,13 @@ def fresh(batch: int = 3) -> Problem:
 
 
 def _tensors(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weight and the output's gradient."""
+    """Input, weight and the gradient of the output."""
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
     return tuple(torch.randn(shape, device=CUDA) for shape in shapes)  # type: ignore[return-value]
 
 
 def _run(problem: Problem, input: Tensor, weight: Tensor, grad_output: Tensor) -> list[Tensor]:
-    """All three passes."""
+    """The results of all three passes."""
     last = arguments_of(problem)
     return [
         ops.forward(input, weight, None, *last),
@@ -55,7 +55,7 @@ def _run(problem: Problem, input: Tensor, weight: Tensor, grad_output: Tensor) -
 def _through_autograd(
     problem: Problem, input: Tensor, weight: Tensor, grad_output: Tensor
 ) -> list[Tensor]:
-    """The same, the gradients on autograd's own thread."""
+    """The results of all three passes; autograd's own thread computes the gradients."""
     leaves = [input.detach().requires_grad_(), weight.detach().requires_grad_()]
     output = ops.forward(*leaves, None, *arguments_of(problem))
     return [output.detach(), *torch.autograd.grad(output, leaves, grad_output)]
@@ -71,7 +71,7 @@ class TestGraphs:
     @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first call"])
     def test_replays_with_new_data(self, run: Any, warm: bool) -> None:
         problem, other = fresh(), fresh()
-        run(other, *_tensors(other))  # PyTorch's own part, in any case
+        run(other, *_tensors(other))  # Warms up PyTorch, not our kernels.
         static = _tensors(problem)
         if warm:
             run(problem, *static)
@@ -87,7 +87,7 @@ class TestGraphs:
 
     def test_graphed_module(self) -> None:
         module = fastconv.Conv2d(5, 6, 3, padding=1).to(CUDA)
-        eager = copy.deepcopy(module)  # what is graphed is changed in place
+        eager = copy.deepcopy(module)  # make_graphed_callables changes its module in place.
         sample = torch.randn(2, 5, 16, 16, device=CUDA, requires_grad=True)
         graphed = torch.cuda.make_graphed_callables(module, (sample,))
         new = torch.randn_like(sample, requires_grad=True)
@@ -100,7 +100,7 @@ class TestGraphs:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-# Each launch adds to what the one before it wrote: a block to what the next one did.
+# Each block adds to what another block wrote in the launch before.
 STEPS = 8
 SUM = """
 #include "device/sm90.cuh"
@@ -123,7 +123,7 @@ class TestEarlyLaunches:
 
     @pytest.fixture
     def prepared(self, tmp_path: Path) -> jit.Prepared:
-        """Each launch needs what the one before it wrote, and overwrites what that read."""
+        """Launches that each need what the one before wrote, and overwrite what that one read."""
         (tmp_path / "sum.cuh").write_text(SUM)
         kernel = Kernel(str(tmp_path / "sum.cuh"), "sum", ())
         names = ("a", "b")
@@ -138,14 +138,14 @@ class TestEarlyLaunches:
         return first, torch.zeros_like(first)
 
     def _expected(self, first: Tensor, rounds: int) -> list[Tensor]:
-        """Of both tensors."""
+        """What both tensors hold afterwards."""
         steps = rounds * STEPS
         return [first.roll(-steps, 0) + steps, first.roll(1 - steps, 0) + steps - 1]
 
     def test_each_waits_for_the_one_before(self, prepared: jit.Prepared) -> None:
         first, second = self._tensors()
         expected = self._expected(first, rounds=50)
-        torch.cuda._sleep(SLEEP // 10)  # so that all are queued
+        torch.cuda._sleep(SLEEP // 10)  # Keeps the GPU busy until all launches are queued.
         for _ in range(50):
             prepared.run(first.data_ptr(), second.data_ptr())
         assert torch.equal(first, expected[0])
@@ -169,13 +169,13 @@ SLEEP = 10**9  # cycles: about half a second
 
 class TestStreams:
     def test_launches_on_the_current_stream(self) -> None:
-        """Behind whatever is queued there, and not behind what is queued elsewhere."""
+        """Launches wait for earlier work of the current stream, and not for other streams."""
         problem = fresh()
         new = _tensors(problem)
         expected = _run(problem, *new)
         old = [torch.zeros_like(tensor) for tensor in new]
         busy, idle = torch.cuda.Stream(), torch.cuda.Stream()
-        for stream in (busy, idle):  # each has memory of its own, which takes time to get
+        for stream in (busy, idle):  # PyTorch reserves memory for each stream, which takes time.
             with torch.cuda.stream(stream):
                 _run(problem, *new)
         torch.cuda.synchronize()
@@ -214,7 +214,7 @@ class TestStreams:
         problem = fresh()
         tensors = _tensors(problem)
         expected = run(problem, *tensors)
-        run(problem, *tensors)  # leaves memory for another
+        run(problem, *tensors)  # Leaves memory in PyTorch's cache for the next run.
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -242,7 +242,7 @@ def _in_threads(work: Callable[[int], Any], number: int) -> list[Any]:
 class TestThreads:
     @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first call"])
     def test_one_that_pytorch_has_not_seen(self, warm: bool) -> None:
-        """It has no CUDA context, and gets none from PyTorch, which has memory to hand out."""
+        """The thread has no CUDA context, and PyTorch, which has free memory, makes none."""
         problem = fresh()
         tensors = _tensors(problem)
         if warm:
@@ -284,7 +284,7 @@ class TestMemory:
             lambda: ops.weight_grad(grad_output, input, problem.kernel_size, *last, False)[0],
         )
         for run in passes:
-            run()  # compiles, and reserves memory
+            run()  # Compiles, and reserves memory.
             before, elsewhere = torch.cuda.memory_allocated(), _bytes_elsewhere()
             torch.cuda.reset_peak_memory_stats()
             result = run()
@@ -294,17 +294,17 @@ class TestMemory:
             assert extra <= 64 << 20
             assert _bytes_elsewhere() == elsewhere
             del result
-            assert torch.cuda.memory_allocated() <= before  # less, if older garbage went
+            assert torch.cuda.memory_allocated() <= before  # less if older garbage was freed
 
 
 def _bytes_elsewhere() -> int:
-    """Device memory taken by others than PyTorch's allocator."""
+    """Bytes of device memory in use outside of PyTorch's allocator."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
-# Programs of their own, to which the runtime is new. {} stands for how they come to use it first.
+# A program for a new process. {} is the first use of the runtime in it.
 PROGRAM = """
 import hashlib, sys, threading, torch, fastconv
 from fastconv.jit import compile
@@ -350,7 +350,7 @@ Late.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
 
 
 def _digest(how: str, folder: Path, *arguments: str) -> str:
-    """What the program prints of its results."""
+    """The digest of its results that the program prints."""
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(FIRST_USES[how]), *arguments],
         env={**os.environ, "FASTCONV_CACHE_DIR": str(folder)},
@@ -396,7 +396,7 @@ def test_launches_that_the_driver_refuses(change: dict[str, Any], message: str) 
     problem = fresh()
     with pytest.raises(jit.LaunchError, match=message):
         _attempt(replace(_launch(problem), **change))
-    input, weight, _ = _tensors(problem)  # and all is well again
+    input, weight, _ = _tensors(problem)  # The error does not last.
     torch.testing.assert_close(
         fastconv.conv2d(input, weight, padding=1),
         torch.nn.functional.conv2d(input, weight, padding=1),

@@ -1,4 +1,4 @@
-"""A warpgroup's products of swizzled matrices on Hopper, as in the emulator."""
+"""``wgmma`` of swizzled matrices on Hopper, with the cases that the emulator runs."""
 
 from __future__ import annotations
 

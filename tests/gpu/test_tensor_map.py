@@ -1,4 +1,4 @@
-"""Tensor copies on GPUs that have them, Hopper and later, as in the emulator."""
+"""TMA copies on GPUs that have them, Hopper and later, with the cases that the emulator runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensor_maps import Case
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
-    reason="needs a GPU with tensor copies: compute capability 9.0",
+    reason="needs a GPU with TMA: compute capability 9.0",
 )
 
 SEEDS = range(20)
@@ -47,7 +47,7 @@ def test_store(name: str) -> None:
 
 
 def test_every_run_has_its_own_addresses() -> None:
-    """Runs that are still queued keep theirs; so do graphs."""
+    """Queued runs and graphs keep their addresses while later runs get others."""
     case = tensor_maps.cases(0)["4d swizzle 128"]
     prepared = jit.prepare([case.launch], CUDA, NAMES)
     coordinates = case.coordinates.to(CUDA)

@@ -30,7 +30,7 @@ FLOATING = [*HALF, torch.float32, torch.float64, torch.complex64]
 def opinfo() -> Any:
     """PyTorch's own description of conv2d, with samples and errors."""
     if importlib.util.find_spec("expecttest") is None:
-        # PyTorch's test utilities want it, but none that are used here.
+        # PyTorch's test utilities import expecttest, but those used here do not need it.
         sys.modules["expecttest"] = SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -82,7 +82,7 @@ def test_gradcheck(memory_format: Any, geometry: dict[str, Any]) -> None:
     def function(*tensors: Tensor) -> Tensor:
         return fastconv.conv2d(*tensors, groups=2, **geometry)
 
-    # Gradients are the same bits every time, which is what nondet_tol=0 asks for.
+    # nondet_tol=0 demands that gradients have the same bits every time.
     assert gradcheck(function, (*leaves, bias), nondet_tol=0, check_forward_ad=True, fast_mode=True)
     assert gradgradcheck(function, (*leaves, bias), nondet_tol=0, fast_mode=True)
 

@@ -12,14 +12,14 @@ from fastconv.bench import contestants
 from gpu.helpers import CUDA
 
 STEPS = 50
-# How far apart two losses may be. Gradients that are 1e-3 off make 1e-5 of difference here, by a
-# rate of learning that is small enough for training not to be chaotic.
+# How far apart two losses may be. Gradients that are 1e-3 off make a difference of 1e-5, because
+# the learning rate is small enough for training not to be chaotic.
 TOLERANCES = {"tf32": 2e-3, "ieee": 1e-4}
 RATE = 0.01
 
 
 def _network(convolution: type[nn.Conv2d]) -> nn.Module:
-    """Layers with biases, wide enough for tensor cores where there are any."""
+    """Layers with biases, wide enough for the tensor-core kernels."""
     torch.manual_seed(0)
     network = nn.Sequential(
         convolution(16, 32, 3, padding=1),
@@ -56,5 +56,5 @@ def _losses(convolution: type[nn.Conv2d]) -> list[float]:
 def test_losses_follow_pytorchs(precision: str) -> None:
     with contestants.settings(precision, benchmark=False):
         ours, theirs = _losses(fastconv.Conv2d), _losses(nn.Conv2d)
-    assert theirs[-1] < theirs[0] / 2  # it learns something
+    assert theirs[-1] < theirs[0] / 2  # The network learns.
     assert ours == pytest.approx(theirs, rel=TOLERANCES[precision])

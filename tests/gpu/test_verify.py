@@ -1,4 +1,4 @@
-"""``fastconv verify --random`` on a GPU, in processes."""
+"""``fastconv verify --random`` on a GPU, in several processes."""
 
 from __future__ import annotations
 
