@@ -317,7 +317,7 @@ NAMED = {workload.name: workload for workload in (*FOUNDING, *REAL, *ODD)}
 )
 @layouts
 def test_agrees_with_pytorchs_tf32(workload: Workload, memory_format: Any) -> None:
-    """Differences are ones that KernelBench allows, on its data: uniform inputs, initial weights."""
+    """Differences are ones that KernelBench allows on its data: uniform inputs, initial weights."""
     workload = workload.with_batch(2)
     problem = workload.problem
     out_channels, _, *kernel = workload.weight
