@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
-from fastconv import calls, cli, native
+from fastconv import cli, native
 from fastconv.bench import networks
-from fastconv.optimization import Optimization
+from fastconv.network import calls
+from fastconv.network.optimization import Optimization
 
 pytestmark = pytest.mark.gpu
 models = pytest.importorskip("torchvision.models")
@@ -125,7 +126,7 @@ ANOTHER = """
 import sys
 sys.path[:0] = {path!r}
 import fastconv
-from fastconv import calls
+from fastconv.network import calls
 from gpu.test_optimization import NoClock, mode, network
 calls.clock = NoClock()
 with mode("bfloat16", True):

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from fastconv import _frozen, _precision, preparation, timing
+from fastconv import _frozen, _precision, timing
 from fastconv._precision import Precision, precision
 from fastconv.backends import cuda
 from fastconv.backends.epilogue import applied
@@ -32,6 +32,7 @@ from fastconv.kernels import planner
 from fastconv.kernels.family import Plan
 from fastconv.kernels.hopper.correlate import tuned
 from fastconv.modules import PYTORCHS, FusedConv2d
+from fastconv.network import preparation
 from fastconv.problem import Epilogue
 from fastconv.timing import Effort, Run
 
@@ -423,7 +424,7 @@ def gpu_name(device: torch.device) -> str:
 def _sources() -> str:
     """A hash of the whole package, its version among it."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
         contents = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)

@@ -20,8 +20,9 @@ from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
 from fastconv.modules import FusedConv2d
-from fastconv.ops import ahead, devices, entries
-from fastconv.ops.ahead import begin  # which other tests do without
+from fastconv.network import lookahead
+from fastconv.network.lookahead import begin  # which other tests do without
+from fastconv.ops import devices, entries
 from fastconv.ops.schema import OPERATORS
 
 
@@ -47,8 +48,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     prepared = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setattr(native, "conv2d", None)
     monkeypatch.setattr(native, "begin", lambda: None)
-    monkeypatch.setattr(ahead, "begin", begin)
-    monkeypatch.setattr(cuda, "before_forward", ahead.begin_layers)
+    monkeypatch.setattr(lookahead, "begin", begin)
+    monkeypatch.setattr(cuda, "before_forward", lookahead.begin_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
@@ -178,7 +179,7 @@ def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bo
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(ahead, "begin", lambda *told: begun.append(told))
+    monkeypatch.setattr(lookahead, "begin", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):
@@ -274,7 +275,7 @@ def test_how_far_it_looks(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cuda, "_made", dict.fromkeys(noted.needed))
     model(torch.randn(1, 8, 6, 6)[..., :5].contiguous())
     channels = [need.problem.in_channels for need in noted.guesses]
-    assert channels[: ahead.LAYERS] == [40, 32, 24, 16]
+    assert channels[: lookahead.LAYERS] == [40, 32, 24, 16]
 
 
 @pytest.mark.parametrize("other", ["channels", "copied", "class", "fused", "computed"])
@@ -335,7 +336,7 @@ def test_networks_that_cannot_be_guessed(noted: Noted, monkeypatch: pytest.Monke
     dropped: list[cuda.Need] = []
     monkeypatch.setattr(launch, "drop", dropped.append)
     Pooling()(torch.randn(1, 8, 30, 30))
-    misses = ahead.MOST_MISSES
+    misses = lookahead.MOST_MISSES
     assert len(noted.guesses) == misses  # layers are alike: one need each
     model = Pooling()
     for size in (40, 41, 42):

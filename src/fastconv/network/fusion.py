@@ -23,13 +23,14 @@ from torch.nn import Parameter, functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from fastconv import _frozen, _precision, preparation, tables
-from fastconv.agreement import Rounding
-from fastconv.calls import Call, Form
+from fastconv import _frozen, _precision, tables
 from fastconv.functional import Activation
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
-from fastconv.preparation import tensors_of
-from fastconv.state import State
+from fastconv.network import preparation
+from fastconv.network.agreement import Rounding
+from fastconv.network.calls import Call, Form
+from fastconv.network.preparation import tensors_of
+from fastconv.network.state import State
 
 _Value = TypeVar("_Value")
 

@@ -18,14 +18,15 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from fastconv import agreement, calls, fusion, native, preparation, tables, timing
+from fastconv import native, tables, timing
 from fastconv.backends import cuda
-from fastconv.calls import Call, Times, Trial
 from fastconv.kernels.family import Plan
 from fastconv.modules import PYTORCHS, Conv2d, FusedConv2d
-from fastconv.preparation import is_gpu, tensors_of
+from fastconv.network import agreement, calls, fusion, preparation
+from fastconv.network.calls import Call, Times, Trial
+from fastconv.network.preparation import is_gpu, tensors_of
+from fastconv.network.state import State, is_same, same_random_numbers
 from fastconv.problem import is_channels_last
-from fastconv.state import State, is_same, same_random_numbers
 
 _REPORT = "fastconv_optimization"
 _MARK = "_fastconv_exchanged"  # on layers that are ours by optimize

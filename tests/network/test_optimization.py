@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 import fastconv
 from conftest import Loads
-from fastconv import calls, optimization, timing
-from fastconv.calls import Call, Times, Trial
+from fastconv import timing
 from fastconv.jit import cache, compile
 from fastconv.modules import FusedConv2d
-from fastconv.optimization import Optimization
+from fastconv.network import calls, optimization
+from fastconv.network.calls import Call, Times, Trial
+from fastconv.network.optimization import Optimization
 from fastconv.timing import Effort
 
 EXAMPLE = torch.randn(2, 3, 10, 10)

@@ -3,9 +3,10 @@
 To call a model is to run the user's own code, which counts its calls, fills caches, makes layers on
 first use and has hooks. :class:`State` notes whatever that code can reach from the model:
 attributes, containers, variables that functions have from outside, attributes of classes, and what
-autograd knows of tensors. For a dry run (:mod:`fastconv.preparation`), which writes no numbers, it
-notes references alone: a container as a copy of itself, a tensor as the tensor that it is. For real
-calls (:mod:`fastconv.optimization`) it notes the values of the model's tensors as well.
+autograd knows of tensors. For a dry run (:mod:`fastconv.network.preparation`), which writes no
+numbers, it notes references alone: a container as a copy of itself, a tensor as the tensor that it
+is. For real calls (:mod:`fastconv.network.optimization`) it notes the values of the model's tensors
+as well.
 
 What belongs to other threads as well is noted, too, but put back only where it holds something that
 must not stay (:meth:`State.put_back`): to undo what another thread did meanwhile would be wrong.

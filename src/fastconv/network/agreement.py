@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastconv import _precision, calls
-from fastconv.state import is_same
+from fastconv import _precision
+from fastconv.network import calls
+from fastconv.network.state import is_same
 
 # Units of rounding (half the distance between numbers from 1 to 2), by what products are made of.
 _ROUNDING = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastconv import agreement
-from fastconv.agreement import Rounding, difference
+from fastconv.network import agreement
+from fastconv.network.agreement import Rounding, difference
 
 NAN, INF = float("nan"), float("inf")
 

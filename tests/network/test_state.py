@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastconv import state
-from fastconv.state import State
+from fastconv.network import state
+from fastconv.network.state import State
 
 
 class Holder(nn.Module):

@@ -29,10 +29,7 @@ from fastconv import tables
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels.family import Kernel, Plan
-from fastconv.ops import devices
-from fastconv.ops.schema import OPERATORS
-from fastconv.problem import Epilogue, Problem
-from fastconv.state import (
+from fastconv.network.state import (
     State,
     clear_caches,
     holders,
@@ -40,6 +37,9 @@ from fastconv.state import (
     same_random_numbers,
     take_out,
 )
+from fastconv.ops import devices
+from fastconv.ops.schema import OPERATORS
+from fastconv.problem import Epilogue, Problem
 
 _GPU = "cuda"
 
@@ -96,8 +96,8 @@ def prepare(
     computed: the model is called with tensors that have no data (``FakeTensorMode``), its
     parameters and buffers replaced likewise, so that none of them changes. What its code does to
     Python state meanwhile is undone: attributes, caches, counters, layers and buffers that it makes
-    on its first call, random numbers (:mod:`fastconv.state`). Where gradients are enabled and the
-    result has some, those of a backward pass are prepared as well.
+    on its first call, random numbers (:mod:`fastconv.network.state`). Where gradients are enabled
+    and the result has some, those of a backward pass are prepared as well.
 
         >>> model = model.cuda()
         >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))

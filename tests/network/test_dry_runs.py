@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fastconv
-from fastconv import state
+from fastconv.network import state
 
 pytestmark = pytest.mark.usefixtures("loads")
 

@@ -16,7 +16,7 @@ from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Operands
-from fastconv.preparation import Preparation, needs_of
+from fastconv.network.preparation import Preparation, needs_of
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 pytestmark = pytest.mark.usefixtures("host_path")
