@@ -76,7 +76,7 @@ def _no_plan_but_its_own() -> Iterator[None]:
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
         mock.patch.object(plans, "kept", make),
-        mock.patch.object(lookahead, "begin"),
+        mock.patch.object(lookahead, "compile_gradients"),
         mock.patch.object(cuda, "before_forward", None),
     ):
         yield

@@ -127,7 +127,7 @@ def test_what_cancels_may_be_off_by_the_rounding_of_what_it_was() -> None:
 @torch.no_grad()
 def test_many_images_are_compared_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, input = nn.Conv2d(3, 4, 1), torch.randn(7, 3, 6, 6)
-    monkeypatch.setattr(agreement, "_AT_ONCE", 4 * 6 * 6 * 2)
+    monkeypatch.setattr(agreement, "_CHUNK", 4 * 6 * 6 * 2)
     rounding, expected = Rounding(layer, None, torch.float32, 1.0), layer(input)
     residual = torch.randn_like(expected)
     for other in (None, residual):

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fastconv
-from fastconv.network import state
+from fastconv.network.records import Contents
 
 pytestmark = pytest.mark.usefixtures("loads")
 
@@ -263,7 +263,7 @@ def test_whatever_happens(error: type[BaseException]) -> None:
 def test_an_interrupt_while_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is for after that."""
     interrupts = [KeyboardInterrupt, KeyboardInterrupt]
-    put_back = state._Contents.put_back
+    put_back = Contents.put_back
 
     def interrupted(note: Any) -> None:
         if interrupts:
@@ -271,7 +271,7 @@ def test_an_interrupt_while_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> 
             raise interrupts.pop()
         put_back(note)
 
-    monkeypatch.setattr(state._Contents, "put_back", interrupted)
+    monkeypatch.setattr(Contents, "put_back", interrupted)
     model = Backbone()
 
     def call() -> None:
@@ -614,14 +614,16 @@ class Hides(nn.Module):
 
 def test_what_cannot_be_undone_is_named() -> None:
     model = Hides()
-    with pytest.raises(RuntimeError, match=r"have no data, and keeps such in model\.memory"):
+    with pytest.raises(
+        RuntimeError, match=r"have no data, and keeps some of them in model\.memory"
+    ):
         fastconv.prepare(model, EXAMPLE)
     assert type(model.layers[0].weight) is nn.Parameter
 
 
 def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of things that lie too far away to be noted."""
-    monkeypatch.setattr(state, "LIMIT", 4)
+    monkeypatch.setattr("fastconv.network.snapshot.LIMIT", 4)
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -648,7 +650,7 @@ def test_names_of_variables() -> None:
     """Of another file than the model's, by code that nobody sees."""
     model = _layer()
     add = functools.partial(exec, "sys.modules['conftest'].kept = x")
-    with pytest.raises(RuntimeError, match=r"keeps such in conftest\.kept, where"):
+    with pytest.raises(RuntimeError, match=r"keeps some of them in conftest\.kept, where"):
         fastconv.prepare(lambda x: (add({"x": x, "sys": __import__("sys")}), model(x))[1], EXAMPLE)
     _no_fakes()
 

@@ -21,7 +21,7 @@ from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
 from fastconv.modules import FusedConv2d
 from fastconv.network import lookahead
-from fastconv.network.lookahead import begin  # which other tests do without
+from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
 from fastconv.ops import devices, entries
 from fastconv.ops.schema import OPERATORS
 
@@ -48,8 +48,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     prepared = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setattr(native, "conv2d", None)
     monkeypatch.setattr(native, "begin", lambda: None)
-    monkeypatch.setattr(lookahead, "begin", begin)
-    monkeypatch.setattr(cuda, "before_forward", lookahead.begin_layers)
+    monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
+    monkeypatch.setattr(cuda, "before_forward", lookahead.compile_next_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
@@ -155,7 +155,7 @@ def test_in_the_way(noted: Noted, monkeypatch: pytest.MonkeyPatch, reason: str) 
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     args = (*_tensors(), (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    begin(args, result, (True, True, True), planner.EVERY)
+    compile_gradients(args, result, (True, True, True), planner.EVERY)
     assert not noted.begun
 
 
@@ -179,7 +179,7 @@ def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bo
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(lookahead, "begin", lambda *told: begun.append(told))
+    monkeypatch.setattr(lookahead, "compile_gradients", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
 import sys
-import threading
 import time
-import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.modules.module as _hooks
-from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv import tables
 from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels.family import Kernel, Plan
-from fastconv.network.state import (
-    State,
-    clear_caches,
-    holders,
-    named_variables,
-    same_random_numbers,
-    take_out,
+from fastconv.network.dry_run import (
+    DryRun,
+    NeedsData,
+    call_without_data,
+    calling_frame,
+    tensors_of,
 )
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
 from fastconv.problem import Epilogue, Problem
 
-_GPU = "cuda"
+_GPU = "cuda"  # the type of devices that kernels are compiled for
 
 
 class PreparedPass(NamedTuple):
@@ -50,13 +38,13 @@ class PreparedPass(NamedTuple):
     name: str  # "forward", "input_grad" or "weight_grad"
     problem: Problem
     dtype: torch.dtype
-    family: str  # whose kernels compute it
+    family: str  # the kernels that compute it
     calls: int  # in one step of the network
-    epilogue: Epilogue  # of a forward pass
+    epilogue: Epilogue  # what a forward pass does to its accumulators
 
     @property
     def label(self) -> str:
-        """The operator's name, and what is done to its sums: "forward+residual+relu"."""
+        """The name of the pass and of its epilogue: "forward+residual+relu"."""
         residual = ["residual"] if self.epilogue.residual else []
         activation = self.epilogue.activation
         return "+".join((self.name, *residual, *([activation] if activation != "identity" else [])))
@@ -67,8 +55,8 @@ class Preparation:
     """What :func:`prepare` has done; as text, a table."""
 
     passes: tuple[PreparedPass, ...]
-    kernels: int  # different ones
-    new_kernels: int  # that were not on the device yet
+    kernels: int  # distinct kernels of all passes
+    new_kernels: int  # those of them that were not loaded before
     seconds: float
 
     def __str__(self) -> str:
@@ -90,14 +78,14 @@ class Preparation:
 def prepare(
     model: Callable[..., Any], *example: Any, progress: bool | None = None, **named: Any
 ) -> Preparation:
-    """Plans and compiles whatever a model's convolutions need, side by side, and loads it.
+    """Plans, compiles and loads all kernels that a model's convolutions need, side by side.
 
-    Without it a network's first step waits for its layers one after the other. Nothing is
+    Without it, a network's first step waits for its layers one after the other. Nothing is
     computed: the model is called with tensors that have no data (``FakeTensorMode``), its
     parameters and buffers replaced likewise, so that none of them changes. What its code does to
     Python state meanwhile is undone: attributes, caches, counters, layers and buffers that it makes
-    on its first call, random numbers (:mod:`fastconv.network.state`). Where gradients are enabled
-    and the result has some, those of a backward pass are prepared as well.
+    on its first call, random numbers. Where gradients are enabled and the result requires them, the
+    kernels of a backward pass are prepared as well.
 
         >>> model = model.cuda()
         >>> print(fastconv.prepare(model, torch.empty(64, 3, 224, 224, device="cuda")))
@@ -111,16 +99,16 @@ def prepare(
         model: a module, or any function of tensors.
         example: what it will be called with. Tensors may be fake.
         progress: whether to show on stderr how far it is; by default, if that is a terminal.
-        named: the same, by name.
+        named: the example's arguments by name.
 
     Returns:
         What was prepared; printed, a table.
 
     Raises:
         RuntimeError: the model does something that takes data (``.item()``, a branch on a value, an
-            operator that knows no fake tensors), or its layers have no sizes yet. Its first step
-            compiles what it needs then. Or it keeps tensors without data where that cannot be
-            undone; the error says where.
+            operator without support of fake tensors), or its layers have no sizes yet: its first
+            step then compiles what it needs. Or the model keeps tensors without data where that
+            cannot be undone; the error says where.
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start = time.perf_counter()
@@ -138,37 +126,39 @@ def preparing(*, progress: bool | None = None) -> Iterator[Preparing]:
     """:func:`prepare` for whatever is in the block: several models, a loss, a backward pass.
 
     In the block nothing is computed, and tensors that are made there have no data
-    (``FakeTensorMode``). Those from outside stand for their form: they, and their ``.grad``, stay
-    as they are. When it ends, all that convolutions in it would have needed is compiled and loaded.
+    (``FakeTensorMode``). Tensors from outside are used for their form alone: they, and their
+    ``.grad``, stay as they are. When the block ends, all kernels that its convolutions would have
+    needed are compiled and loaded.
 
         >>> with fastconv.preparing() as step:
         ...     criterion(model(images), targets).backward()
         >>> print(step.report)
 
-    What modules do to their Python state in the block is undone, as by :func:`prepare`. Of other
-    objects that were there before, such as a ``GradScaler`` or a list, that is undone by which they
-    hold tensors without data. Variables that the block sets are its own.
+    What modules do to their Python state in the block is undone, as by :func:`prepare`. Other
+    objects that were there before, such as a ``GradScaler`` or a list, are put back only where they
+    hold tensors without data. Variables that the block sets stay set.
 
     Args:
         progress: whether to show on stderr how far compiling is; by default, if that is a terminal.
 
     Raises:
-        Exception: whatever the block raises; what takes data (``.item()`` of a tensor that was made
-            there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
-        RuntimeError: something goes on to hold tensors without data; it is named.
+        Exception: whatever the block raises. Code that takes data (``.item()`` of a tensor that was
+            made there, a branch on its value) is an error of PyTorch's. Nothing is compiled then.
+        RuntimeError: an object from before the block still holds tensors without data; the error
+            names it.
         CompilationError, GpuUnavailable, LaunchError: a kernel cannot be made, and why.
     """
     start, found, recorder = time.perf_counter(), Preparing(), _Recorder()
-    run = _DryRun(FakeTensorMode(allow_non_fake_inputs=True), recorder)
-    with run.guarded({}, is_known=False, caller=_calling()):
+    run = DryRun(FakeTensorMode(allow_non_fake_inputs=True), recorder)
+    with run.guarded({}, is_known=False, caller=calling_frame()):
         yield found
     found.report = _prepared(recorder.needs, start, progress)
 
 
 def _prepared(needs: Needs, start: float, progress: bool | None) -> Preparation:
-    """Has them planned, compiled and loaded; ``start`` is when it began."""
+    """Plans, compiles and loads what passes need; the work began at the time ``start``."""
     plans = {need: cuda.begun(need) for need in needs}
-    kernels, new = make_ready(plans, shower("compiled {} of {} kernels", progress))
+    kernels, new = load_kernels(plans, progress_shower("compiled {} of {} kernels", progress))
     passes = (
         PreparedPass(
             need.plan.__name__, need.problem, need.dtype, plan.family, needs[need], need.epilogue
@@ -179,12 +169,16 @@ def _prepared(needs: Needs, start: float, progress: bool | None) -> Preparation:
 
 
 Show = Callable[[int, int], None]
-"""Told how much is done, and how much there is to do."""
+"""Shows how much is done, the first argument, of how much there is to do."""
 
 
-def make_ready(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tuple[int, int]:
-    """Compiles the plans' kernels side by side and loads them: how many; how many of them new."""
-    kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each of them once
+def load_kernels(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tuple[int, int]:
+    """Compiles the plans' kernels side by side and loads them.
+
+    Returns:
+        The number of distinct kernels, and of those that were not loaded before.
+    """
+    kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each kernel once
     for need, plan in plans.items():
         kernels[need.device].update((one.kernel, None) for one in plan.launches)
     new = sum(launch.load(of, device, show) for device, of in kernels.items())
@@ -193,10 +187,12 @@ def make_ready(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tup
     return sum(map(len, kernels.values())), new
 
 
-def shower(words: str, progress: bool | None) -> Show | None:
-    """Shows on stderr how far something is; None if it should not, by default if that is a file.
+def progress_shower(words: str, progress: bool | None) -> Show | None:
+    """A function that shows progress on stderr, or None if nothing should be shown.
 
-    ``words`` have places for what is done and for what there is to do.
+    Args:
+        words: a format with places for what is done and for what there is to do.
+        progress: whether to show it; None: if stderr is a terminal.
     """
 
     def show(done: int, total: int) -> None:
@@ -216,15 +212,15 @@ def is_gpu(device: torch.device) -> bool:
 
 
 Needs = Counter[cuda.Need]
-"""What the passes of a network are asked to compute, and how often."""
+"""What the passes of a network have to compute, and how often."""
 
 
 def needs_of(
     model: Callable[..., Any], example: Any, named: Any, guard: bool | None = None
 ) -> Needs:
-    """What the model's passes ask for, a backward pass included.
+    """What a model's passes have to compute, found by a dry run; a backward pass is among them.
 
-    ``guard`` is :func:`call_without_data`'s.
+    ``guard`` is that of :func:`fastconv.network.dry_run.call_without_data`.
     """
     if not tensors_of((example, named)):
         raise ValueError("prepare() takes a model and an example of what it is called with")
@@ -236,244 +232,8 @@ def needs_of(
     return recorder.needs
 
 
-class NeedsData(Exception):
-    """A model that cannot be called with tensors that have no data; says why."""
-
-
-def call_without_data(
-    model: Callable[..., Any],
-    example: Any,
-    named: Any,
-    watch: AbstractContextManager[Any],
-    backward: bool = False,
-    guard: bool | None = None,
-) -> None:
-    """Calls the model with fake tensors, in a context, and a backward pass if it should.
-
-    Nothing is computed and no tensor changes. With ``guard`` nothing else does, either: parameters
-    and buffers are fake as well, and what the model does to its Python state is undone. It is there
-    for modules unless it is False; functions of ours, which keep nothing or keep it on purpose, do
-    without.
-
-    Raises:
-        NeedsData: it does something that takes data.
-        RuntimeError: it keeps fake tensors, guarded as it is.
-    """
-    module = isinstance(model, torch.nn.Module)
-    given = [*tensors_of((example, named))]
-    if isinstance(model, torch.nn.Module):
-        given += (*model.parameters(), *model.buffers())
-    known = detect_fake_mode(given)
-    fake = known or FakeTensorMode(allow_non_fake_inputs=True)  # for what is not exchanged
-    roots = {"model": model, "example": example, "named": named}
-    run = _DryRun(fake, watch)
-    with run.guarded(roots, known is not None) if guard or (module and guard is None) else run:
-        _call(fake, model, example, named, backward)
-
-
-def _call(
-    fake: FakeTensorMode, model: Callable[..., Any], example: Any, named: Any, backward: bool
-) -> None:
-    """Calls the model; what that has made is gone when this returns."""
-    try:
-        example, named = tree_map_only(Tensor, fake.from_tensor, (example, named))
-        outputs = [one for one in tensors_of(model(*example, **named)) if one.requires_grad]
-        if backward and outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    except NeedsData:
-        raise
-    except Exception as error:
-        raise NeedsData(
-            f"cannot be called with tensors that have no data (torch.utils FakeTensorMode): {error}"
-        ) from error
-
-
-class _DryRun:
-    """Within, nothing is computed, and tensors from outside do not change; nor does their grad."""
-
-    def __init__(self, fake: FakeTensorMode, watch: AbstractContextManager[Any]) -> None:
-        self._fake, self._watch = fake, watch
-        self._state = State()
-        self._others: set[int] = set()  # fake tensors of this mode that were there before
-        self._stack = ExitStack()
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> None:
-        with self._stack:  # which undoes what has been done if something fails here
-            # Autocast would go on to give out fake weights that it has cast and kept.
-            self._stack.callback(torch.clear_autocast_cache)
-            self._stack.callback(self._state.put_back, self._is_new)
-            for mode in (self._fake, self._watch, _StandIns(self._fake, self._state)):
-                self._stack.enter_context(mode)
-            self._stack = self._stack.pop_all()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
-
-    def _is_new(self, one: Any) -> bool:
-        """Whether it is a fake tensor that has been made meanwhile."""
-        is_ours = isinstance(one, FakeTensor) and one.fake_mode is self._fake
-        return is_ours and id(one) not in self._others
-
-    # --- Guarded ---
-
-    @contextmanager
-    def guarded(
-        self, roots: Mapping[str, Any], is_known: bool, caller: FrameType | None = None
-    ) -> Iterator[None]:
-        """The same, and Python state that can be reached from the roots does not change.
-
-        Nor does that of modules that are called, whatever they are reached from. With a ``caller``
-        there is a block of its code within, which may keep tensors in its own variables; what they
-        had before must not. ``is_known`` says that there may be others' tensors of this mode.
-        """
-        before = self._left() if is_known else []
-        self._others = {id(one) for one in before}
-        for one in before:
-            self._state.take_tensor(one)
-        if caller is not None:
-            self._state.take(_variables(caller), shared=True)
-        # Before what watches is entered, which may have hooks of its own.
-        modules = self._state.take({**roots, **_OF_PYTORCH})
-        try:
-            with same_random_numbers(), self:
-                self._exchange(modules)
-                handle = _hooks.register_module_forward_pre_hook(self._meet)
-                try:
-                    yield
-                finally:
-                    handle.remove()
-        except BaseException as error:
-            if caller is not None:
-                clear_caches(self._is_new)
-                raise
-            _clear_frames(error)  # whose variables would hold what was made
-            with nullcontext() if isinstance(error, Exception) else suppress(RuntimeError):
-                self._check(named_only=True)
-            raise
-        else:
-            self._check(caller is not None, caller and caller.f_globals)
-        finally:
-            self._state.forget()
-
-    def _meet(self, module: torch.nn.Module, _: Any) -> None:
-        """Is told of each module that is about to be called, in whichever thread."""
-        if threading.get_ident() == self._thread and not self._state.has(module):
-            self._exchange(self._state.take({type(module).__name__: module}, late=True))
-
-    def _exchange(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Has fake parameters and buffers in place of the modules' own, which are noted."""
-        for module in modules:
-            for of in (vars(module).get("_parameters"), vars(module).get("_buffers")):
-                if not isinstance(of, dict):  # a ScriptModule's are C++'s: see _StandIns
-                    continue
-                for name, tensor in of.items():
-                    if is_lazy(tensor):
-                        raise NeedsData(
-                            "has parameters that have no sizes yet "
-                            f"({type(module).__name__}.{name}): call it once before"
-                        )
-                    if tensor is not None:
-                        # What has no fake form stays what it is; who uses it is told.
-                        with suppress(Exception):
-                            of[name] = self._fake.from_tensor(tensor)
-
-    def _check(self, named_only: bool, allowed: Any = None) -> None:
-        """Raises if something still holds fake tensors that have been made meanwhile.
-
-        With ``named_only``, what has no name of its own is let be: a function's variable may have
-        it. ``allowed`` is an object that may hold such tensors.
-        """
-        self._state.close()
-        if not self._left():
-            return
-        gc.collect()
-        if not self._left():
-            return
-        clear_caches(self._is_new)
-        left = self._left()
-        found = holders(left, self._state, named_only, allowed) if left else {}
-        for holder in found.values():
-            take_out(holder, self._is_new)
-        if found:
-            raise RuntimeError(
-                "the model was called with tensors that have no data, and keeps such in "
-                f"{', '.join(found)}, where fastconv cannot put back what was there before. "
-                "Clear that before it is called next, and call it once with data instead"
-            )
-
-    def _left(self) -> list[Any]:
-        """All fake tensors that have been made meanwhile and still exist."""
-        return [one for one in gc.get_objects() if type(one) is FakeTensor and self._is_new(one)]
-
-
-# What PyTorch itself keeps of models.
-_OF_PYTORCH = {
-    "hooks of all modules": (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks),
-    "parametrize.cached()": parametrize._cache,
-}
-
-
-def _variables(caller: FrameType) -> dict[str, Any]:
-    """What a function's variables have now, and global ones that it names."""
-    code = caller.f_code
-    found = named_variables(code, caller.f_globals)
-    if code.co_flags & inspect.CO_OPTIMIZED:  # else they are those of a file
-        variables = caller.f_locals
-        found |= variables
-        if sys.version_info < (3, 13):
-            variables.clear()  # a copy that the frame keeps, and with it what they had
-    return found
-
-
-def _calling() -> FrameType:
-    """The frame of the code whose ``with`` statement enters a context of ours."""
-    frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Empties the variables of functions that an error has ended."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-class _StandIns(TorchDispatchMode):
-    """Gives operators fake tensors instead of those with data, each of which has one fake."""
-
-    def __init__(self, fake: FakeTensorMode, state: State) -> None:
-        super().__init__()
-        self._fake, self._state = fake, state
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function not in _OF_NEW_CONSTANTS:
-            args, kwargs = tree_map_only(Tensor, self._of, (args, kwargs))
-        return function(*args, **kwargs)
-
-    def _of(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        self._state.take_tensor(tensor)
-        return self._fake.from_tensor(tensor)
-
-
-# torch.tensor(2.0) calls these last: its fake tensor knows the value, which models may look at.
-_OF_NEW_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    """The tensors in whatever a model takes or returns."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 class _Recorder(TorchDispatchMode):
-    """Notes what our operators are asked for on GPUs."""
+    """Records what fastconv's operators are called with on GPUs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,10 +244,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function in _OPERATORS:
-            self._note(function, *args, **kwargs)
+            self._record(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def _note(self, function: Any, *args: Any, **kwargs: Any) -> None:
+    def _record(self, function: Any, *args: Any, **kwargs: Any) -> None:
         operator = _OPERATORS[function]
         result = operator.describe(operator.check, *args, **kwargs)
         if not is_gpu(result.device):

@@ -71,7 +71,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
-        lookahead.begin_if_new(inputs, ctx.needs_input_grad[:3])
+        lookahead.compile_gradients_if_planned(inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

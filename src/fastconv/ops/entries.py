@@ -49,7 +49,7 @@ def prepare(name: str, *args: Any) -> Entry:
     entry = _entry(operator, result, args)
     if name == "forward" and entry.launches and torch.is_grad_enabled():
         wanted = [_wants_gradient(tensor) for tensor in args[:3]]
-        lookahead.begin(args, result, wanted, planner.of_process())
+        lookahead.compile_gradients(args, result, wanted, planner.of_process())
     return entry
 
 
