@@ -23,7 +23,7 @@ from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
 from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
 from fastconv.bench.timing import Timing
 from fastconv.network import calls, preparation
-from network.test_optimization import Clock, ResNet, stand_in
+from network.helpers import Clock, ResNet, stand_in
 from test_report import _damaged
 
 FLOAT32, BFLOAT16 = (one.name for one in networks.CONFIGURATIONS.values())

@@ -1,4 +1,4 @@
-"""How ``optimize`` decides: it inspects a model, measures it, and proposes what it should become."""
+"""How ``optimize`` decides: inspect the model, measure it, and propose what it should become."""
 
 from __future__ import annotations
 
