@@ -28,7 +28,7 @@ def model() -> ResNet:
     made = ResNet()
     with torch.no_grad():
         for module in made.modules():
-            if isinstance(module, nn.BatchNorm2d):  # as after training
+            if isinstance(module, nn.BatchNorm2d):  # statistics as training leaves them
                 module.running_mean.normal_()
                 module.running_var.uniform_(0.5, 2)
                 module.weight.normal_(1)

@@ -20,7 +20,7 @@ def make_layer(channels: int = 3) -> fastconv.Conv2d:
 
 
 def prepare_twice(model: Any, *example: Any) -> None:
-    """Once with gradients, once without: it is the same after both."""
+    """Prepares a model with gradients, and once more without."""
     for recorded in (True, False):
         with torch.set_grad_enabled(recorded):
             assert fastconv.prepare(model, *(example or (EXAMPLE,))).passes
@@ -31,7 +31,7 @@ def fakes() -> list[Any]:
     return [one for one in gc.get_objects() if type(one) is FakeTensor]
 
 
-of_others: list[Any] = []  # fake tensors that other tests have left, in compilers' caches
+of_others: list[Any] = []  # fake tensors that other tests have left in compilers' caches
 
 
 def no_fakes() -> None:
@@ -40,7 +40,7 @@ def no_fakes() -> None:
 
 
 def entries(model: nn.Module) -> list[tuple[str, Any]]:
-    """Of each module, by every name that it has."""
+    """The parameters and buffers of each module, by every name that the module has."""
     return [
         (f"{name}.{key}", value)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -50,7 +50,7 @@ def entries(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def check_entries(model: nn.Module, call: Callable[[], Any]) -> None:
-    """All parameters and buffers are the objects that they were, with the data that they had."""
+    """After the call, parameters and buffers are the same objects with the same data."""
     before = entries(model)
     data = [None if value is None else value.detach().clone() for _, value in before]
     call()
@@ -63,7 +63,7 @@ def check_entries(model: nn.Module, call: Callable[[], Any]) -> None:
 
 
 class Backbone(nn.Module):
-    """Its first layer has two names, and so have a BatchNorm, a parameter and a buffer."""
+    """A model in which two modules, a parameter and a buffer have two names each."""
 
     def __init__(self) -> None:
         super().__init__()

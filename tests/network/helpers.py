@@ -25,12 +25,12 @@ def times(theirs: float, ours: float, error: float = 0.0) -> Times:
 
 
 class Clock(calls.Clock):
-    """Says what it is told, and notes what it was asked; both ways have to compute the same."""
+    """Gives the times that a test sets, records calls, and compares the results of both ways."""
 
     def __init__(self) -> None:
         self.gains: Callable[[Call], Times] = lambda call: times(2.0, 1.0)
         self.whole = times(10.0, 8.0)
-        self.wholes: list[Times] = []  # before that
+        self.wholes: list[Times] = []  # given before `whole`, one for each measurement
         self.seen: list[Call] = []
         self.models = 0
         self.with_host = True
@@ -58,7 +58,7 @@ class Clock(calls.Clock):
 
 
 def stand_in(folder: Path, setattr: Callable[[Any, str, Any], None]) -> None:
-    """Has the CPU be a GPU, whose times are kept in a folder of its own."""
+    """Makes the CPU stand in for a GPU, whose times are stored in this folder."""
     setattr(cache, "folder", lambda: folder)
     setattr(compile, "nvrtc_version", lambda: (13, 0))
     setattr(calls, "gpu_name", lambda device: "a GPU")
@@ -69,7 +69,7 @@ _plans, _planned = calls.plans, dict[Call, Any]()
 
 
 def planned_once(call: Call, *rest: Any) -> Any:
-    """Planning takes most of the time, and tests have the same calls."""
+    """Plans each call once for all tests: planning would take most of their time."""
     if call not in _planned:
         _planned[call] = _plans(call, *rest)
     return _planned[call]
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A small one, with a Dropout and buffers that training changes."""
+    """A small residual network, with a Dropout and buffers that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ResNet(nn.Module):
         return self.head(self.drop(out.mean((2, 3))))
 
 
-DISTINCT = 5  # of its layers
+DISTINCT = 5  # how many distinct calls its layers have
 NAMES = [name for name, one in ResNet().named_modules() if type(one) is nn.Conv2d]
 
 
@@ -130,7 +130,7 @@ def ours(model: nn.Module) -> list[str]:
 
 
 def fused(model: nn.Module, *example: Any, **named: Any) -> nn.Module:
-    """The model fused, which has to compute the same."""
+    """The optimized model, which has to compute the same."""
     model.eval()
     expected = model(*example, **named)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def activations(model: nn.Module) -> dict[str, Any]:
 
 
 class Followed(nn.Module):
-    """A layer, and what is done with its result and with its input."""
+    """A layer, a BatchNorm if asked for, and a function of their result."""
 
     def __init__(self, follower: Callable[..., Tensor], norm: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Followed(nn.Module):
 
 
 def not_fused(model: nn.Module, *example: Any) -> str:
-    """Why a model is not fused; what it has become computes what it did."""
+    """Why a model is not fused; optimized, it computes the same."""
     model.eval()
     with torch.no_grad():
         expected = model(*example)

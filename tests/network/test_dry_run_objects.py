@@ -27,8 +27,8 @@ from network.dry_runs import EXAMPLE, Backbone, check_entries, make_layer, no_fa
 pytestmark = pytest.mark.usefixtures("loads", "fakes_of_others")
 
 
-def test_what_does_not_let_itself_be_looked_at() -> None:
-    """All else is put back."""
+def test_an_object_that_cannot_be_read() -> None:
+    """All other objects are put back."""
 
     class Odd:
         __slots__ = ("__dict__", "x")
@@ -44,7 +44,7 @@ def test_what_does_not_let_itself_be_looked_at() -> None:
 
 
 class Plain:
-    """An object of somebody's."""
+    """An object of a user's class."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class Slotted:
 
 
 class Locked(Plain):
-    """Which several threads may use."""
+    """An object that several threads may use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def _to_globals(x: Tensor) -> None:
 
 
 class Keeps(nn.Module):
-    """In whatever there is to keep something in."""
+    """Keeps tensors in every kind of place that Python has."""
 
     of_class: ClassVar[dict[str, Any]] = {}
     count_of_class = 0
@@ -136,7 +136,7 @@ class Keeps(nn.Module):
 
 
 def _seen(model: Keeps) -> list[Any]:
-    """All of that, as text and objects."""
+    """The state of all these places, as text."""
     tensors = {id(one): one for one in (model.plain_tensor, model.cache["old"])}
     return [
         repr({k: v for k, v in vars(model).items() if k != "keep"}),
@@ -160,7 +160,7 @@ def _step(model: Keeps, by: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["prepare", "function", "preparing"])
-def test_whatever_a_model_keeps(by: str) -> None:
+def test_all_that_a_model_keeps(by: str) -> None:
     _grid.cache_clear()
     _grids.cache_clear()
     model = Keeps()
@@ -173,7 +173,7 @@ def test_whatever_a_model_keeps(by: str) -> None:
 
 
 def test_a_model_that_was_called_before() -> None:
-    """It has caches, of tensors with data."""
+    """Its caches hold tensors with data, which stay."""
     model = Keeps().eval()
     try:
         with torch.no_grad():
@@ -195,7 +195,7 @@ def _forget() -> None:
 
 
 def test_hooks() -> None:
-    """They are somebody's code, which keeps what layers give."""
+    """Hooks may keep the results of layers."""
     model, features, seen = Backbone(), {}, []
     model.layer0.register_forward_hook(lambda m, args, out: features.update(layer=out))
     model.norm.register_forward_pre_hook(lambda m, args: seen.append(args))
@@ -251,8 +251,8 @@ def test_random_numbers() -> None:
     assert draw() == expected
 
 
-def test_what_other_threads_do_meanwhile() -> None:
-    """It is theirs: a queue, or what has a lock, is put back only where it holds fake tensors."""
+def test_changes_by_other_threads() -> None:
+    """Objects with a lock are put back only where they hold fake tensors."""
 
     class Logs(nn.Module):
         def __init__(self) -> None:
@@ -269,7 +269,7 @@ def test_what_other_threads_do_meanwhile() -> None:
 
 
 class Hides(nn.Module):
-    """Keeps a tensor where nobody looks for it: what a generator has is noted by nobody."""
+    """Keeps a tensor in a generator, whose variables no snapshot records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Hides(nn.Module):
         return self.layers[0](x)
 
 
-def test_what_cannot_be_undone_is_named() -> None:
+def test_an_error_names_the_holder() -> None:
     model = Hides()
     with pytest.raises(
         RuntimeError, match=r"have no data, and keeps some of them in model\.memory"
@@ -297,7 +297,7 @@ def test_what_cannot_be_undone_is_named() -> None:
 
 
 def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of things that lie too far away to be noted."""
+    """An error has the path of an object beyond the limit of a snapshot."""
     monkeypatch.setattr("fastconv.network.snapshot.LIMIT", 4)
 
     class Inner(nn.Module):
@@ -316,13 +316,13 @@ def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         RuntimeError, match=r"in model.layers\[0\].cache\['other'\]\['key'\]\[0\], "
     ):
         fastconv.prepare(model, EXAMPLE)
-    assert model.layers[0].cache == {"other": {"key": []}}  # not to be met again
+    assert model.layers[0].cache == {"other": {"key": []}}  # the fake tensor was taken out
     assert type(model.layers[0].layer.weight) is nn.Parameter
     no_fakes()
 
 
 def test_names_of_variables() -> None:
-    """Of another file than the model's, by code that nobody sees."""
+    """An error names a variable of another file, set by code that no snapshot can see."""
     model = make_layer()
     add = functools.partial(exec, "sys.modules['conftest'].kept = x")
     with pytest.raises(RuntimeError, match=r"keeps some of them in conftest\.kept, where"):
@@ -331,7 +331,7 @@ def test_names_of_variables() -> None:
 
 
 def test_errors_of_models_that_keep_something() -> None:
-    """What has failed is undone as well."""
+    """What a call that fails has changed is undone as well."""
     seen: list[Tensor] = []
     _grid.cache_clear()
 
@@ -374,7 +374,7 @@ def test_an_optimizer_in_a_block() -> None:
 
 
 def test_variables_of_a_block() -> None:
-    """They are its own: what it makes, and what it notes that has data or needs none."""
+    """Variables that the block sets stay; fake tensors are removed from older objects."""
     model, sizes, losses, old = Backbone(), [], [], {"loss": None}
     with fastconv.preparing():
         result = {"output": model(EXAMPLE)}
@@ -391,7 +391,7 @@ def test_variables_of_a_block() -> None:
 
 
 def test_a_block_in_a_file() -> None:
-    """Whose variables are global ones, and its own all the same."""
+    """Its variables are global ones, which stay as those of a function do."""
     file = types.ModuleType("test_dry_runs_file")
     lines = """
 losses, cache = [], {"old": 1}

@@ -67,7 +67,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class _OfList(nn.Module):
-    """Has parameters beside its own dictionary of them, too."""
+    """Has parameters in a list of its own as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _OfList(nn.Module):
         return fastconv.conv2d(x, first) + fastconv.conv2d(x, self.weights[1]) * second.sum()
 
 
-@pytest.mark.filterwarnings("ignore")  # of what is deprecated, and of tracing
+@pytest.mark.filterwarnings("ignore")  # deprecations, and notes of torch.jit.trace
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("by", ["prepare", "function", "preparing"])
 def test_weights_are_what_they_were(name: str, by: str) -> None:
@@ -111,7 +111,7 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", BUFFERS)
 def test_buffers_of_another_kind(name: str) -> None:
-    """Some have no fake form: they stay what they are, and nobody uses them here."""
+    """Some have no fake form: they stay as they are, and the model does not use them."""
     model = nn.Sequential(make_layer())
     buffer = BUFFERS[name]()
     model.register_buffer("other", buffer)
@@ -129,7 +129,7 @@ def test_an_example_without_a_fake_form() -> None:
 
 
 def test_wrapped_models() -> None:
-    """They call what they wrap in ways of their own; ``torch.func`` wraps tensors, too."""
+    """``DataParallel`` calls a model in its own way, and ``torch.func`` wraps its tensors."""
     model = nn.Sequential(make_layer())
     check_entries(model, lambda: prepare_twice(nn.DataParallel(model)))
 
@@ -140,7 +140,7 @@ def test_wrapped_models() -> None:
 
 
 def test_tied_parameters_are_tied() -> None:
-    """While it is called, too: their gradients are one."""
+    """They stay the same tensor while the model is called, so they have one gradient."""
 
     class Tied(Backbone):
         def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def test_tied_parameters_are_tied() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_whatever_happens(error: type[BaseException]) -> None:
+def test_errors_in_a_dry_run(error: type[BaseException]) -> None:
     class Fails(Backbone):
         fails = True
 
@@ -174,8 +174,8 @@ def test_whatever_happens(error: type[BaseException]) -> None:
     assert "kept" not in vars(model)
 
 
-def test_an_interrupt_while_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is for after that."""
+def test_an_interrupt_while_state_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised when all is put back."""
     interrupts = [KeyboardInterrupt, KeyboardInterrupt]
     put_back = Contents.put_back
 
@@ -214,20 +214,20 @@ def test_gradients_and_hooks_of_parameters() -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(calls.append)
     fastconv.prepare(model, EXAMPLE)
-    assert not calls  # an optimizer in them would have made steps
+    assert not calls  # an optimizer in such a hook would have made a step
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
     assert all(map(torch.equal, copies, (grad for grad in grads if grad is not None)))
 
 
 def test_tensors_from_outside() -> None:
-    """What a function does to them in place, or to what autograd knows of them."""
+    """What a function does to them in place, or to their autograd state, is undone."""
     weight, memory = torch.randn(4, 3, 3, 3, requires_grad=True), torch.zeros(2, 4, 8, 8)
     moved, kept = torch.ones(3), (weight * 2)
     kept.retain_grad()
     versions = memory.clone(), moved.clone()
 
     def function(x: Tensor) -> Tensor:
-        memory.add_(fastconv.conv2d(x, weight))  # has a gradient from now on
+        memory.add_(fastconv.conv2d(x, weight))  # which makes it require a gradient
         moved.data = torch.zeros(7)
         moved.requires_grad_()
         return memory * 2 + kept.sum()
@@ -243,8 +243,8 @@ def test_tensors_from_outside() -> None:
     no_fakes()
 
 
-def test_what_a_graph_has_saved_is_of_use() -> None:
-    """To autograd it is as if nobody had written to it, and nobody has."""
+def test_tensors_saved_for_a_backward_pass_stay_valid() -> None:
+    """Nothing was written to them, and their version counters say so."""
     layer, scale = make_layer(), torch.ones(())
     weight = torch.ones((), requires_grad=True)
     output = weight * scale
@@ -253,7 +253,7 @@ def test_what_a_graph_has_saved_is_of_use() -> None:
     assert weight.grad == 1
 
 
-def test_a_graph_that_is_changed_is_an_error() -> None:
+def test_a_change_of_an_autograd_graph_is_an_error() -> None:
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
     features = weight * 1
     with pytest.raises(RuntimeError, match=r"\[4, 3, 3, 3\].*changed in place"):
@@ -261,7 +261,7 @@ def test_a_graph_that_is_changed_is_an_error() -> None:
 
 
 def test_another_mode() -> None:
-    """Somebody's own fake tensors are nothing that was left."""
+    """Fake tensors of the user's own mode do not count as left behind."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         example = torch.empty(2, 3, 10, 10)
         model = Backbone()

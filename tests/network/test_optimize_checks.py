@@ -27,8 +27,8 @@ from network.helpers import (
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-def test_a_graph_that_computes_something_else_is_not_taken() -> None:
-    """torch.fx takes what is no tensor for a constant."""
+def test_a_graph_with_a_random_constant_is_found() -> None:
+    """torch.fx records values that are no tensors as constants."""
 
     class Random(Followed):
         def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def test_a_graph_that_computes_something_else_is_not_taken() -> None:
 
 
 class Alias(Followed):
-    """torch.fx makes ``y = y * 1.0001`` of it."""
+    """torch.fx records ``y *= 1.0001`` as ``y = y * 1.0001``."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0
@@ -52,14 +52,14 @@ class Alias(Followed):
 
 
 class Calls(Followed):
-    """torch.fx calls forward alone."""
+    """torch.fx records ``forward`` alone."""
 
     def __call__(self, x: Tensor) -> Any:
         return super().__call__(x) * 1.0001
 
 
 class CallsWithin(Followed):
-    """torch.fx writes the layer down, and what it does once more."""
+    """torch.fx records the call of the layer, and what its ``__call__`` adds, twice."""
 
     class Layer(nn.Conv2d):
         def __call__(self, x: Tensor) -> Any:
@@ -74,12 +74,12 @@ class CallsWithin(Followed):
 
 
 @pytest.mark.parametrize("kind", [Alias, Calls, CallsWithin])
-def test_an_error_of_tracing_is_found(kind: type[Followed]) -> None:
+def test_a_wrong_graph_is_found(kind: type[Followed]) -> None:
     assert "off those of the model" in not_fused(kind(torch.relu), EXAMPLE)
 
 
 class Says(Followed):
-    """Returns something beside its result that torch.fx takes for a constant."""
+    """Returns its result and another value, which torch.fx records as a constant."""
 
     def __init__(self, says: Callable[[int], Any]) -> None:
         super().__init__(torch.relu)
@@ -110,7 +110,7 @@ def test_everything_in_results_is_compared(says: Callable[[int], Any]) -> None:
     assert "not fused: its graph" in str(report(optimized))
 
 
-def test_nan_and_infinity_do_not_keep_from_fusing() -> None:
+def test_nan_and_infinity_do_not_prevent_fusion() -> None:
     example = EXAMPLE.clone()
     example[0, 0, 2, 3], example[1, 1, 5, 5] = float("nan"), float("inf")
     model = Followed(nn.Sigmoid(), norm=True).eval()
@@ -134,14 +134,14 @@ def test_a_model_whose_results_differ_from_call_to_call() -> None:
 
 
 def test_random_numbers_that_are_drawn_in_the_graph() -> None:
-    """Both draw the same; they are no constants."""
+    """The model and its graph draw the same numbers: these are no constants."""
     model = Followed(lambda out: F.dropout(torch.relu(out), 0.5, training=True)).eval()
     with torch.no_grad():
         optimized = fastconv.optimize(model, EXAMPLE)
     assert activations(optimized) == {"layer": "relu"}
 
 
-def test_a_constant_that_was_drawn_is_found() -> None:
+def test_a_random_tensor_in_the_graph_is_found() -> None:
     class Draws(Followed):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + torch.randn(10)
@@ -186,7 +186,7 @@ def test_a_fused_layer_that_is_wrong_is_found(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chaotic_network_is_fused(dtype: torch.dtype) -> None:
-    """Whose results, computed in two ways, differ by more than roundings: it makes more of them."""
+    """Its results differ by more than rounding, as the network amplifies differences."""
     layers = []
     for _ in range(12):
         layers += [nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), Sharp()]
@@ -202,7 +202,7 @@ def test_a_chaotic_network_is_fused(dtype: torch.dtype) -> None:
 
 
 class Sharp(nn.Module):
-    """Multiplies differences."""
+    """Amplifies differences."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(40 * x)

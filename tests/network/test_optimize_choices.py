@@ -35,7 +35,10 @@ def test_training(model: ResNet, clock: Clock) -> None:
     assert ours(model) == []
     assert type(optimized) is ResNet
     by_weight = {(call.weight.shape, call.input.shape): call.gradients for call in clock.seen}
-    assert by_weight[(8, 3, 3, 3), (2, 3, 10, 10)] == ("weight", "bias")  # the example wants none
+    assert by_weight[(8, 3, 3, 3), (2, 3, 10, 10)] == (
+        "weight",
+        "bias",
+    )  # input requires none
     assert by_weight[(8, 8, 3, 3), (2, 8, 10, 10)] == ("input", "weight")
     assert len(clock.seen) == len(set(clock.seen)) == DISTINCT
     found = report(optimized)
@@ -45,7 +48,7 @@ def test_training(model: ResNet, clock: Clock) -> None:
     assert [(row.layers, row.calls, row.exchanged) for row in same] == [(2, 2, 2)]
 
 
-def test_only_what_gains(model: ResNet, clock: Clock) -> None:
+def test_only_faster_layers_are_exchanged(model: ResNet, clock: Clock) -> None:
     clock.gains = lambda call: times(2, 1) if call.weight.shape[1] == 8 else times(1, 2)
     optimized = fastconv.optimize(model, EXAMPLE)
     for name, module in optimized.named_modules():
@@ -63,11 +66,13 @@ def test_only_what_gains(model: ResNet, clock: Clock) -> None:
         (times(1, 0.98), True),
         (times(1, 0.995), False),  # less than LEAST_GAIN
         (times(1, 0.9, error=0.02), True),
-        (times(1, 0.9, error=0.08), False),  # both errors together are more
+        (times(1, 0.9, error=0.08), False),  # less than both errors together
         (times(1, 1.1), False),
     ],
 )
-def test_the_rule(measured: Times, gains: bool, model: ResNet, clock: Clock) -> None:
+def test_by_how_much_a_layer_has_to_be_faster(
+    measured: Times, gains: bool, model: ResNet, clock: Clock
+) -> None:
     assert measured.gains == gains
     clock.gains = lambda call: measured
     assert bool(ours(fastconv.optimize(model, EXAMPLE))) == gains
@@ -94,7 +99,7 @@ def test_a_model_that_is_not_faster_as_a_whole(model: ResNet, clock: Clock) -> N
 def test_the_gpu_decides_while_the_native_host_path_is_built(
     under_way: bool, model: ResNet, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes half a minute to be built, and takes less of the host's time than PyTorch does."""
+    """Building it takes half a minute; built, it takes less host time than PyTorch does."""
     waited: list[str] = []
     monkeypatch.setattr(native, "under_way", lambda: under_way)
     monkeypatch.setattr(native, "settle", lambda: waited.append("settled"))
@@ -104,7 +109,7 @@ def test_the_gpu_decides_while_the_native_host_path_is_built(
     assert ("measured by the GPU's time alone" in str(report(optimized))) == under_way
     assert {"planning", "compiling", "PyTorch's first calls", "measuring layers",
             "measuring the whole model"} <= report(optimized).step_seconds.keys()  # fmt: skip
-    # The other measurement is not kept for this one.
+    # A stored time of the other kind is not used.
     monkeypatch.setattr(native, "under_way", lambda: not under_way)
     fastconv.optimize(model, EXAMPLE)
     assert (clock.models, clock.with_host) == (2, under_way)
@@ -146,9 +151,9 @@ def test_a_layer_that_is_called_with_several_sizes(clock: Clock) -> None:
 
     clock.gains = lambda call: times(1, 1.2) if call.input.shape[-1] == 5 else times(1, 0.5)
     optimized = fastconv.optimize(Twice(), EXAMPLE)
-    assert ours(optimized) == ["layer"]  # by the sum of its calls
+    assert ours(optimized) == ["layer"]  # its calls together are faster
     rows = report(optimized).layers
-    # The first call of the layer has a gradient of the weight alone, as has the last.
+    # The first and the last call of the layer have a gradient of the weight alone.
     assert sorted((row.call.input.shape[-1], row.calls) for row in rows) == [(5, 1), (10, 2)]
 
 
@@ -179,10 +184,10 @@ def test_autocast_precision_and_memory_format(model: ResNet, clock: Clock) -> No
                for c in clock.seen)  # fmt: skip
     assert "bfloat16 nhwc" in str(report(optimized))
     fastconv.optimize(model, example)
-    assert len(clock.seen) == 2 * DISTINCT  # other types are measured apart
+    assert len(clock.seen) == 2 * DISTINCT  # other types are measured separately
 
 
-def test_what_is_made_again_is_random_and_alike() -> None:
+def test_random_tensors_of_a_form() -> None:
     for tensor in (EXAMPLE, EXAMPLE.mT, EXAMPLE[:, :, ::2], EXAMPLE[:1].expand(4, -1, -1, -1)):
         form = calls.Form.of(tensor)
         made = form.random(torch.device("cpu"))
@@ -206,7 +211,7 @@ def test_a_call_is_timed() -> None:
     assert min(found.theirs, found.ours) > 0
     assert layer.weight.grad is None
     assert trial.call.gradients == ("weight", "bias")
-    assert len(trial.ours()) == len(trial.pytorchs()) == 2  # of gradients
+    assert len(trial.ours()) == len(trial.pytorchs()) == 2  # gradients
 
 
 @pytest.mark.usefixtures("_hasty")
@@ -220,7 +225,7 @@ def test_models_take_turns(with_host: bool) -> None:
     runs = note("before", "after")
     cpu = torch.device("cpu")
     calls.Clock().model(runs, note("as it was", "changed"), cpu, with_host)
-    # A sample that is not the wall clock's is of many calls, of which the first shows.
+    # A sample of GPU time has many calls: repetitions are dropped here.
     did = [word for at, word in enumerate(did) if at == 0 or did[at - 1] != word]
     turn = ["as it was", "before", "changed", "after"]
     ends = timing.LEAST_SAMPLES * len(turn)
@@ -228,7 +233,7 @@ def test_models_take_turns(with_host: bool) -> None:
     assert len(did) == ends + (timing.WARM_UPS if with_host else 1) * len(turn)
 
 
-def test_times_are_kept(model: ResNet, clock: Clock) -> None:
+def test_times_are_stored(model: ResNet, clock: Clock) -> None:
     clock.gains = lambda call: times(2, 1) if call.weight.shape[1] == 8 else times(1, 2)
     first = fastconv.optimize(model, EXAMPLE)
     assert len(cache.entries()) == DISTINCT + 1
@@ -242,7 +247,7 @@ def test_times_are_kept(model: ResNet, clock: Clock) -> None:
 
 
 class Behind(nn.Module):
-    """A layer, and something behind it whose time no layer's tells."""
+    """A layer, and a module behind it that is not measured by itself."""
 
     def __init__(self, behind: nn.Module) -> None:
         super().__init__()
@@ -256,7 +261,7 @@ def test_another_model_of_the_same_layers_is_measured(clock: Clock) -> None:
     models = [Behind(nn.ReLU()), Behind(nn.Linear(10, 4)), Behind(nn.Linear(10, 5)),
               nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())]  # fmt: skip
     for number, model in enumerate(models, 1):
-        for _ in range(2):  # the second time, it is known
+        for _ in range(2):  # the second time, its time is stored
             fastconv.optimize(model, EXAMPLE)
             assert clock.models == number
     assert len(clock.seen) == 1
@@ -281,12 +286,12 @@ def test_other_circumstances_are_measured_anew(
 ) -> None:
     fastconv.optimize(model, EXAMPLE)
     change(monkeypatch)
-    monkeypatch.setattr(calls, "plans", lambda *_: {})  # which the switch does not know
+    monkeypatch.setattr(calls, "plans", lambda *_: {})  # it would fail with the "direct" switch
     fastconv.optimize(model, EXAMPLE)
     assert (len(clock.seen), clock.models) == (2 * DISTINCT, 2)
 
 
-def test_what_cudnn_tries_out_is_measured_apart(model: ResNet, clock: Clock) -> None:
+def test_times_depend_on_cudnn_benchmark(model: ResNet, clock: Clock) -> None:
     fastconv.optimize(model, EXAMPLE)
     with torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark):
         fastconv.optimize(model, EXAMPLE)

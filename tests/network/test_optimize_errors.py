@@ -45,7 +45,7 @@ def test_not_on_a_gpu(model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inplace", [True, False])
 def test_without_a_gpu(inplace: bool, model: ResNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same script runs there."""
+    """The same script runs on a machine without a GPU."""
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expected = model.eval()(EXAMPLE)
@@ -71,7 +71,7 @@ def test_images_without_a_batch(fuse: bool) -> None:
     torch.testing.assert_close(optimized(EXAMPLE[0]), model(EXAMPLE[0]))
 
 
-def test_what_is_no_model() -> None:
+def test_an_argument_that_is_no_model() -> None:
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not function"):
         fastconv.optimize(lambda x: x, EXAMPLE)  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def test_no_convolutions(clock: Clock) -> None:
 def test_a_layer_that_fails(
     where: str, model: ResNet, clock: Clock, loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays PyTorch's; the others do not wait for it."""
+    """It stays PyTorch's; the others are exchanged nevertheless."""
 
     def fails(call: Call) -> None:
         if call.weight.shape[1] == 3:

@@ -53,10 +53,10 @@ def test_a_residual_network(model: ResNet, clock: Clock) -> None:
     assert found.folded == 7
     assert "BatchNorm, addition, relu" in str(found)
     assert "7 BatchNorms folded into weights" in str(found)
-    torch.testing.assert_close(model(EXAMPLE), expected)  # which is as it was
+    torch.testing.assert_close(model(EXAMPLE), expected)  # the model is as it was
     assert ours(model) == []
     assert not optimized.training
-    # Other batches, and again as a copy.
+    # It works with other sizes, and as a copy.
     other = torch.randn(5, 3, 12, 12)
     for one in (optimized, copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
         torch.testing.assert_close(one(other), model(other), rtol=1e-4, atol=1e-4)
@@ -70,7 +70,7 @@ def test_a_residual_network(model: ResNet, clock: Clock) -> None:
 
 
 class Segmentation(nn.Module):
-    """Results by name, as torchvision's models have them, and of a size that the input has."""
+    """Gives results by name, as torchvision's models do, of the input's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_results_by_name() -> None:
 
 
 def test_layers_that_are_slower_fused(model: ResNet, clock: Clock) -> None:
-    """They stay PyTorch's; their BatchNorms are folded all the same."""
+    """They stay PyTorch's; their BatchNorms are folded nevertheless."""
     clock.gains = lambda call: times(1, 2) if call.residual else times(2, 1)
     optimized = fused(model, EXAMPLE)
     assert activations(optimized).keys() == {
@@ -189,7 +189,7 @@ class Added(Followed):
         (lambda out, x: out.add(x), True),
         (lambda out, x: out.add_(x), True),
         (lambda out, x: torch.add(out, x, alpha=2), False),
-        (lambda out, x: out + x.mean((2, 3), keepdim=True), False),  # of a broadcast shape
+        (lambda out, x: out + x.mean((2, 3), keepdim=True), False),  # broadcast
         (lambda out, x: out + 1, False),
         (lambda out, x: out + out, False),
         (lambda out, x: out + x.double(), False),
@@ -205,7 +205,7 @@ def test_additions(follower: Callable[..., Tensor], fuses: bool, clock: Clock) -
 
 
 def test_two_layers_that_are_added() -> None:
-    """One of them takes the addition, with the other's result, which is fused as well."""
+    """The addition is fused with one of them; the BatchNorms are folded into both."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -220,7 +220,7 @@ def test_two_layers_that_are_added() -> None:
     assert activations(fused(Both(), EXAMPLE)) == {"first.0": "relu"}
 
 
-def test_what_is_read_twice_is_not_fused() -> None:
+def test_a_result_that_is_read_twice_is_not_fused() -> None:
     optimized = fused(Followed(lambda out: out.relu() + out.sum()), EXAMPLE)
     assert activations(optimized) == {}
     optimized = fused(Followed(lambda out: out.relu() * out, norm=True), EXAMPLE)
@@ -272,7 +272,7 @@ def test_arguments_by_name_and_default() -> None:
     assert activations(optimized) == {"layer": "relu"}
 
 
-def test_what_a_model_keeps_is_neither_fake_nor_traced() -> None:
+def test_tensors_that_a_model_keeps_are_neither_fake_nor_proxies() -> None:
     class Keeps(Followed):
         grid: Tensor | None = None
         seen: Tensor | None = None
@@ -298,7 +298,7 @@ def test_fused_in_inference_mode(model: ResNet) -> None:
         optimized = fastconv.optimize(model, EXAMPLE)
         expected = model(EXAMPLE)
     assert len(activations(optimized)) == 7
-    with torch.no_grad():  # outside, too
+    with torch.no_grad():  # it works outside of inference mode, too
         torch.testing.assert_close(optimized(EXAMPLE), expected, rtol=1e-4, atol=1e-4)
     assert not any(parameter.is_inference() for parameter in optimized.parameters())
 
@@ -315,11 +315,11 @@ def test_fused_under_autocast(model: ResNet, clock: Clock) -> None:
     assert (found - expected).norm() < 0.1 * expected.norm()
 
 
-def test_no_fake_tensor_stays_in_autocast_s_cache(model: ResNet, clock: Clock) -> None:
-    """Of a context that goes on: what is cast there once, PyTorch keeps."""
+def test_no_fake_tensor_stays_in_the_cache_of_autocast(model: ResNet, clock: Clock) -> None:
+    """Within one context of autocast, PyTorch keeps each weight that it has cast."""
     model.eval()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        for _ in range(2):  # the second takes times that are known
+        for _ in range(2):  # the second time uses stored times
             assert type(fastconv.optimize(model, EXAMPLE)(EXAMPLE)) is Tensor
             assert type(model(EXAMPLE)) is Tensor
 

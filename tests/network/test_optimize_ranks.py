@@ -27,7 +27,7 @@ from network.helpers import (
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-def _process(rank: int, folder: Path, do: Callable[[int, Path], Any]) -> None:
+def _in_process(rank: int, folder: Path, do: Callable[[int, Path], Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
@@ -37,17 +37,17 @@ def _process(rank: int, folder: Path, do: Callable[[int, Path], Any]) -> None:
     finally:
         dist.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")
-    os._exit(0)  # see test_distributed.py
+    os._exit(0)  # test_distributed.py says why
 
 
-def _in_process(rank: int, folder: Path) -> tuple[list[str], str, int, str]:
+def _different_times(rank: int, folder: Path) -> tuple[list[str], str, int, str]:
     stand_in(folder / f"cache{rank}", setattr)
     monkeypatch = pytest.MonkeyPatch()
     from conftest import loads
 
-    for _ in loads.__wrapped__(monkeypatch):  # the fixture's own
+    for _ in loads.__wrapped__(monkeypatch):  # the fixture's own function
         clock = Clock()
-        # Were rank 1 to decide, it would decide otherwise.
+        # Rank 1 would choose other layers.
         clock.gains = lambda call: times(2, 1) if call.groups == 1 + rank else times(1, 2)
         calls.clock = clock
         model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1, groups=2))
@@ -70,7 +70,7 @@ def _in_process(rank: int, folder: Path) -> tuple[list[str], str, int, str]:
 
 
 class Branches(nn.Module):
-    """Layers that depend on the size of the input."""
+    """A model in which the size of the input decides which layers are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class Branches(nn.Module):
         return self.large(x).relu() if x.shape[-1] > 5 else x
 
 
-def _unlike(rank: int, folder: Path) -> list[Any]:
-    """Examples of another size in each process; then errors in one of them alone."""
+def _different_examples(rank: int, folder: Path) -> list[Any]:
+    """Optimizes with examples of another size in each process; then with errors in one of them."""
     stand_in(folder / f"cache{rank}", setattr)
     monkeypatch = pytest.MonkeyPatch()
     from conftest import loads
@@ -112,9 +112,9 @@ def _unlike(rank: int, folder: Path) -> list[Any]:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 def test_examples_of_other_sizes_in_each_process(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (tmp_path, _unlike), nprocs=2)
+    torch.multiprocessing.spawn(_in_process, (tmp_path, _different_examples), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
-    # Rank 0, whose example is the smaller one, has not called the other layer.
+    # Rank 0 has the smaller example, with which the other layer is not called.
     assert first[0] == second[0] == ["first"]
     assert first[1] == second[1]
     assert first[2] == second[2]
@@ -129,7 +129,7 @@ def test_examples_of_other_sizes_in_each_process(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 def test_rank_0_decides(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_process, (tmp_path, _in_process), nprocs=2)
+    torch.multiprocessing.spawn(_in_process, (tmp_path, _different_times), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first[0] == second[0] == ["0"]
     assert (first[2], second[2]) == (2 * 2, 0)

@@ -49,7 +49,7 @@ def test_in_place(model: ResNet) -> None:
 
 
 def test_nothing_else_changes(model: ResNet) -> None:
-    """Not a buffer, a gradient, a random number, nor the example."""
+    """Buffers, gradients, random numbers and the example stay."""
     model.stem.weight.grad = torch.ones_like(model.stem.weight)
     state = copy.deepcopy(model.state_dict())
     example = EXAMPLE.clone()
@@ -78,7 +78,7 @@ def test_an_error_leaves_the_model_as_it_was(model: ResNet, clock: Clock) -> Non
 
 
 class Remembers(nn.Module):
-    """Changes what is neither a parameter nor a buffer, in every call."""
+    """Changes attributes that are neither parameters nor buffers in every call."""
 
     class Meter:
         count = 0
@@ -99,7 +99,7 @@ class Remembers(nn.Module):
         self.mean = self.mean * 0.9
         self.layer.bias.data.add_(1)
         self.last = np.random.rand() + random.random()
-        return self.layer(x) if x.sum().item() < 1e9 else x  # so it is called for real
+        return self.layer(x) if x.sum().item() < 1e9 else x  # .item() makes a dry run fail
 
     def state(self) -> list[Any]:
         return [
@@ -110,7 +110,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_what_a_model_notes_is_as_it_was(inplace: bool, clock: Clock) -> None:
+def test_python_state_of_a_model_is_as_it_was(inplace: bool, clock: Clock) -> None:
     model = Remembers()
     model.forward(EXAMPLE)
     before = model.state()
@@ -163,7 +163,7 @@ def test_odd_modules_and_buffers(odd: Callable[[], Any], training: bool) -> None
     model = Odd().train(training)
     state = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
     compressed = any(one.layout is torch.sparse_csr for one in model.buffers())
-    inplace = training or compressed  # PyTorch cannot copy those
+    inplace = training or compressed  # PyTorch cannot copy compressed tensors
     with torch.set_grad_enabled(training):
         optimized = fastconv.optimize(model, EXAMPLE, inplace=inplace)
     assert ours(optimized) == ["layer"]
@@ -190,8 +190,8 @@ def test_restore(model: ResNet) -> None:
 
 
 @pytest.mark.usefixtures("_inference")
-def test_restore_of_what_is_only_folded(model: ResNet, clock: Clock) -> None:
-    """No layer's class tells, and a copy of the graph has no report."""
+def test_restore_of_a_model_with_folded_layers_alone(model: ResNet, clock: Clock) -> None:
+    """All layers are PyTorch's, and a copy of the graph has no report."""
     clock.gains = lambda call: times(1, 2)
     optimized = fastconv.optimize(model.eval(), EXAMPLE)
     assert report(optimized).folded == 7
@@ -214,13 +214,13 @@ def test_a_second_time_changes_nothing(model: ResNet, clock: Clock) -> None:
     again = fastconv.optimize(first, EXAMPLE)
     assert ours(again) == ours(first)
     assert (len(clock.seen), clock.models) == (asked, 1)
-    # Nor as a part of something else.
+    # It changes nothing as a part of another model, either.
     whole = fastconv.optimize(nn.Sequential(first, nn.ReLU()), EXAMPLE)
     assert ours(whole) == [f"0.{name}" for name in ours(first)]
 
 
 def test_a_model_that_keeps_tensors_without_data_is_an_error() -> None:
-    """It has to be told: whatever came of such tensors would have no data, either."""
+    """Whatever is computed with such tensors would have no data, either."""
 
     class Hides(Followed):
         def __init__(self) -> None:
@@ -286,7 +286,7 @@ def test_layers_that_are_left(clock: Clock) -> None:
     assert "left as they are, of another class, Own: layers.subclass" in str(found)
 
 
-def test_a_model_that_looks_at_data(clock: Clock) -> None:
+def test_a_model_that_needs_data(clock: Clock) -> None:
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()

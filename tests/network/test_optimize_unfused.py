@@ -67,7 +67,7 @@ def test_layers_with_hooks_are_not_fused() -> None:
     assert ran == ["layer", "norm"]
 
 
-def test_what_cannot_be_traced_is_exchanged_unfused() -> None:
+def test_layers_of_an_untraceable_model_are_exchanged() -> None:
     class Branches(Followed):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.shape[0] > 0 and bool(x.shape[1] > 2) else x
@@ -79,7 +79,7 @@ def test_what_cannot_be_traced_is_exchanged_unfused() -> None:
 
 
 class _First(Followed):
-    """Compares with what its first call was given."""
+    """Subtracts the input of its first call."""
 
     first: Tensor | None = None
 
@@ -90,7 +90,7 @@ class _First(Followed):
 
 
 class _Average(Followed):
-    """Of all that it was given: of one example that comes again and again, it is that one."""
+    """Takes the mean of its input and the one before: with one example, that is the example."""
 
     def __init__(self, follower: Callable[..., Tensor]) -> None:
         super().__init__(follower)
@@ -104,7 +104,7 @@ class _Average(Followed):
 
 
 class _Counts(Followed):
-    """Gives something else from its hundredth call on."""
+    """Gives other results from its hundredth call on."""
 
     calls = 0
 
@@ -133,7 +133,7 @@ class _Grows(Followed):
     ],
 )
 @pytest.mark.parametrize("images", [EXAMPLE, EXAMPLE[:1], torch.zeros_like(EXAMPLE)])
-def test_what_depends_on_calls_before_is_not_fused(
+def test_a_model_that_depends_on_earlier_calls_is_not_fused(
     kind: type[Followed], why: str, images: Tensor
 ) -> None:
     model = kind(torch.relu).eval()
@@ -148,8 +148,8 @@ def test_what_depends_on_calls_before_is_not_fused(
             torch.testing.assert_close(optimized(one), twin(one), rtol=1e-4, atol=1e-4)
 
 
-def test_hooks_of_all_modules_and_forwards_of_one_s_own() -> None:
-    """They run for each module, so none may become part of another."""
+def test_global_hooks_and_forwards_of_instances() -> None:
+    """They run for each module, so no module may become part of another."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     seen: list[str] = []
     handle = nn.modules.module.register_module_forward_hook(
@@ -174,8 +174,8 @@ def test_not_fused_where_gradients_are_recorded(model: ResNet) -> None:
     )
 
 
-def test_not_fused_where_only_a_norm_s_gradients_are_recorded() -> None:
-    """Its parameters would be part of weights, and learn nothing."""
+def test_not_fused_where_only_gradients_of_a_norm_are_recorded() -> None:
+    """Folded into weights, its parameters would get no gradients."""
     model = Followed(torch.relu, norm=True).eval()
     model.layer.requires_grad_(False)
     optimized = fastconv.optimize(model, EXAMPLE)
@@ -193,7 +193,7 @@ def test_not_fused_where_it_is_not_wanted(model: ResNet) -> None:
 
 
 class Within(Followed):
-    """A layer, and another behind it that is called in a context."""
+    """A layer, and another one behind it that is called within a context."""
 
     def __init__(self, context: Callable[[], Any], all_of_it: bool = False) -> None:
         super().__init__(torch.relu)
@@ -236,7 +236,7 @@ def test_a_model_that_sets_a_context_itself_is_not_fused(
 
 @pytest.mark.usefixtures("_inference")
 def test_a_linear_without_autocast_is_not_fused_with_it() -> None:
-    """Only what is not a convolution is in the context: how these are called does not show it."""
+    """No convolution is within the context, so their calls do not show it."""
 
     class Head(Followed):
         def __init__(self) -> None:
@@ -256,7 +256,7 @@ def test_a_linear_without_autocast_is_not_fused_with_it() -> None:
 
 
 @pytest.mark.usefixtures("_inference")
-def test_a_context_that_changes_nothing_does_not_keep_from_fusing() -> None:
+def test_a_context_that_changes_nothing_does_not_prevent_fusion() -> None:
     optimized = fastconv.optimize(Within(torch.no_grad, all_of_it=True).eval(), EXAMPLE)
     assert activations(optimized) == {"layer": "relu"}
 
@@ -273,7 +273,7 @@ def _(x: Tensor) -> None:
 
 @torch.fx.wrap
 def grown(x: Tensor) -> Tensor:
-    """A function that torch.fx does not look into."""
+    """A function that torch.fx records as one node."""
     x.mul_(1.001)
     return x
 
@@ -313,15 +313,15 @@ class Writes(Followed):
 def test_a_layer_does_not_move_past_a_writer(
     writer: Callable[[Tensor], Tensor], fuses: bool
 ) -> None:
-    """Not even by so little that comparing results with a large tolerance would not show it."""
+    """The writers change so little that a comparison of results might not show it."""
     optimized = fused(Writes(writer), EXAMPLE)
     assert any(isinstance(one, FusedConv2d) for one in optimized.modules()) == fuses
     reason = "not fused: no convolution is followed by anything that can be fused with it"
-    assert (reason in report(optimized).notes) != fuses  # it was not the comparison that told
+    assert (reason in report(optimized).notes) != fuses  # not a comparison
 
 
 class OwnStatistics(Followed):
-    """Writes to what its BatchNorm has, in one of several ways."""
+    """Writes to the statistics of its BatchNorm."""
 
     def __init__(self, write: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(torch.relu, norm=True)
@@ -343,7 +343,7 @@ def _train(norm: Any, x: Tensor) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda norm, x: norm.running_mean.mul_(1.0),  # which changes nothing this time
+        lambda norm, x: norm.running_mean.mul_(1.0),  # the numbers stay the same
         lambda norm, x: norm.running_mean.data.copy_(norm.running_mean),
         lambda norm, x: norm.running_mean.lerp_(x.mean((0, 2, 3)), 0.0),
         lambda norm, x: norm.running_var[:1].fill_(1.0),
