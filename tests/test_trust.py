@@ -20,7 +20,7 @@ import pytest
 
 from fastconv import cli, commands, jit
 from fastconv.jit import cache, compile, trust
-from fastconv.kernels.hopper.correlate import tuned
+from fastconv.kernels import tuned
 from test_jit import in_threads, scale
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners and modes")

@@ -56,9 +56,9 @@ from fastconv.bench.trials import NORMAL, Kinds, Trial
 from fastconv.bench.verify import Check
 from fastconv.exporter import export
 from fastconv.jit import archive, cache, compile, trust
+from fastconv.kernels import tuned
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper.correlate import tuned
 from fastconv.network.preparation import is_gpu
 from fastconv.timing import Effort
 from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique

@@ -4,7 +4,7 @@ With an argument, a family and the portable kernels alone run, with sm_80's shar
 "ampere", or "depthwise", which runs narrow groups alone. Two of the tools do not understand all
 that kernels do: initcheck does not see what sm_90a's bulk copies write, and racecheck takes for
 races what rings of barriers order, on Hopper and in Ampere's correlations (see
-docs/kernels/ampere.md).
+docs/kernels/ampere-halo.md).
 
 All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
 (making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.
@@ -31,8 +31,8 @@ from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import ampere, planner, plans
 from fastconv.kernels.family import Declined
-from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
-from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
+from fastconv.kernels.hopper.halo import plan as hopper_correlate
+from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
 from fastconv.problem import Problem
 
 AMPERE_WEIGHT_GRAD = importlib.import_module(ampere.weight_grad.__module__)
