@@ -256,7 +256,7 @@ def test_a_block_under_autocast(loads: Loads) -> None:
 
 
 def test_a_block_that_fails(loads: Loads) -> None:
-    """This one branches on a number of a fake tensor."""
+    """It branches on a number of a fake tensor, which has none."""
     model = Block()
     with pytest.raises(RuntimeError), fastconv.preparing() as step:
         assert model(EXAMPLE).sum().backward() or model(EXAMPLE).sum() > 0

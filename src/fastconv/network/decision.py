@@ -45,7 +45,7 @@ def _decided(subject: Subject, fuse: bool) -> Decision:
     shared = ranks.gathered(lambda: {name: site.words for name, site in mine.sites.items()})
     graph, sites = mine.graph, mine.sites
     if any(other != shared[0] for other in shared):
-        subject.notes.append("not fused: not the same can be fused in the graphs of all processes")
+        subject.notes.append("not fused: the graphs of processes differ in what can be fused")
         graph, sites = None, {}
     seen = dict(mine.seen)
     if graph is not None:
@@ -73,7 +73,7 @@ def _decided(subject: Subject, fuse: bool) -> Decision:
                 lambda: measurement.model_times(subject, proposal, judged, mine.structure)
             )
             if not whole.gains and proposal.model is not subject.model:
-                trouble = "fused, the model as a whole is not faster"
+                trouble = "the model as a whole is not faster when fused"
         if trouble is not None:
             subject.notes.append(f"not fused: {trouble}")
             subject.snapshot.put_back()

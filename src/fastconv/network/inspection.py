@@ -37,7 +37,7 @@ class Inspection:
 
 
 def exchangeable_layers(subject: Subject) -> dict[str, nn.Module]:
-    """The layers that can be exchanged, by name; reasons for all others are noted."""
+    """The layers that can be exchanged, by name; the report gets reasons for all others."""
     layers = {}
     for name, module in subject.model.named_modules():
         if isinstance(module, PYTORCHS):
@@ -130,7 +130,7 @@ def _fusable(subject: Subject, layers: Mapping[str, nn.Module], found: Inspectio
     )
     fusable = sites(graph, once, written)
     if not fusable:
-        raise Untraceable("the model writes to the parameters or buffers of all that could be")
+        raise Untraceable("the model writes to parameters or buffers of all that could be fused")
     return Inspection(found.seen, found.structure, graph, fusable, expected, unsteady)
 
 
