@@ -108,7 +108,7 @@ def test_the_gpu_decides_while_the_native_host_path_is_built(
     assert (clock.with_host, waited) == ((False, []) if under_way else (True, ["settled"]))
     assert ("measured by the GPU's time alone" in str(report(optimized))) == under_way
     assert {"planning", "compiling", "PyTorch's first calls", "measuring layers",
-            "measuring the whole model"} <= report(optimized).step_seconds.keys()  # fmt: skip
+            "measuring the whole model"} <= report(optimized).task_seconds.keys()  # fmt: skip
     # A stored time of the other kind is not used.
     monkeypatch.setattr(native, "under_way", lambda: not under_way)
     fastconv.optimize(model, EXAMPLE)

@@ -109,5 +109,5 @@ def _report(
         "fused": proposal.model is not subject.model,
         "measured": subject.measured,
         "notes": tuple(subject.notes),
-        "step_seconds": dict(subject.step_seconds),
+        "task_seconds": dict(subject.task_seconds),
     }

@@ -42,12 +42,12 @@ class Optimization:
     measured: int  # how many times in `layers` are new; the others were stored on disk before
     notes: tuple[str, ...]
     seconds: float
-    step_seconds: Mapping[str, float] = field(default_factory=dict)  # by the name of a step
+    task_seconds: Mapping[str, float] = field(default_factory=dict)  # planning, compiling, ...
 
     def __str__(self) -> str:
         lines = [*self._table(), *self._totals(), *self._left(), *self.notes]
         stored = sum(row.times is not None for row in self.layers) - self.measured
-        steps = ", ".join(f"{name} {took:.1f}" for name, took in self.step_seconds.items())
+        tasks = ", ".join(f"{name} {took:.1f}" for name, took in self.task_seconds.items())
         lines.append(
             f"{self.measured} distinct calls measured, {stored} known from earlier, "
             f"{self.seconds:.1f} s" + (f" ({steps})" if steps else "")

@@ -39,19 +39,19 @@ class Subject:
     left: dict[str, str] = field(default_factory=dict)  # layers that are not measured, and why
     notes: list[str] = field(default_factory=list)  # for the report
     measured: int = 0  # calls whose times are new
-    step_seconds: dict[str, float] = field(default_factory=dict)
+    task_seconds: dict[str, float] = field(default_factory=dict)  # planning, compiling, ...
     plans: dict[Call, Plans] = field(default_factory=dict)  # those that have been made
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(values=True))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to that of a step of the work."""
+        """Adds the time of the block to that of a task."""
         start = time.perf_counter()
         try:
             yield
         finally:
             took = time.perf_counter() - start
-            self.step_seconds[name] = self.step_seconds.get(name, 0.0) + took
+            self.task_seconds[name] = self.task_seconds.get(name, 0.0) + took
 
     def shower(self, words: str) -> preparation.Show:
         """A function that shows progress, if it should be shown."""
