@@ -50,7 +50,7 @@ class Optimization:
         tasks = ", ".join(f"{name} {took:.1f}" for name, took in self.task_seconds.items())
         lines.append(
             f"{self.measured} distinct calls measured, {stored} known from earlier, "
-            f"{self.seconds:.1f} s" + (f" ({steps})" if steps else "")
+            f"{self.seconds:.1f} s" + (f" ({tasks})" if tasks else "")
         )
         return "\n".join(lines)
 
