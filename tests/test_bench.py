@@ -813,7 +813,7 @@ def test_info_for_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             )
         ),
         *(
-            (["bench", option, "32"], f"{option} is that of a --model, and none is given")
+            (["bench", option, "32"], f"{option} applies to a --model, and none is given")
             for option in ("--batch", "--image")
         ),
         (["bench", "--host", "--dry-run"], "not allowed with"),

@@ -325,7 +325,7 @@ class TestList:
         rest = len(described).to_bytes(4, "little") + described
         path.write_bytes(cache._header(path.name, rest) + rest)
         (entry,) = cache.entries()
-        assert cache.about(entry) == {}
+        assert cache.metadata(entry) == {}
         assert cache.load("cubin", _key(1)) is None
         assert not path.exists()
 
@@ -433,7 +433,7 @@ class TestClear:
     def test_an_architecture(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _run("clear", "--architecture", "sm_90a") == 0
         assert capsys.readouterr().out.startswith("removed 3 kernels for sm_90a, ")
-        left = [cache.about(entry).get("architecture") for entry in cache.entries()]
+        left = [cache.metadata(entry).get("architecture") for entry in cache.entries()]
         assert sorted(map(str, left)) == ["None", "sm_80", "sm_80"]
 
     @pytest.mark.parametrize("action", [["clear"], ["export", "file"]])

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fastconv
-from fastconv import cli, commands, files
+from fastconv import cli, files
 from fastconv.bench import (
     campaign,
     configurations,
@@ -31,6 +31,7 @@ from fastconv.bench import (
 )
 from fastconv.bench.cases import Case
 from fastconv.bench.results import Row
+from fastconv.commands import common
 from fastconv.exporter import ExportError, file
 from fastconv.jit import cache
 from fastconv.kernels.family import Plan
@@ -52,7 +53,7 @@ def results(tmp_path: Path) -> Path:
 
 def _tuning(monkeypatch: pytest.MonkeyPatch, tuned: Callable[[Case], tune.Tuned]) -> None:
     """Has ``fastconv tune`` find a GPU, and find out what is given."""
-    monkeypatch.setattr(commands, "_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(common, "select_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(tune, "build", lambda cases, device: None)
     monkeypatch.setattr(tune, "tune", lambda case, device, effort: tuned(case))
 

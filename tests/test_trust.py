@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fastconv import cli, commands, jit
+from fastconv import cli, jit
+from fastconv.commands import common
 from fastconv.jit import cache, compile, trust
 from fastconv.kernels.hopper.correlate import tuned
 from test_jit import in_threads, scale
@@ -391,7 +393,7 @@ class TestTable:
     ) -> None:
         tuned.add(tuned.own(), {"layer": "plan"})
         folder.chmod(0o777)
-        monkeypatch.setattr(commands, "_device", lambda name: commands.torch.device("cuda"))
+        monkeypatch.setattr(common, "select_device", lambda name: torch.device("cuda"))
         assert cli.main(["tune", "--shape", "1x2x6x6 3x2x3x3"]) == 2
         told = capsys.readouterr().err
         assert f"tuned.json would not be used: {folder} can be written by others" in told
