@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastconv
 from fastconv import native
 from fastconv.backends import cuda
-from fastconv.jit import launch
+from fastconv.jit import launch, pool
 from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
@@ -52,8 +52,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
-    monkeypatch.setattr(launch, "prepare", lambda *_: prepared)
-    monkeypatch.setattr(launch, "begin_work", lambda need, work: found.begun.append(need))
+    monkeypatch.setattr(launch, "load_launches", lambda *_: prepared)
+    monkeypatch.setattr(pool, "run_ahead", lambda need, work: found.begun.append(need))
     for name, kernels, on in (
         ("forward", devices.forward_kernels, devices._forward_on),
         ("input_grad", devices.input_grad_kernels, devices._input_grad_on),
@@ -162,7 +162,7 @@ def test_nothing_is_raised(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> None:
         raise RuntimeError("no such GPU")
 
-    monkeypatch.setattr(launch, "begin_work", fail)
+    monkeypatch.setattr(pool, "run_ahead", fail)
     fastconv.conv2d(*_tensors())
 
 
@@ -198,18 +198,18 @@ def compiled(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return b"cubin"
 
     def prepare(launches: Any, *_: Any) -> Any:
-        launch.build_all([one.kernel for one in launches], H200.architecture)
+        pool.build_all([one.kernel for one in launches], H200.architecture)
         return SimpleNamespace(run=lambda *_: None)
 
     def begin_work(key: Any, work: Callable[[], Any]) -> None:
-        launch._workers.begin(key, work, 4)
+        pool._workers.submit_ahead(key, work, 4)
 
-    monkeypatch.setattr(launch, "_workers", Workers())
-    monkeypatch.setattr(launch, "begin_work", begin_work)
-    monkeypatch.setattr(launch, "build", build)
-    monkeypatch.setattr(launch, "kept", lambda *_: None)
-    monkeypatch.setattr(launch, "prepare", prepare)
-    monkeypatch.setattr(launch, "compile_threads", 4)
+    monkeypatch.setattr(pool, "_workers", Workers())
+    monkeypatch.setattr(pool, "run_ahead", begin_work)
+    monkeypatch.setattr(pool, "build", build)
+    monkeypatch.setattr(pool, "cached_cubin", lambda *_: None)
+    monkeypatch.setattr(launch, "load_launches", prepare)
+    monkeypatch.setattr(pool, "compile_threads", 4)
     return found
 
 
@@ -220,7 +220,7 @@ def test_planned_and_compiled_once(noted: Noted, compiled: list[str]) -> None:
     output.backward(torch.empty_like(output))
     assert len(compiled) == len(set(compiled))
     assert len(noted.needed) == len(set(noted.needed)) == 6 + 6 + 5
-    assert not launch._workers._pieces
+    assert not pool._workers._tasks
 
 
 def test_another_form_than_was_thought(noted: Noted, compiled: list[str]) -> None:
@@ -333,7 +333,7 @@ def test_networks_that_cannot_be_guessed(noted: Noted, monkeypatch: pytest.Monke
             return x
 
     dropped: list[cuda.Need] = []
-    monkeypatch.setattr(launch, "drop", dropped.append)
+    monkeypatch.setattr(pool, "cancel_ahead", dropped.append)
     Pooling()(torch.randn(1, 8, 30, 30))
     misses = ahead.MOST_MISSES
     assert len(noted.guesses) == misses  # layers are alike: one need each
@@ -345,7 +345,7 @@ def test_networks_that_cannot_be_guessed(noted: Noted, monkeypatch: pytest.Monke
 
 def test_what_was_guessed_wrongly_is_left(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[cuda.Need] = []
-    monkeypatch.setattr(launch, "drop", dropped.append)
+    monkeypatch.setattr(pool, "cancel_ahead", dropped.append)
     layers = [fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 6)]
     nn.Sequential(layers[0], nn.Upsample(scale_factor=2), *layers[1:])(torch.randn(1, 8, 6, 6))
     assert {need.problem.in_channels for need in dropped} == {24, 32, 40}
@@ -374,7 +374,7 @@ def test_what_is_guessed_is_taken(noted: Noted, compiled: list[str]) -> None:
         model(torch.randn(2, 3, 45, 70))
     assert len(compiled) == len(set(compiled))
     assert len(noted.needed) == len(set(noted.needed)) == 9
-    assert not launch._workers._pieces
+    assert not pool._workers._tasks
 
 
 def test_how_many_passes_are_noted_as_ready(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,7 +303,7 @@ def test_mma_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(launches: Sequence[Launch], *_: Any) -> Any:
         return SimpleNamespace(run=lambda *addresses: ran.extend(launches))
 
-    monkeypatch.setattr(jit_launch, "prepare", prepare)
+    monkeypatch.setattr(jit_launch, "load_launches", prepare)
 
     def seconds(run: Callable[[], object]) -> float:
         run()  # 8 warps take as long as 4, then it is twice as long for twice as many

@@ -463,7 +463,7 @@ def _compiled(code: str, architecture: str) -> str:
     except jit.GpuUnavailable as error:
         pytest.skip(str(error))
     program = nvrtc.Program(code, "exported.cu", {}, compile._options(architecture))
-    outcome = nvrtc.compiled(program, compile._nvrtc())
+    outcome = nvrtc.compile_program(program, compile._nvrtc())
     assert not outcome.error, outcome.log
     return outcome.log
 

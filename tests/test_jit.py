@@ -27,7 +27,8 @@ import torch
 import nvrtc as other_nvrtc
 from effort import PATIENCE_S
 from fastconv import jit
-from fastconv.jit import cache, compile, launch, maps
+from fastconv.jit import cache, compile, launch, loading, maps, pool
+from fastconv.jit import driver as cuda_driver
 from fastconv.kernels.family import FOLDER, AnyMap, Im2colMap, Kernel, Launch, TensorMap
 
 try:
@@ -220,13 +221,13 @@ class TestExit:
         """What is under way ends, and is kept; of what is still to be done, nothing begins."""
         program = """
 import time
-from fastconv.jit import compile, launch
+from fastconv.jit import compile, loading, pool
 from test_jit import scale
 
-launch.compile_threads = 3
+pool.compile_threads = 3
 function = 'extern "C" __global__ void f{}(float* x) {{ *x = powf(*x, x[{}]); }}'
 body = "\\n".join(function.format(i, i) for i in range(40))
-launch.begin([scale(n, body + "// FACTOR") for n in range(50)], "sm_80", 0)
+loading.compile_ahead([scale(n, body + "// FACTOR") for n in range(50)], "sm_80", 0)
 while len(compile._compilers) < 2:
     time.sleep(0.01)
 """
@@ -631,16 +632,16 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """An H200's driver and PyTorch, as far as launching needs them."""
     driver = Driver()
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
-    monkeypatch.setattr(launch, "_loaded", {})
-    monkeypatch.setattr(launch, "build", lambda kernel, arch: f"cubin for {arch}".encode())
-    monkeypatch.setattr(launch, "kept", lambda kernel, arch: None)
-    monkeypatch.setattr(launch, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_driver, "bindings", lambda: driver)
+    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setattr(pool, "build", lambda kernel, arch: f"cubin for {arch}".encode())
+    monkeypatch.setattr(pool, "cached_cubin", lambda kernel, arch: None)
+    monkeypatch.setattr(cuda_driver, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     stream = lambda index: 0x57 + index  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
-    launch._context.cache_clear()
+    cuda_driver.context.cache_clear()
     return driver
 
 
@@ -690,16 +691,16 @@ class TestLaunch:
 
     def test_not_a_gpu(self) -> None:
         with pytest.raises(ValueError, match="cannot run on cpu"):
-            jit.prepare([LAUNCH], torch.device("cpu"))
+            jit.load_launches([LAUNCH], torch.device("cpu"))
 
     def test_configuration_stream_and_arguments(self, driver: Driver) -> None:
-        jit.prepare([LAUNCH], CUDA).run(0x7FFF_FFFF_FFF0, 0)
+        jit.load_launches([LAUNCH], CUDA).run(0x7FFF_FFFF_FFF0, 0)
         assert driver.launched == [(0xF, 5, 6, 7, 128, 1, 1, 0, 0x57, 0x7FFF_FFFF_FFF0, 0, -1, 0)]
 
     def test_early(self, driver: Driver) -> None:
         """The driver is told, and all else is as in other launches."""
         early = dataclasses.replace(LAUNCH, early=True)
-        prepared = jit.prepare([LAUNCH, early, LAUNCH], CUDA)
+        prepared = jit.load_launches([LAUNCH, early, LAUNCH], CUDA)
         for _ in range(2):
             prepared.run(1, 2)
         assert driver.early == [False, True, False] * 2
@@ -708,7 +709,7 @@ class TestLaunch:
     def test_early_in_threads_with_streams_of_their_own(
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        prepared = jit.prepare([dataclasses.replace(LAUNCH, early=True)], CUDA)
+        prepared = jit.load_launches([dataclasses.replace(LAUNCH, early=True)], CUDA)
         here = threading.local()
         monkeypatch.setattr(prepared, "_raw_stream", lambda index: here.stream)
 
@@ -725,8 +726,8 @@ class TestLaunch:
     def test_early_as_the_driver_reads_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the bindings' own types."""
         bindings = compile.binding("driver")
-        monkeypatch.setattr(launch, "_driver", lambda: bindings)
-        config = launch._early_config(LAUNCH)
+        monkeypatch.setattr(cuda_driver, "bindings", lambda: bindings)
+        config = launch._dependent_launch_config(LAUNCH)
         config.hStream = bindings.CUstream(0x57)
         numbers = (ctypes.c_uint32 * 14).from_address(config.getPtr())
         (_, attributes, _) = (ctypes.c_uint64 * 3).from_address(config.getPtr() + 32)
@@ -736,7 +737,7 @@ class TestLaunch:
 
     def test_sequence_shares_addresses(self, driver: Driver) -> None:
         second = Launch(scale(), (1, 1, 1), 32, 0, ("z", "x", 2**31 - 1))
-        prepared = jit.prepare([LAUNCH, second], CUDA)
+        prepared = jit.load_launches([LAUNCH, second], CUDA)
         assert prepared.names == ("x", "y", "z")
         prepared.run(1, 2, 3)
         prepared.run(4, 5, 6)
@@ -745,35 +746,35 @@ class TestLaunch:
         assert len(driver.called("cuModuleLoadData")) == 1
 
     def test_order_of_names(self, driver: Driver) -> None:
-        prepared = jit.prepare([LAUNCH], CUDA, ("bias", "y", "x"))
+        prepared = jit.load_launches([LAUNCH], CUDA, ("bias", "y", "x"))
         prepared.run(1, 2, 3)
         assert driver.launched[0][-4:-1] == (3, 2, -1)
         with pytest.raises(ValueError, match=r"\['x'\]"):
-            jit.prepare([LAUNCH], CUDA, ("y", "bias"))
+            jit.load_launches([LAUNCH], CUDA, ("y", "bias"))
 
     def test_integer_that_does_not_fit(self, driver: Driver) -> None:
         with pytest.raises(jit.LaunchError, match="32-bit integers, but got 2147483648"):
-            jit.prepare([Launch(scale(), (1, 1, 1), 32, 0, ("x", "y", 2**31))], CUDA)
+            jit.load_launches([Launch(scale(), (1, 1, 1), 32, 0, ("x", "y", 2**31))], CUDA)
 
     @pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 2**16, 1), (1, 1, 2**16)], ids=str)
     def test_grid_too_large(self, grid: tuple[int, int, int], driver: Driver) -> None:
         with pytest.raises(jit.LaunchError, match=re.escape(f"65535) blocks, not {grid}")):
-            jit.prepare([Launch(scale(), grid, 32, 0, ("x", "y", 1))], CUDA)
+            jit.load_launches([Launch(scale(), grid, 32, 0, ("x", "y", 1))], CUDA)
 
     def test_wrong_number_of_addresses(self, driver: Driver) -> None:
         with pytest.raises(Exception, match="2"):
-            jit.prepare([LAUNCH], CUDA).run(1)
+            jit.load_launches([LAUNCH], CUDA).run(1)
         assert driver.launched == []
 
     def test_kernels_are_loaded_once_per_device(self, driver: Driver) -> None:
         for index in (0, 1, 0, 1):
-            jit.prepare([LAUNCH], torch.device("cuda", index))
+            jit.load_launches([LAUNCH], torch.device("cuda", index))
         assert driver.called("cuModuleLoadData") == [(b"cubin for sm_90a",)] * 2
         assert driver.called("cuModuleGetFunction") == [("cuModuleLoadData", b"scale")] * 2
         assert driver.called("cuDeviceGet") == [(0,), (1,)]
 
     def test_loading_is_allowed_during_capture(self, driver: Driver) -> None:
-        jit.prepare([LAUNCH], CUDA)
+        jit.load_launches([LAUNCH], CUDA)
         order = [call[0] for call in driver.calls]
         modes = driver.called("cuThreadExchangeStreamCaptureMode")
         assert modes == [(CaptureMode(2),), (CaptureMode(0),)]
@@ -797,7 +798,7 @@ class TestLaunch:
                 entered.append((self.index, len(driver.launched)))
 
         monkeypatch.setattr(torch.cuda, "device", Guard)
-        jit.prepare([LAUNCH], torch.device("cuda", 1)).run(1, 2)
+        jit.load_launches([LAUNCH], torch.device("cuda", 1)).run(1, 2)
         assert entered == [(1, 0), (1, 1)]
         assert driver.launched[0][8] == 0x58
 
@@ -806,7 +807,7 @@ class TestLaunch:
     )
     def test_shared_memory(self, driver: Driver, shared: int, told: int | None) -> None:
         """The kernel has 1 KiB of its own; beyond 48 KiB together, the driver must be told."""
-        prepared = jit.prepare([Launch(scale(), (1, 1, 1), 32, shared, ("x", "y", 0))], CUDA)
+        prepared = jit.load_launches([Launch(scale(), (1, 1, 1), 32, shared, ("x", "y", 0))], CUDA)
         attribute = Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         expected = [] if told is None else [(0xF, attribute, told)]
         assert driver.called("cuFuncSetAttribute") == expected
@@ -816,25 +817,25 @@ class TestLaunch:
     def test_shared_memory_limit_never_falls(self, driver: Driver) -> None:
         for kilobytes in (64, 100, 64, 0):
             launch = Launch(scale(), (1, 1, 1), 32, kilobytes * 1024, ("x", "y", 0))
-            jit.prepare([launch], CUDA)
+            jit.load_launches([launch], CUDA)
         limits = [call[2] for call in driver.called("cuFuncSetAttribute")]
         assert limits == [64 * 1024, 100 * 1024]
 
     def test_too_much_shared_memory(self, driver: Driver) -> None:
         driver.statuses["cuFuncSetAttribute"] = [1]
         with pytest.raises(jit.LaunchError, match=r"giving 999999 bytes .*kFactor=3.* on cuda:0"):
-            jit.prepare([Launch(scale(), (1, 1, 1), 32, 999_999, ("x", "y", 0))], CUDA)
+            jit.load_launches([Launch(scale(), (1, 1, 1), 32, 999_999, ("x", "y", 0))], CUDA)
 
     def test_too_many_threads(self, driver: Driver) -> None:
         with pytest.raises(jit.LaunchError, match="1024 threads in a block at most, not with 1056"):
-            jit.prepare([Launch(scale(), (1, 1, 1), 1056, 0, ("x", "y", 0))], CUDA)
+            jit.load_launches([Launch(scale(), (1, 1, 1), 1056, 0, ("x", "y", 0))], CUDA)
 
     @pytest.mark.parametrize(
         ("code", "hint"), [(1, ""), (700, "launched earlier"), (900, "once before capturing")]
     )
     def test_launch_error(self, driver: Driver, code: int, hint: str) -> None:
         driver.statuses["cuLaunchKernel"] = [code]
-        prepared = jit.prepare([LAUNCH], CUDA)
+        prepared = jit.load_launches([LAUNCH], CUDA)
         with pytest.raises(jit.LaunchError) as caught:
             prepared.run(1, 2)
         expected = ("scale of scale.cuh (kFactor=3)", "cuda:0", "grid (5, 6, 7)", "in words")
@@ -844,7 +845,7 @@ class TestLaunch:
 
     def test_thread_without_a_context_gets_one(self, driver: Driver) -> None:
         driver.statuses["cuLaunchKernel"] = [201]
-        jit.prepare([LAUNCH], CUDA).run(1, 2)
+        jit.load_launches([LAUNCH], CUDA).run(1, 2)
         assert driver.called("cuCtxSetCurrent") == [("cuDevicePrimaryCtxRetain",)]
         assert [call[-4:-1] for call in driver.launched] == [(1, 2, -1)] * 2
 
@@ -857,17 +858,17 @@ class TestLaunch:
     ) -> None:
         driver.statuses["cuModuleLoadData"] = [code]
         with pytest.raises(error, match=rf"loading scale .*{Status(code).name}.*{hint}"):
-            jit.prepare([LAUNCH], CUDA)
+            jit.load_launches([LAUNCH], CUDA)
         assert driver.calls[-1][0] == "cuCtxPopCurrent"
-        jit.prepare([LAUNCH], CUDA).run(1, 2)
+        jit.load_launches([LAUNCH], CUDA).run(1, 2)
 
     def test_driver_older_than_the_compiler(self, driver: Driver) -> None:
         driver.version = 12080
         with pytest.raises(jit.GpuUnavailable, match=r"CUDA 12\.8.* NVRTC 13\.0: update"):
-            jit.prepare([LAUNCH], CUDA)
+            jit.load_launches([LAUNCH], CUDA)
 
     def test_threads_do_not_mix_up_arguments(self, driver: Driver) -> None:
-        prepared = jit.prepare([LAUNCH], CUDA)
+        prepared = jit.load_launches([LAUNCH], CUDA)
 
         def work(number: int) -> None:
             for i in range(300):
@@ -889,9 +890,9 @@ class TestLaunch:
 
         def work() -> None:
             together.wait()
-            jit.prepare([LAUNCH], CUDA)
+            jit.load_launches([LAUNCH], CUDA)
 
-        monkeypatch.setattr(launch, "build", build)
+        monkeypatch.setattr(pool, "build", build)
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -908,20 +909,20 @@ class TestLaunch:
             both.wait()
             return b"cubin"
 
-        monkeypatch.setattr(launch, "build", build)
-        monkeypatch.setenv(launch.JOBS_VARIABLE, "2")
+        monkeypatch.setattr(pool, "build", build)
+        monkeypatch.setenv(pool.JOBS_VARIABLE, "2")
         kernels = [scale(1), scale(2)]
-        jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
+        jit.load_launches([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
 
     def test_what_is_loaded_is_not_begun_again(
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[Any] = []
-        monkeypatch.setattr(launch, "begin_work", lambda key, work: begun.append(key))
-        jit.prepare([LAUNCH], CUDA)
+        monkeypatch.setattr(pool, "run_ahead", lambda key, work: begun.append(key))
+        jit.load_launches([LAUNCH], CUDA)
         other = scale(7)
         for index in (0, 1):
-            launch.begin([LAUNCH.kernel, other, other], "sm_90a", index)
+            loading.compile_ahead([LAUNCH.kernel, other, other], "sm_90a", index)
         here, there = (other.text, "sm_90a"), (LAUNCH.kernel.text, "sm_90a")
         assert begun == [here, there, here]
 
@@ -933,8 +934,8 @@ class TestLaunch:
             built.append(kernel.text)
             return kernel.text.encode()
 
-        monkeypatch.setattr(launch, "build", build)
-        monkeypatch.setattr(launch, "kept", lambda kernel, arch: None)
+        monkeypatch.setattr(pool, "build", build)
+        monkeypatch.setattr(pool, "cached_cubin", lambda kernel, arch: None)
         one, two = scale(1), scale(2)
         kernels = [one, two, dataclasses.replace(one, entry="other"), two]
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
@@ -946,8 +947,8 @@ class TestLaunch:
         def start(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(launch, "build", lambda kernel, arch: kernel.text.encode())
-        monkeypatch.setattr(launch, "kept", lambda kernel, arch: None)
+        monkeypatch.setattr(pool, "build", lambda kernel, arch: kernel.text.encode())
+        monkeypatch.setattr(pool, "cached_cubin", lambda kernel, arch: None)
         monkeypatch.setattr(threading.Thread, "start", start)
         kernels = [scale(1), scale(2)]
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
@@ -955,7 +956,7 @@ class TestLaunch:
     def test_trouble_of_another_launcher(self, driver: Driver) -> None:
         """It is mended once, where it can be, and told in the words that ours has."""
         second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
-        prepared = jit.prepare([LAUNCH, second], CUDA)
+        prepared = jit.load_launches([LAUNCH, second], CUDA)
         prepared.trouble(1, -1, 0, 201, False)
         assert driver.called("cuCtxSetCurrent") == [("cuDevicePrimaryCtxRetain",)]
         for status, again in ((201, True), (700, False), (700, True)):
@@ -972,14 +973,14 @@ class TestLaunch:
         assert str(ours.value) == str(theirs.value)
 
     def test_context_that_cannot_be_entered(self, driver: Driver) -> None:
-        prepared = jit.prepare([LAUNCH], CUDA)
+        prepared = jit.load_launches([LAUNCH], CUDA)
         driver.statuses["cuCtxSetCurrent"] = [700]
         with pytest.raises(jit.LaunchError, match=r"entering the CUDA context.*ILLEGAL_ADDRESS"):
             prepared.trouble(0, -1, 0, 201, False)
 
     def test_description(self, driver: Driver) -> None:
         second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
-        prepared = jit.prepare([LAUNCH, dataclasses.replace(second, early=True)], CUDA)
+        prepared = jit.load_launches([LAUNCH, dataclasses.replace(second, early=True)], CUDA)
         first = (("tensor", 0), ("tensor", 1), ("int", -1))
         assert prepared.description == [
             (0xF, (5, 6, 7), 128, 0, False, first),
@@ -990,9 +991,9 @@ class TestLaunch:
     def test_several_kernels_are_compiled_and_loaded(
         self, driver: Driver, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(launch, "build", jit.build)
+        monkeypatch.setattr(pool, "build", jit.build)
         kernels = [scale(factor) for factor in range(4)]
-        jit.prepare([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
+        jit.load_launches([Launch(k, (1, 1, 1), 32, 0, ("x", "y", 0)) for k in kernels], CUDA)
         loaded = [cubin for (cubin,) in driver.called("cuModuleLoadData")]
         assert loaded == [jit.build(kernel, "sm_90a") for kernel in kernels]
         assert len(set(loaded)) == cache.size().entries == 4
@@ -1003,7 +1004,7 @@ class TestLaunch:
         """Host time of a launch, the driver's part aside: on record, not judged."""
         status = (Status.CUDA_SUCCESS,)
         monkeypatch.setattr(driver, "cuLaunchKernel", lambda *_: status)
-        prepared = jit.prepare([LAUNCH], CUDA)
+        prepared = jit.load_launches([LAUNCH], CUDA)
         seconds = min(timeit.repeat(lambda: prepared.run(1, 2), number=1000, repeat=5)) / 1000
         record_property("microseconds", seconds * 1e6)
 
@@ -1022,7 +1023,7 @@ class TestMaps:
     def test_encoded_once(self, driver: Driver) -> None:
         driver.signature = "mm"
         launch = mapped_launch(TILED, PIXELS)
-        prepared = jit.prepare([launch, launch], CUDA)
+        prepared = jit.load_launches([launch, launch], CUDA)
         for _ in range(2):
             prepared.run(0x1000, 0x2000)
         placeholder = maps._PLACEHOLDER
@@ -1034,7 +1035,7 @@ class TestMaps:
 
     def test_addresses_are_replaced_in_every_run(self, driver: Driver) -> None:
         driver.signature = "mpmi"
-        prepared = jit.prepare([mapped_launch(PIXELS, "x", TILED, 7)], CUDA)
+        prepared = jit.load_launches([mapped_launch(PIXELS, "x", TILED, 7)], CUDA)
         assert prepared.names == ("y", "x")
         prepared.run(0x1000, 0x2000)
         prepared.run(0x3000, 0x4000)
@@ -1044,7 +1045,7 @@ class TestMaps:
         ]
 
     def test_description(self, driver: Driver) -> None:
-        prepared = jit.prepare([mapped_launch("z", TILED, 3)], CUDA)
+        prepared = jit.load_launches([mapped_launch("z", TILED, 3)], CUDA)
         (_, *_, arguments) = prepared.description[0]
         (_, template, _) = arguments[1]
         assert arguments == (("tensor", 0), ("map", template, 1), ("int", 3))
@@ -1053,7 +1054,7 @@ class TestMaps:
 
     def test_threads_have_maps_of_their_own(self, driver: Driver) -> None:
         driver.signature = "mp"
-        prepared = jit.prepare([mapped_launch(TILED, "x")], CUDA)
+        prepared = jit.load_launches([mapped_launch(TILED, "x")], CUDA)
 
         def work(number: int) -> None:
             for i in range(200):
@@ -1076,7 +1077,7 @@ class TestMaps:
     def test_refused_map(self, driver: Driver) -> None:
         driver.statuses["cuTensorMapEncodeTiled"] = [1]
         with pytest.raises(jit.LaunchError) as caught:
-            jit.prepare([mapped_launch(TILED)], CUDA)
+            jit.load_launches([mapped_launch(TILED)], CUDA)
         for part in ("describing x to scale of scale.cuh", "box=(32, 7)", "INVALID_VALUE"):
             assert part in str(caught.value)
         assert driver.calls[-1][0] == "cuGetErrorString"
@@ -1085,7 +1086,7 @@ class TestMaps:
     def test_refused_address(self, driver: Driver) -> None:
         driver.signature = "m"
         driver.statuses["cuTensorMapReplaceAddress"] = [1]
-        prepared = jit.prepare([mapped_launch(TILED)], CUDA)
+        prepared = jit.load_launches([mapped_launch(TILED)], CUDA)
         with pytest.raises(jit.LaunchError) as caught:
             prepared.run(0x1008)
         for part in ("mapping x at address 0x1008 for scale", "box=(32, 7)", "INVALID_VALUE"):
@@ -1096,7 +1097,7 @@ class TestMaps:
     def test_trouble_of_another_launcher(self, driver: Driver) -> None:
         driver.signature = "m"
         driver.statuses["cuTensorMapReplaceAddress"] = [1]
-        prepared = jit.prepare([mapped_launch(TILED)], CUDA)
+        prepared = jit.load_launches([mapped_launch(TILED)], CUDA)
         with pytest.raises(jit.LaunchError) as ours:
             prepared.run(0x1008)
         with pytest.raises(jit.LaunchError) as theirs:
@@ -1110,7 +1111,7 @@ class TestMaps:
     def test_thread_without_a_context_gets_one(self, driver: Driver) -> None:
         driver.signature = "m"
         driver.statuses["cuTensorMapReplaceAddress"] = [201]
-        jit.prepare([mapped_launch(TILED)], CUDA).run(0x1010)
+        jit.load_launches([mapped_launch(TILED)], CUDA).run(0x1010)
         assert driver.called("cuCtxSetCurrent") == [("cuDevicePrimaryCtxRetain",)]
         assert driver.launched[0][-2][0] == 0x1010
 
@@ -1119,7 +1120,7 @@ class TestMaps:
     ) -> None:
         monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (Status(0), 0, Status(0)))
         with pytest.raises(jit.GpuUnavailable, match=r"EncodeTiled: .* update the driver"):
-            jit.prepare([mapped_launch(TILED)], CUDA)
+            jit.load_launches([mapped_launch(TILED)], CUDA)
 
     def test_numbers_are_the_drivers(self) -> None:
         real = pytest.importorskip("cuda.bindings.driver")

@@ -17,7 +17,7 @@ import pytest
 
 from effort import PATIENCE_S
 from fastconv import jit
-from fastconv.jit import compile, launch, nvrtc, processes
+from fastconv.jit import compile, nvrtc, pool, processes
 from fastconv.jit.workers import Workers
 from test_jit import BODY, needs_nvrtc, scale
 
@@ -30,7 +30,7 @@ ARCH = "sm_80"
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Threads may not compile in this process if they can have another; those that were started."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile, "MOST_HERE", 0)
+    monkeypatch.setattr(compile, "MOST_IN_PROCESS", 0)
     monkeypatch.setattr(processes, "START_S", PATIENCE_S)
     started: list[Any] = []
 
@@ -40,16 +40,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
             started.append(self)
 
     monkeypatch.setattr(processes, "_Compiler", Noted)
-    monkeypatch.setattr(processes, "_impossible", False)
+    monkeypatch.setattr(processes, "_start_failed", False)
     yield started
-    assert not processes._having
+    assert not processes._owners
     assert all(one._process.returncode is not None for one in started)
 
 
 def _idle(workers: Workers) -> None:
     """Waits until no thread is left that has a process."""
     until = time.monotonic() + PATIENCE_S
-    while workers._threads or processes._having:
+    while workers._threads or processes._owners:
         assert time.monotonic() < until
         time.sleep(0.001)
 
@@ -65,10 +65,10 @@ def _but_for_time(log: str) -> str:
 
 @pytest.mark.parametrize("body", [BODY, BODY.replace("tile[threadIdx.x] *", "pile *")])
 def test_the_same_comes_of_a_program(body: str, elsewhere: list[Any]) -> None:
-    here = nvrtc.compiled(_program(body), compile._nvrtc())
+    here = nvrtc.compile_program(_program(body), compile._nvrtc())
     with processes.allowed():
         for _ in range(2):
-            there = processes.compiled(_program(body), jit.nvrtc_version())
+            there = processes.compile_program(_program(body), jit.nvrtc_version())
             assert there is not None
             assert (there.cubin, there.error) == (here.cubin, here.error)
             assert _but_for_time(there.log) == _but_for_time(here.log) != ""
@@ -86,8 +86,8 @@ def test_threads_have_one_each_until_they_end(
     elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers(processes.allowed)
-    monkeypatch.setattr(launch, "_workers", workers)
-    monkeypatch.setattr(launch, "compile_threads", 3)
+    monkeypatch.setattr(pool, "_workers", workers)
+    monkeypatch.setattr(pool, "compile_threads", 3)
     kernels = [scale(factor) for factor in range(9)]
     assert len(set(jit.build_all(kernels, ARCH))) == 9
     assert len(elsewhere) in range(1, 4)
@@ -97,13 +97,13 @@ def test_threads_have_one_each_until_they_end(
 def test_what_is_compiled_ahead_is_not_in_the_way(
     elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile, "MOST_HERE", 4)
+    monkeypatch.setattr(compile, "MOST_IN_PROCESS", 4)
     workers = Workers(processes.allowed)
-    workers.begin("ahead", partial(jit.compile_kernel, scale(), ARCH), 2)
-    ahead = workers._pieces["ahead"].future.result(PATIENCE_S)
+    workers.submit_ahead("ahead", partial(jit.compile_kernel, scale(), ARCH), 2)
+    ahead = workers._tasks["ahead"].future.result(PATIENCE_S)
     _idle(workers)
     assert len(elsewhere) == 1
-    asked = workers.ask("asked", partial(jit.compile_kernel, scale(), ARCH), 2)
+    asked = workers.submit("asked", partial(jit.compile_kernel, scale(), ARCH), 2)
     assert asked.result(PATIENCE_S).cubin == ahead.cubin
     _idle(workers)
     assert len(elsewhere) == 1
@@ -122,7 +122,7 @@ def test_no_more_than_there_may_be(
         gate.wait(PATIENCE_S)
         return jit.compile_kernel(scale(factor), ARCH).cubin
 
-    futures = [workers.ask(n, partial(work, n), 6) for n in range(6)]
+    futures = [workers.submit(n, partial(work, n), 6) for n in range(6)]
     assert len({future.result(PATIENCE_S) for future in futures}) == 6
     _idle(workers)
     assert len(elsewhere) <= limit
@@ -136,7 +136,7 @@ def test_a_number_of_them_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_where_it_is_crowded(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "MOST_HERE", 1)
+    monkeypatch.setattr(compile, "MOST_IN_PROCESS", 1)
     with processes.allowed():
         assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
@@ -148,7 +148,7 @@ def test_threads_of_others_compile_here(elsewhere: list[Any]) -> None:
 
 
 def test_one_that_was_killed(elsewhere: list[Any]) -> None:
-    expected = nvrtc.compiled(_program(), compile._nvrtc()).cubin
+    expected = nvrtc.compile_program(_program(), compile._nvrtc()).cubin
     with processes.allowed():
         for _ in range(3):
             assert jit.compile_kernel(scale(), ARCH).cubin == expected
@@ -183,7 +183,7 @@ def test_where_there_can_be_none(
         with processes.allowed():
             assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
-    assert processes._impossible == (trouble != "a program")
+    assert processes._start_failed == (trouble != "a program")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ from fastconv.jit import processes, compile
 from test_jit import scale
 import os
 
-compile.MOST_HERE = 0
+compile.MOST_IN_PROCESS = 0
 with processes.allowed():
     compile.compile_kernel(scale(), "sm_80")
     print(processes._own.compiler._process.pid, flush=True)

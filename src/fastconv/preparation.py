@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastconv import tables
 from fastconv.backends import cuda
-from fastconv.jit import launch
+from fastconv.jit import loading
 from fastconv.kernels.family import Kernel, Plan
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS
@@ -187,7 +187,7 @@ def make_ready(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> tup
     kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each of them once
     for need, plan in plans.items():
         kernels[need.device].update((one.kernel, None) for one in plan.launches)
-    new = sum(launch.load(of, device, show) for device, of in kernels.items())
+    new = sum(loading.load(of, device, show) for device, of in kernels.items())
     for need, plan in plans.items():
         cuda.ready(need, plan)
     return sum(map(len, kernels.values())), new

@@ -25,7 +25,7 @@ import torch
 from fastconv.bench import environment
 from fastconv.bench.trials import Trial
 from fastconv.bench.verify import ELEMENTS, Check
-from fastconv.jit import launch, processes
+from fastconv.jit import pool, processes
 
 MOST_JOBS = 16
 TRIAL_SECONDS = 300.0  # after which a process is taken to hang
@@ -196,7 +196,7 @@ def _work(connection: Connection, check: Checker, device: torch.device) -> None:
     """What a process does until nobody asks any more, or its GPU is of no use to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the first process to handle
     torch.set_num_threads(1)
-    launch.compile_threads = 1
+    pool.compile_threads = 1
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     with suppress(EOFError, OSError):

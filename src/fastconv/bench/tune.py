@@ -106,7 +106,7 @@ class _Run:
         self._output = torch.empty_like(contestants.ours(case)(tensors))
         device = tensors.input.device
         self._scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        self._prepared = launch.prepare(plan.launches, device, cuda.CORRELATION_TENSORS)
+        self._prepared = launch.load_launches(plan.launches, device, cuda.CORRELATION_TENSORS)
 
     def __call__(self, tensors: Tensors) -> Tensor:
         addresses = (self._read(tensors), tensors.weight, None, None, self._output, self._scratch)

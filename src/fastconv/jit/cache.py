@@ -103,7 +103,7 @@ class Size(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The size limit; ``trouble`` says what is wrong with the variable that sets it, if anything."""
+    """The size limit; ``trouble`` says what is wrong with the variable that sets it, or is None."""
 
     bytes: int
     trouble: str | None
