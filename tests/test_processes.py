@@ -241,7 +241,7 @@ def test_trouble_of_its_own(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatc
     trouble = nvrtc.Outcome(b"", "", "NVRTC_ERROR_OUT_OF_MEMORY")
     with processes.allowed():
         jit.compile_kernel(scale(), ARCH)
-        monkeypatch.setattr(elsewhere[0], "compiled", lambda program: trouble)
+        monkeypatch.setattr(elsewhere[0], "compile", lambda program: trouble)
         assert jit.compile_kernel(scale(), ARCH).cubin
 
 
@@ -255,7 +255,7 @@ import os
 compile.MOST_IN_PROCESS = 0
 with processes.allowed():
     compile.compile_kernel(scale(), "sm_80")
-    print(processes._own.compiler._process.pid, flush=True)
+    print(processes._this_thread.compiler._process.pid, flush=True)
     os._exit(0)
 """
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
