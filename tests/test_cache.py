@@ -697,7 +697,7 @@ class TestMoving:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         (tmp_path / "include").mkdir()
-        (tmp_path / "include/scalar.cuh").write_text("// another one\n")
+        (tmp_path / "device/scalar.cuh").write_text("// another one\n")
         monkeypatch.setattr(compile, "FOLDER", tmp_path)
         compile._contents.cache_clear()
         try:

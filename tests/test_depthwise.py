@@ -19,7 +19,7 @@ from fastconv import workloads
 from fastconv.backends import cuda
 from fastconv.bench import population
 from fastconv.kernels import depthwise, gpus, planner
-from fastconv.kernels.depthwise import plain
+from fastconv.kernels.depthwise.fma import plan as fma
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import best
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
@@ -90,7 +90,7 @@ def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_last: bool) -> None:
     """Or the best one, the first of those that take least, might not be looked at."""
-    kind = weight_grad if transposed is None else plain
+    kind = weight_grad if transposed is None else fma
     tiles = vars(kind)[("_" if kind is weight_grad else "") + ("planes", "pixels")[channels_last]]
     count = 0
     for layer, gpu in _drawn(channels_last, bool(transposed)):

@@ -34,9 +34,8 @@ from fastconv.exporter import ExportError, plans
 from fastconv.exporter.file import PARTS
 from fastconv.exporter.parts import portable
 from fastconv.jit import compile, nvrtc
-from fastconv.kernels import ampere, depthwise, family, gpus, hopper
+from fastconv.kernels import ampere, depthwise, family, gpus, hopper, tuned
 from fastconv.kernels.gpus import GPUS
-from fastconv.kernels.hopper.correlate import tuned
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, Workload, parse_shape
 
@@ -452,7 +451,7 @@ def test_older_architectures_do_without_tensor_cores(tmp_path: Path) -> None:
     fastconv.export(shape="4x16x32x32 16x1x31x31 padding=15,15 groups=16", output=path)
     module = exported_file.load(path)
     kernels = _kernels(module, "sm_80", "float", "tf32")
-    assert "depthwise/bands_planes.cuh" in {source for source, _, _ in kernels}
+    assert "depthwise/toeplitz/planes.cuh" in {source for source, _, _ in kernels}
     _compiled(module.device_code(kernels), "sm_75")
 
 
@@ -563,10 +562,10 @@ def _compare(module: ModuleType, model: nn.Module, x: Tensor, tolerance: float) 
 @pytest.mark.parametrize(
     ("architecture", "shared_kib", "tf32", "tolerance", "expected"),
     [
-        ("sm_90a", 227, False, 1e-6, {"hopper/spread/spread.cuh", "direct/weight_grad.cuh"}),
-        ("sm_90a", 227, True, 1e-3, {"hopper/spread/spread.cuh", "direct/weight_grad.cuh"}),
-        ("sm_100", 227, False, 1e-6, {"ampere/correlate.cuh", "ampere/weight_grad.cuh"}),
-        ("sm_89", 99, True, 1e-3, {"ampere/correlate.cuh", "ampere/weight_grad.cuh"}),
+        ("sm_90a", 227, False, 1e-6, {"hopper/few_outputs/kernel.cuh", "direct/wgrad/kernel.cuh"}),
+        ("sm_90a", 227, True, 1e-3, {"hopper/few_outputs/kernel.cuh", "direct/wgrad/kernel.cuh"}),
+        ("sm_100", 227, False, 1e-6, {"ampere/halo/kernel.cuh", "ampere/wgrad_halo/kernel.cuh"}),
+        ("sm_89", 99, True, 1e-3, {"ampere/halo/kernel.cuh", "ampere/wgrad_halo/kernel.cuh"}),
     ],
 )
 def test_tuned_results(
@@ -594,7 +593,7 @@ def test_results_of_narrow_groups(narrow: Path, architecture: str, shared_kib: i
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         _compare(module, module.ModelNew(bias=True), torch.randn(2, 6, 12, 20), 1e-6)
     assert set(sources) == {
-        "depthwise/planes.cuh", "depthwise/weight_grad_planes.cuh", "direct/bias_grad.cuh"
+        "depthwise/fma/planes.cuh", "depthwise/wgrad/planes.cuh", "direct/bias_grad.cuh"
     }  # fmt: skip
 
 
@@ -607,7 +606,7 @@ def test_results_of_a_first_layer(tmp_path: Path) -> None:
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         _compare(module, module.ModelNew(bias=True), torch.randn(2, 3, 19, 22), 1e-3)
     # Forward, and backward: each packs and computes.
-    assert sources.count("hopper/correlate/correlate.cuh") == 4
+    assert sources.count("hopper/halo/kernel.cuh") == 4
 
 
 def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:
@@ -620,7 +619,7 @@ def test_tuned_plans_take_only_what_they_are_for(small: Path) -> None:
     for other in (x[:1], unaligned, x.to(memory_format=torch.channels_last)):
         with torch.no_grad():
             torch.testing.assert_close(model(other), module.pytorch_twin(model)(other))
-    assert set(sources) == {"direct/correlate.cuh"}
+    assert set(sources) == {"direct/forward/kernel.cuh"}
 
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}

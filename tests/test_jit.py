@@ -39,7 +39,7 @@ needs_nvrtc = pytest.mark.skipif(
     NVRTC < (13, 0), reason="needs NVRTC 13: pip install cuda-bindings 'nvidia-cuda-nvrtc==13.0.*'"
 )
 
-BODY = """#include "include/scalar.cuh"
+BODY = """#include "device/scalar.cuh"
 struct Config { using Element = fastconv::bfloat16; static constexpr int kFactor = FACTOR; };
 extern "C" __global__ void scale(const Config::Element* x, Config::Element* y, int n) {
   __shared__ float tile[32];
@@ -111,8 +111,8 @@ class TestCompile:
 
     @needs_nvrtc
     def test_error_in_a_header_names_it(self) -> None:
-        kernel = scale(body='#include "include/nothing.cuh"\n' + BODY)
-        with pytest.raises(jit.CompilationError, match=r"include/nothing\.cuh"):
+        kernel = scale(body='#include "device/nothing.cuh"\n' + BODY)
+        with pytest.raises(jit.CompilationError, match=r"device/nothing\.cuh"):
             jit.compile_kernel(kernel, "sm_80")
 
     @needs_nvrtc
@@ -125,8 +125,8 @@ class TestCompile:
     def test_files_in_the_working_directory_are_not_included(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "include").mkdir()
-        (tmp_path / "include/scalar.cuh").write_text("#error the wrong file")
+        (tmp_path / "device").mkdir()
+        (tmp_path / "device/scalar.cuh").write_text("#error the wrong file")
         monkeypatch.chdir(tmp_path)
         jit.compile_kernel(scale(), "sm_80")
 
@@ -145,8 +145,8 @@ ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack si
         assert jit.Compiled("scale", b"", "").registers is None
 
     def test_included_files_are_found_through_others(self) -> None:
-        found = compile.included('#include "include/scalar.cuh"\n')
-        assert found["include/ptx.cuh"] == (FOLDER / "include/ptx.cuh").read_text()
+        found = compile.included('#include "device/scalar.cuh"\n')
+        assert found["device/ptx.cuh"] == (FOLDER / "device/ptx.cuh").read_text()
         assert list(found) == sorted(found)
 
     @pytest.mark.parametrize("missing", ["cuda-bindings", "NVRTC"])

@@ -22,7 +22,7 @@ import torch
 from fastconv import cli, jit
 from fastconv.commands import common
 from fastconv.jit import cache, compile, trust
-from fastconv.kernels.hopper.correlate import tuned
+from fastconv.kernels import tuned
 from test_jit import in_threads, scale
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no owners and modes")

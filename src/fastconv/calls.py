@@ -28,9 +28,8 @@ from fastconv.backends.epilogue import applied
 from fastconv.functional import Activation, activation_of
 from fastconv.jit import cache as disk
 from fastconv.jit import compile
-from fastconv.kernels import planner
+from fastconv.kernels import planner, tuned
 from fastconv.kernels.family import Plan
-from fastconv.kernels.hopper.correlate import tuned
 from fastconv.modules import PYTORCHS, FusedConv2d
 from fastconv.problem import Epilogue
 from fastconv.timing import Effort, Run

@@ -26,8 +26,8 @@ from emulator.works import (
     run,
     some,
 )
-from fastconv.kernels.ampere.classes import ANATOMIES
-from fastconv.kernels.ampere.weight_grad import weight_grad as planned
+from fastconv.kernels.ampere.coverage import ANATOMIES
+from fastconv.kernels.ampere.wgrad_halo.plan import weight_grad as planned
 from fastconv.kernels.family import GEOMETRY, Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
@@ -193,7 +193,7 @@ def test_padding_far_beyond_the_image() -> None:
 
 
 SPLITS = """
-#include "tensor/operand.cuh"
+#include "device/tensor/operand.cuh"
 extern "C" __global__ void splits(const float* numbers, unsigned* parts) {
   const int i = static_cast<int>(threadIdx.x);
   fastconv::tensor::split_away(numbers[i], parts[2 * i], parts[2 * i + 1]);

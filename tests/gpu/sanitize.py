@@ -31,8 +31,8 @@ from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import ampere, planner, plans
 from fastconv.kernels.family import Declined
-from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
-from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
+from fastconv.kernels.hopper.halo import plan as hopper_correlate
+from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
 from fastconv.problem import Problem
 
 AMPERE_WEIGHT_GRAD = importlib.import_module(ampere.weight_grad.__module__)

@@ -121,7 +121,7 @@ def test_plans_for_other_gpus(workload: Workload, made_for: str, tf32: bool) -> 
     for which, source in sources.items():
         is_tuned = (made_for, which, module.EXPORTED, "float", precision) in module.TUNED
         assert source.split("/")[0] == ("ampere" if is_tuned else "direct")
-    assert sources["forward"] == "ampere/correlate.cuh"
+    assert sources["forward"] == "ampere/halo/kernel.cuh"
 
 
 def _noting(module: ModuleType) -> dict[str, str]:
@@ -195,7 +195,7 @@ def test_streams_and_graphs(example: ModuleType) -> None:
 NAMES = ("2d swizzle 0", "4d swizzle 128", "im2col swizzle 64")
 # Blocks read what others wrote, in the launch before.
 SUM = """
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 __global__ void __launch_bounds__(128) sum(const float* in, float* out) {
   fastconv::allow_later_launch();
   fastconv::wait_for_earlier_launch();

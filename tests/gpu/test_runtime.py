@@ -103,7 +103,7 @@ class TestGraphs:
 # Each launch adds to what the one before it wrote: a block to what the next one did.
 STEPS = 8
 SUM = """
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 extern "C" __global__ void __launch_bounds__(128) sum(const float* in, float* out) {
   fastconv::allow_later_launch();
   fastconv::wait_for_earlier_launch();

@@ -12,7 +12,7 @@ from fastconv.bench.console import work_through
 from fastconv.commands import common
 from fastconv.commands.common import INTERRUPTED, UsageError, print_json, suite_files
 from fastconv.jit import trust
-from fastconv.kernels.hopper.correlate import tuned
+from fastconv.kernels import tuned
 from fastconv.timing import Effort
 
 

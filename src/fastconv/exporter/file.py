@@ -13,7 +13,7 @@ from fastconv.exporter.subject import Subject
 from fastconv.kernels.family import FOLDER, Plan
 
 PARTS = Path(__file__).parent / "parts"
-PORTABLE = ("direct/correlate.cuh", "direct/weight_grad.cuh", "direct/bias_grad.cuh")
+PORTABLE = ("direct/forward/kernel.cuh", "direct/wgrad/kernel.cuh", "direct/bias_grad.cuh")
 
 _ABOUT = '''\
 """{title}

@@ -206,7 +206,7 @@ def _separated(arguments: Sequence[str]) -> str:
 def _grid(launch: Launch, gpu: Gpu) -> str:
     """Blocks, or, where they go by the number of processors, the share of them."""
     kernel, blocks = launch.kernel, launch.grid[0]
-    if (kernel.source, kernel.entry) == ("ampere/correlate.cuh", "correlate"):
+    if (kernel.source, kernel.entry) == ("ampere/halo/kernel.cuh", "correlate"):
         # They walk over tiles: any number will do, also where there were as many tiles by chance.
         return _share(blocks) if blocks % gpu.processors == 0 else str(blocks)
     workers = _workers(launch)
@@ -225,7 +225,7 @@ def _scratch_bytes(plan: Plan) -> str:
 
 def _workers(launch: Launch) -> int | None:
     """How many share a weight gradient's pixels, where that may be another number."""
-    if launch.kernel.source != "ampere/weight_grad.cuh":
+    if launch.kernel.source != "ampere/wgrad_halo/kernel.cuh":
         return None
     workers = launch.arguments[_WORKERS]
     assert isinstance(workers, int)

@@ -74,7 +74,7 @@ def _gpu(architecture: str, processors: int, block_kib: int, processor_kib: int)
 #   as on sm_80.
 # - Of Orin nothing is said of what sums are in, of GB10 only FP4 is published. ESTIMATE: all that
 #   Orin has, and as on a GeForce board of sm_120.
-# - Volta and Turing multiply float16 alone, and in other shapes than include/mma.cuh has.
+# - Volta and Turing multiply float16 alone, and in other shapes than device/mma.cuh has.
 #
 # The L2 cache's rate is published for V100 and A100: 2048 and 5120 bytes in a cycle.
 _BOARDS = (

@@ -277,7 +277,7 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         * round_up(rows.taps, tap_rows)
         * round_up(columns.taps, tap_columns)
     )
-    code = ("direct/correlate.cuh", tuple(constants.items()))
+    code = ("direct/forward/kernel.cuh", tuple(constants.items()))
     launches = [helper_launch(code, "pack", packed, ("weight", "scratch"))]
     if not (rows.reaches_all and columns.reaches_all):
         elements = math.prod(geometry.input)
@@ -392,7 +392,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         "shared_bytes": shared_bytes,
         "blocks_per_sm": 512 // threads,
     }
-    code = ("direct/weight_grad.cuh", tuple(constants.items()))
+    code = ("direct/wgrad/kernel.cuh", tuple(constants.items()))
     tiles = (
         groups
         * ceil_div(group_out, channels)

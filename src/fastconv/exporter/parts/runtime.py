@@ -85,8 +85,8 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
     """The kernels, each with its constants in a namespace of its own: kernels_0, kernels_1, ..."""
     code = []
     for number, (source, constants) in enumerate(configurations(kernels)):
-        seen = {"include/scalar.cuh"}
-        types = with_headers("include/scalar.cuh", seen)
+        seen = {"device/scalar.cuh"}
+        types = with_headers("device/scalar.cuh", seen)
         members = "\n".join(member(name, value) for name, value in constants)
         text = with_headers(source, seen)
         condition = CONDITIONS.get(source.split("/")[0])
