@@ -187,7 +187,7 @@ def test_launches_get_addresses_sizes_and_the_current_stream(
     plan = module.TUNED["sm_90a", "forward", module.EXPORTED, "float", "tf32"](_same)
     kernels = tuple(module.kernel_of(launch) for launch in plan.launches)
     tensors = {name: torch.empty(4) for name in ("input", "weight", "output")}
-    module.run(module.Ready({"forward": plan}, Compiled(), kernels), "forward", tensors)
+    module.run(module.BuiltPlans({"forward": plan}, Compiled(), kernels), "forward", tensors)
     (spread,) = calls
     assert spread[:2] == (0, [plan.launches[0].grid, 384, plan.launches[0].shared_bytes, 0])
     # No bias: a null pointer.
@@ -242,7 +242,7 @@ def test_gpus_have_plans_that_fit_them(
     _pretend(monkeypatch, module, capability, device.processors, shared)
     operands = module.Operands("float", 4, False, True)
     for precision in ("tf32", "ieee"):
-        found = module.prepared(PASSES, module.EXPORTED, operands, precision, 0).plans
+        found = module.plan_and_build(PASSES, module.EXPORTED, operands, precision, 0).plans
         for which, plan in found.items():
             expected = _expected(parse_shape(SMALL).problem, which, precision, made_for)
             folders = {launch.source.split("/")[0] for launch in plan.launches}
@@ -512,7 +512,7 @@ def _emulate(module: ModuleType, architecture: str, shared_kib: int = 0) -> list
     module.build = lambda kernels, architecture: None
     module.check_device = lambda x, weight: None
     module.gpu_architecture = lambda device: architecture
-    module.processors = lambda device: 3
+    module.sm_count = lambda device: 3
     module.shared_bytes = lambda device: shared_kib * 1024
     return sources
 
@@ -657,7 +657,7 @@ def test_portable_results(small: Path, name: str) -> None:
 def test_portable_plans_fit_every_gpu() -> None:
     for geometry, operands in (*map(_random_geometry, range(300)), *_drawn_geometries()):
         for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
-            plan = portable.portable_plan(which, geometry, operands, processors=7)
+            plan = portable.portable_plan(which, geometry, operands, sms=7)
             for launch in plan.launches:
                 assert launch.shared_bytes <= 48 * 1024, (which, geometry)
                 assert 0 < launch.grid < 2**31
@@ -684,7 +684,7 @@ def test_portable_sizes_that_kernels_cannot_count_are_named() -> None:
     operands = portable.Operands("float", 4, False, True)
     for which in ("forward", "input_grad", "weight_grad", "bias_grad"):
         with pytest.raises(ValueError, match=r"images.* below 2147418112 .* but got 2147483648"):
-            portable.portable_plan(which, geometry, operands, processors=7)
+            portable.portable_plan(which, geometry, operands, sms=7)
 
 
 def _random_geometry(seed: int) -> tuple[portable.Geometry, portable.Operands]:
@@ -771,19 +771,19 @@ def test_references_keep_all_but_their_convolutions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("math.floor(4.5)", "scale"), "uses scale, which is neither imported nor its own"),
+        (("math.floor(4.5)", "scale"), "uses scale, which is neither imported nor defined"),
         (("import math", "import numpy as math"), "imports only torch and the standard library"),
         (("padding=1", "padding='same'"), "padding should be numbers of zeros, but got 'same'"),
         (("nn.Conv2d", "nn.Linear"), "constructs no nn.Conv2d"),
         (("def get_inputs", "def inputs"), "should define get_inputs"),
-        (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should be tensors"),
+        (("[torch.rand(2, 8, 10, 12)]", "[1]"), "should return tensors"),
         (("return [8]", "return [torch.tensor(8)]"), "should be numbers, strings"),
         (("class Model", "class Model("), "cannot read"),
         (("2, 8, 10, 12", "2, 7, 10, 12"), "cannot be run: RuntimeError: Given groups=8"),
         (("scale = 3", "import sys; sys.exit(0)"), "cannot be run: it calls sys.exit(0)"),
         (("return [8]", "raise SystemExit('over')"), "cannot be run: it calls sys.exit('over')"),
         (("return [8]", "return None"), "get_init_inputs should return a list, but returns None"),
-        (("[self.second(layer(x)) for layer in (self.first,)]", "[x]"), "makes no convolution"),
+        (("[self.second(layer(x)) for layer in (self.first,)]", "[x]"), "computes no convolution"),
         (("scale = 3", "raise ValueError"), "cannot be run: ValueError"),
         (("scale = 3", "scale = 3 / 0"), "cannot be run: ZeroDivisionError: division by zero"),
     ],
