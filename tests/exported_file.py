@@ -27,9 +27,9 @@ def on_cpu(module, architecture="sm_80"):
     """Has the module compute on the CPU: plans are made, but nothing is compiled or launched."""
     ran = []
 
-    def run(ready, which, tensors):
-        geometry = geometries[id(ready)]  # kept alive by the cache of prepared
-        ran.append((which, ready.plans[which]))
+    def run(built, which, tensors):
+        geometry = geometries[id(built)]  # kept alive by the cache of plan_and_build
+        ran.append((which, built.plans[which]))
         how = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
         if which == "forward":
             result = nn.functional.conv2d(
@@ -44,12 +44,12 @@ def on_cpu(module, architecture="sm_80"):
         tensors["output"].copy_(result)
 
     geometries = {}
-    prepared = module.plan_and_build
+    plan_and_build = module.plan_and_build
 
     def noting(passes, geometry, *others):
-        ready = prepared(passes, geometry, *others)
-        geometries[id(ready)] = geometry
-        return ready
+        built = plan_and_build(passes, geometry, *others)
+        geometries[id(built)] = geometry
+        return built
 
     module.plan_and_build, module.run = noting, run
     module.build = lambda kernels, architecture: None
@@ -132,10 +132,10 @@ def check_tuned_plans(module):
         gpu = module.TARGETS.get(made_for, module.TARGETS["sm_80"])
         for which in ("forward", "input_grad", "weight_grad"):
             for precision in ("tf32", "ieee"):
-                how = (which, module.EXPORTED, operands, precision, made_for, gpu.processors)
+                how = (which, module.EXPORTED, operands, precision, made_for, gpu.sms)
                 tuned = module.TUNED.get((made_for, which, module.EXPORTED, "float", precision))
                 if tuned is None:
-                    portable = module.portable_plan(*how[:3], gpu.processors)
+                    portable = module.portable_plan(*how[:3], gpu.sms)
                     assert made_for in ("sm_86", "")
                     assert module.plan_of(*how) == portable
                 else:

@@ -137,7 +137,7 @@ def build(kernels: tuple[Kernel, ...], architecture: str) -> Any:
     flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
     options = {}
     if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
-        options["no_implicit_headers"] = True  # PyTorch's headers take ten times as long
+        options["no_implicit_headers"] = True  # PyTorch's headers take ten times as long to compile
     digest = hashlib.sha256(repr((code, BINDINGS, flags, torch.__version__)).encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"convolution_{digest[:16]}",
@@ -239,7 +239,8 @@ def shared_bytes(device: int) -> int:
     """The most shared memory that a block may use."""
     properties = torch.cuda.get_device_properties(device)
     alike = "sm_80" if (properties.major, properties.minor) in ((8, 0), (8, 7), (9, 0)) else "sm_86"
-    # PyTorch has this property since 2.7. Older versions support no GPU with other limits.
+    # PyTorch has this property since 2.7. Older versions support no other GPU with as much
+    # shared memory as sm_80.
     return getattr(properties, "shared_memory_per_block_optin", TARGETS[alike].shared_bytes)
 
 
