@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # a failure here is reported; at interpreter exit it is not
+                sys.stdout.flush()  # so that a failure is reported below
     except BrokenPipeError:
         _drop_output()
         return _BROKEN_PIPE
@@ -86,9 +86,9 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _drop_output() -> None:
-    """Redirects a stream that cannot be flushed to nowhere.
+    """Redirects the streams that cannot be flushed to the null device.
 
-    Otherwise Python would flush it once more as it exits, and print an error of its own.
+    Otherwise Python would flush them again as it exits, and print an error of its own.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or no file of the system
@@ -167,7 +167,10 @@ def _add_selection(
         if len(formats) > 2
         else ""
     )
-    parser.add_argument("--shape", action="append", metavar="SHAPE", help=SHAPE_SYNTAX)
+    parser.add_argument(
+        "--shape", action="append", metavar="SHAPE",
+        help=f"a convolution, {SHAPE_SYNTAX}; may be given several times",
+    )  # fmt: skip
     parser.add_argument(
         "--pass", dest="passes", nargs="+", choices=(*passes, _ALL), default=list(PASSES),
         metavar="PASS", action=_Passes,
@@ -222,9 +225,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_suites(parser)
     parser.add_argument(
         "--peer", choices=PEERS,
-        help="what to compare with: pytorch in the same memory format (the default), the best of "
-        "both formats, or torch.compile with max-autotune; with --networks, compile adds "
-        "torch.compile in its default mode",
+        help="what to compare with; pytorch (the default): PyTorch in the same memory format; "
+        "best: the faster of both memory formats; compile: torch.compile with max-autotune, or "
+        "with --networks in its default mode beside eager PyTorch",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", type=_positive, metavar="N",
@@ -404,7 +407,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--workload", metavar="NAME", help="a workload of the suites, for example dilated5x9"
     )
-    what.add_argument("--shape", metavar="SHAPE", help=SHAPE_SYNTAX)
+    what.add_argument("--shape", metavar="SHAPE", help=f"a convolution, {SHAPE_SYNTAX}")
     what.add_argument(
         "--reference", type=Path, metavar="FILE",
         help="a Python file with Model, get_init_inputs and get_inputs, which is executed; its "

@@ -72,7 +72,7 @@ def _trials(arguments: Namespace, device: torch.device) -> list[Trial]:
         "shape", "suite", "model", "batch", "image", "divisor", "misaligned", "bias", "data"
     ):  # fmt: skip
         if getattr(arguments, name) not in (None, False):
-            raise UsageError(f"--random draws what --{name} would fix: give one of them")
+            raise UsageError(f"--random draws what --{name} would say: give only one of the two")
     kinds = Kinds(
         arguments.passes or PASSES,
         modes(arguments.dtype or list(DTYPES), arguments.precision or PRECISIONS),
