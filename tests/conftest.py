@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from fastconv import native, preparation, timing
 from fastconv.backends import cuda
-from fastconv.bench import limits
-from fastconv.bench import timing as bench_timing
+from fastconv.bench import limits, row_timing
 from fastconv.jit import launch, loading
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
@@ -62,11 +61,11 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings of tiny products and copies: what they are does not matter here."""
+    """Ceilings are measured with tiny matrices and copies: their values do not matter in tests."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(bench_timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(row_timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
 
