@@ -1,4 +1,4 @@
-"""The GPU runtime: compiler and disk cache for real, launching with a driver that only notes."""
+"""The GPU runtime: real compiler and disk cache, and a driver that only records its calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ extern "C" __global__ void scale(const Config::Element* x, Config::Element* y, i
 
 @dataclass(frozen=True)
 class Scale(Kernel):
-    """A kernel with its text at hand instead of in a file."""
+    """A kernel whose text is given instead of read from a file."""
 
     body: str
 
@@ -68,7 +68,7 @@ def scale(factor: int = 3, body: str = BODY) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache folder, in which nothing has gone wrong yet."""
+    """An empty cache folder; no warning has been given."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_told", set())
     monkeypatch.setattr(cache, "_stores", itertools.count())
@@ -168,7 +168,7 @@ ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack si
         subprocess.check_call([sys.executable, "-c", code])
 
 
-# Threads that compile over and over what takes a second.
+# Threads that compile again and again a program that takes a second.
 THREADS = """
 import sys, threading, time
 from fastconv import jit
@@ -187,16 +187,17 @@ for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 while not compile._compiling_threads:
     time.sleep(0.01)
-time.sleep(0.3)  # for them to be in the midst of it
+time.sleep(0.3)  # so that both are in the compiler
 """
 
 
-TOO_SOON_OVER = 9  # the status of a process that compiled in less time than it should have taken
+# The exit status of a program whose compilation was over before the signal.
+TOO_SOON_OVER = 9
 
 
 @needs_nvrtc
 class TestExit:
-    """What happens to threads that compile, or are about to, when the process ends."""
+    """Threads that compile, or are about to, when the process ends."""
 
     def _run(self, program: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -213,12 +214,12 @@ class TestExit:
         "call", ["jit.build(kernel, 'sm_80')", "jit.build_all([kernel], 'sm_80')"]
     )
     def test_daemon_threads(self, call: str) -> None:
-        """The compiler would abort, beneath them, as its data is destroyed."""
+        """The process waits for them: the compiler would abort as its data is destroyed."""
         ended = self._run(THREADS.replace("CALL", call))
         assert ended.returncode == 0, ended.stderr
 
     def test_what_is_compiled_in_the_background(self) -> None:
-        """What is under way ends, and is kept; of what is still to be done, nothing begins."""
+        """Kernels under way are finished and stored; no others are begun."""
         program = """
 import time
 from fastconv.jit import compile, loading, pool
@@ -237,7 +238,7 @@ while len(compile._compiling_threads) < 2:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
     def test_forked_process_does_not_wait_for_threads_it_does_not_have(self) -> None:
-        # The child ends without the destructors: threads left their data as it was.
+        # The child exits without destructors, since the threads left their data in any state.
         fork = """
 import os
 if not os.fork():
@@ -251,7 +252,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
     @pytest.mark.skipif(sys.platform != "linux", reason="Linux's signals")
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, -15)])
     def test_signal_during_the_first_compilation(self, number: int, status: int) -> None:
-        """Not the compiler's to handle, which would call exit() beneath its own threads.
+        """Python handles the signal. NVRTC would call exit() while its own threads run.
 
         The signal has to come while it compiles: where that is over in half a second, the next
         program is longer.
@@ -262,7 +263,7 @@ from fastconv import jit
 from fastconv.jit import compile
 from test_jit import scale
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells' background jobs ignore
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells ignore it
 function = "__device__ int f{{}}(int x) {{{{ return x + {{}}; }}}}"
 kernel = scale(body="\\n".join(function.format(i, i) for i in range(FUNCTIONS)))
 thread = threading.Thread(target=jit.compile_kernel, args=(kernel, "sm_80"), daemon=True)
@@ -407,7 +408,7 @@ class TestCache:
             cache.store("cubin", self.KEY, self.PAYLOAD, {})
 
     def test_what_killed_processes_left_is_removed_in_time(self, folder: Path) -> None:
-        """Their half-written entries, and nothing else: the folder may be used for other files."""
+        """Half-written entries are removed, and no other files of the folder."""
         folder.mkdir(0o700)
         unfinished = f"{'a1' * 32}.{'b2' * 16}.tmp"
         old, new = folder / unfinished, folder / unfinished.replace("a1", "a2")
@@ -434,14 +435,14 @@ class TestCache:
         assert cache.folder() == Path("/home/someone/here")
 
     def test_processes_at_once(self, folder: Path) -> None:
-        """Eight find a damaged entry, or none, or another's, and store theirs, again and again."""
+        """Eight processes store and load one entry, which is damaged or missing at times."""
         program = (
             "import os, sys, types\n"
-            "for name in ('fastconv', 'fastconv.jit'):\n"  # without theirs, which import torch
+            "for name in ('fastconv', 'fastconv.jit'):\n"  # their __init__ imports torch
             "    sys.modules[name] = types.ModuleType(name)\n"
             "sys.modules[name].__path__ = sys.argv[1:]\n"
             "from fastconv.jit import cache\n"
-            "os.umask(0o022)\n"  # what is damaged is to be read
+            "os.umask(0o022)\n"  # damaged entries must be trusted to be read
             "payload = b'machine code' * 10000\n"
             "key = 'c0' * 32\n"
             "path = cache._path('cubin', key)\n"
@@ -458,7 +459,7 @@ class TestCache:
         assert cache.load("cubin", self.KEY) == b"machine code" * 10000
 
 
-# What follows runs with a driver that notes what it is told.
+# The tests below run with a driver that records its calls.
 
 Status = IntEnum(
     "Status",
@@ -484,7 +485,7 @@ CaptureMode = IntEnum(
 )
 
 
-# The driver's numbers for what a tensor map is made of.
+# The driver's numbers for the parts of a tensor map.
 MapType = IntEnum(
     "MapType",
     {
@@ -527,11 +528,11 @@ class Driver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.statuses: dict[str, list[int]] = {}  # of a function's next calls
+        self.statuses: dict[str, list[int]] = {}  # what the next calls of a function return
         self.version = 13000
         self.signature = "ppi"
         self.launched: list[tuple[Any, ...]] = []
-        self.early: list[bool] = []  # of each launch
+        self.early: list[bool] = []  # whether each launch is a programmatic dependent launch
         self.entries: dict[bytes, Any] = {}  # functions that are called by their address
         self.encoded: list[tuple[Any, ...]] = []
 
@@ -583,7 +584,7 @@ class Driver:
         return (Status(statuses.pop(0) if statuses else 0),)
 
     def _read(self, kind: str, pointer: int) -> Any:
-        if kind == "m":  # an address and, after it, which map it is
+        if kind == "m":  # an address and, after it, the number of the map
             assert pointer % 128 == 0
             words = (ctypes.c_uint64 * 16).from_address(pointer)
             return words[0], *words[14:]
@@ -630,7 +631,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """An H200's driver and PyTorch, as far as launching needs them."""
+    """A stand-in for an H200's driver and for PyTorch, as far as launching needs them."""
     driver = Driver()
     monkeypatch.setattr(cuda_driver, "bindings", lambda: driver)
     monkeypatch.setattr(loading, "_loaded", {})
@@ -646,7 +647,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
-    """Does the work in threads at once, numbered from 1, which switch as often as can be."""
+    """Runs the work in threads at once, numbered from 1, that switch as often as possible."""
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, count + 1)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -698,7 +699,7 @@ class TestLaunch:
         assert driver.launched == [(0xF, 5, 6, 7, 128, 1, 1, 0, 0x57, 0x7FFF_FFFF_FFF0, 0, -1, 0)]
 
     def test_early(self, driver: Driver) -> None:
-        """The driver is told, and all else is as in other launches."""
+        """The launch has the driver's attribute, and is like others in all else."""
         early = dataclasses.replace(LAUNCH, early=True)
         prepared = jit.load_launches([LAUNCH, early, LAUNCH], CUDA)
         for _ in range(2):
@@ -724,7 +725,7 @@ class TestLaunch:
 
     @needs_nvrtc
     def test_early_as_the_driver_reads_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the bindings' own types."""
+        """The configuration is read back from the memory of the bindings' types."""
         bindings = compile.binding("driver")
         monkeypatch.setattr(cuda_driver, "bindings", lambda: bindings)
         config = launch._dependent_launch_config(LAUNCH)
@@ -806,7 +807,7 @@ class TestLaunch:
         ("shared", "told"), [(0, None), (47 * 1024, None), (47 * 1024 + 1, 47 * 1024 + 1)]
     )
     def test_shared_memory(self, driver: Driver, shared: int, told: int | None) -> None:
-        """The kernel has 1 KiB of its own; beyond 48 KiB together, the driver must be told."""
+        """The kernel has 1 KiB of static shared memory; beyond 48 KiB, an attribute is set."""
         prepared = jit.load_launches([Launch(scale(), (1, 1, 1), 32, shared, ("x", "y", 0))], CUDA)
         attribute = Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         expected = [] if told is None else [(0xF, attribute, told)]
@@ -927,7 +928,7 @@ class TestLaunch:
         assert begun == [here, there, here]
 
     def test_one_program_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whichever of its kernels are asked for."""
+        """It does not matter which of its kernels are needed."""
         built = []
 
         def build(kernel: Kernel, arch: str) -> bytes:
@@ -942,7 +943,7 @@ class TestLaunch:
         assert sorted(built) == [one.text, two.text]
 
     def test_threads_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As where a machine's limit of them is reached: kernels compile one by one."""
+        """If a machine's limit of threads is reached, kernels compile one by one."""
 
         def start(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
@@ -954,7 +955,7 @@ class TestLaunch:
         assert jit.build_all(kernels, "sm_80") == [kernel.text.encode() for kernel in kernels]
 
     def test_trouble_of_another_launcher(self, driver: Driver) -> None:
-        """It is mended once, where it can be, and told in the words that ours has."""
+        """A missing context is entered once; other errors have the messages of our launcher."""
         second = Launch(scale(), (1, 1, 1), 32, 64, ("z", "x", 2))
         prepared = jit.load_launches([LAUNCH, second], CUDA)
         prepared.trouble(1, -1, 0, 201, False)
@@ -1001,7 +1002,7 @@ class TestLaunch:
     def test_overhead(
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch, record_property: Any
     ) -> None:
-        """Host time of a launch, the driver's part aside: on record, not judged."""
+        """Records the host time of a launch, without the driver's part."""
         status = (Status.CUDA_SUCCESS,)
         monkeypatch.setattr(driver, "cuLaunchKernel", lambda *_: status)
         prepared = jit.load_launches([LAUNCH], CUDA)

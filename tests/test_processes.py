@@ -1,4 +1,4 @@
-"""Compilers in processes of their own: they give what this process would, and leave nothing."""
+"""Compiler processes: they give the same machine code, and none is left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARCH = "sm_80"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Threads may not compile in this process if they can have another; those that were started."""
+    """Has threads compile in processes of their own where they can; the processes they started."""
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile, "MOST_IN_PROCESS", 0)
     monkeypatch.setattr(processes, "START_S", PATIENCE_S)
@@ -47,7 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 
 def _idle(workers: Workers) -> None:
-    """Waits until no thread is left that has a process."""
+    """Waits until no thread has a compiler process."""
     until = time.monotonic() + PATIENCE_S
     while workers._threads or processes._owners:
         assert time.monotonic() < until
@@ -64,7 +64,7 @@ def _but_for_time(log: str) -> str:
 
 
 @pytest.mark.parametrize("body", [BODY, BODY.replace("tile[threadIdx.x] *", "pile *")])
-def test_the_same_comes_of_a_program(body: str, elsewhere: list[Any]) -> None:
+def test_processes_give_the_same_machine_code(body: str, elsewhere: list[Any]) -> None:
     here = nvrtc.compile_program(_program(body), compile._nvrtc())
     with processes.allowed():
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_errors_are_those_of_the_kernel() -> None:
         jit.compile_kernel(kernel, ARCH)
 
 
-def test_threads_have_one_each_until_they_end(
+def test_each_thread_has_one_process_until_it_ends(
     elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers(processes.allowed)
@@ -94,7 +94,7 @@ def test_threads_have_one_each_until_they_end(
     _idle(workers)
 
 
-def test_what_is_compiled_ahead_is_not_in_the_way(
+def test_kernels_compiled_ahead_use_a_process(
     elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile, "MOST_IN_PROCESS", 4)
@@ -110,10 +110,10 @@ def test_what_is_compiled_ahead_is_not_in_the_way(
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_no_more_than_there_may_be(
+def test_no_more_processes_than_allowed(
     limit: int, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many threads begin at once, and however long it takes to start one."""
+    """The limit holds however many threads start one at once, and however long that takes."""
     monkeypatch.setenv(processes.VARIABLE, str(limit))
     workers = Workers(processes.allowed)
     gate = threading.Barrier(6)
@@ -129,31 +129,33 @@ def test_no_more_than_there_may_be(
     assert bool(elsewhere) == bool(limit)
 
 
-def test_a_number_of_them_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(processes.VARIABLE, "many")
     with pytest.raises(ValueError, match=r"FASTCONV_COMPILE_PROCESSES .* but got 'many'"):
         jit.compile_kernel(scale(), ARCH)
 
 
-def test_only_where_it_is_crowded(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_threads_compile_in_this_process(
+    elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compile, "MOST_IN_PROCESS", 1)
     with processes.allowed():
         assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
 
 
-def test_threads_of_others_compile_here(elsewhere: list[Any]) -> None:
+def test_threads_outside_of_the_pool_compile_in_this_process(elsewhere: list[Any]) -> None:
     assert jit.compile_kernel(scale(), ARCH).cubin
     assert not elsewhere
 
 
-def test_one_that_was_killed(elsewhere: list[Any]) -> None:
+def test_a_process_that_was_killed(elsewhere: list[Any]) -> None:
     expected = nvrtc.compile_program(_program(), compile._nvrtc()).cubin
     with processes.allowed():
         for _ in range(3):
             assert jit.compile_kernel(scale(), ARCH).cubin == expected
             elsewhere[0]._process.kill()
-    assert len(elsewhere) == 1  # who has lost one does without
+    assert len(elsewhere) == 1  # the thread starts no second process
 
 
 PRINTS = "#!/bin/sh\necho Using the python of this cluster\nsleep 60\n"
@@ -164,10 +166,10 @@ SILENT = "#!/bin/sh\nsleep 60\n"
     "trouble",
     ["another version", "no interpreter", "a program", "no file", "prints", "silent"],
 )
-def test_where_there_can_be_none(
+def test_processes_that_cannot_be_started(
     trouble: str, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is tried once, and takes no longer than it may."""
+    """Starting is tried once, and given up in time."""
     if trouble == "another version":
         monkeypatch.setattr(compile, "nvrtc_version", lambda: (99, 0))
     elif trouble == "no file":
@@ -218,7 +220,7 @@ def test_what_is_an_interpreter(
     assert not processes.is_python(str(file))
 
 
-def test_nothing_is_no_interpreter(tmp_path: Path) -> None:
+def test_missing_files_are_no_interpreters(tmp_path: Path) -> None:
     (tmp_path / "python").mkdir()
     for executable in (None, "", str(tmp_path / "python")):
         assert not processes.is_python(executable)
@@ -227,7 +229,7 @@ def test_nothing_is_no_interpreter(tmp_path: Path) -> None:
 
 def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class Text(str):
-        """Which no other process knows."""
+        """A type that another process cannot unpickle."""
 
     others = [Path("/nowhere"), Text("/nowhere either"), object()]
     monkeypatch.setattr(sys, "path", [*sys.path, *others])
@@ -236,8 +238,10 @@ def test_paths_of_any_kind(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
     assert len(elsewhere) == 1
 
 
-def test_trouble_of_its_own(elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a process is not what is wrong with a program: this one does it."""
+def test_errors_that_do_not_depend_on_the_program(
+    elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a compiler process runs out of memory, for example, this process compiles."""
     trouble = nvrtc.Outcome(b"", "", "NVRTC_ERROR_OUT_OF_MEMORY")
     with processes.allowed():
         jit.compile_kernel(scale(), ARCH)
@@ -270,7 +274,7 @@ with processes.allowed():
 
 
 def _is_alive(pid: int) -> bool:
-    """Zombies are not: who is left to wait for them is another's affair."""
+    """Whether a process runs; zombies do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Threads that do what is asked for, and before it is asked for; each piece of work once."""
+"""The pool of threads: tasks run once, on request or ahead; unclaimed ones are dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from test_jit import in_threads
 
 
 class Gate:
-    """Work that begins, and ends when it may."""
+    """Work that reports when it begins, and ends when it is allowed to."""
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -40,7 +40,7 @@ def _idle(workers: Workers) -> None:
         time.sleep(0.001)
 
 
-def test_what_was_begun_is_not_done_again() -> None:
+def test_a_task_done_ahead_is_not_done_again() -> None:
     workers, done = Workers(), Counter[int]()
     workers.submit_ahead(1, lambda: done.update([1]) or "first", 2)
     _idle(workers)
@@ -51,7 +51,7 @@ def test_what_was_begun_is_not_done_again() -> None:
     assert not workers._tasks
 
 
-def test_who_asks_for_what_is_under_way_waits_for_it() -> None:
+def test_submitting_a_task_under_way_waits_for_it() -> None:
     workers, gate = Workers(), Gate()
     workers.submit_ahead("gate", gate, 2)
     assert gate.began.wait(PATIENCE_S)
@@ -64,7 +64,7 @@ def test_who_asks_for_what_is_under_way_waits_for_it() -> None:
     assert not workers._tasks
 
 
-def test_one_thread_is_left_to_who_asks() -> None:
+def test_one_thread_is_left_for_requests() -> None:
     workers, gates = Workers(), [Gate() for _ in range(4)]
     for number, gate in enumerate(gates):
         workers.submit_ahead(number, gate, 3)
@@ -79,7 +79,7 @@ def test_one_thread_is_left_to_who_asks() -> None:
     assert all(gate.began.is_set() for gate in gates)
 
 
-def test_what_nobody_has_got_to_can_be_dropped() -> None:
+def test_tasks_that_have_not_started_can_be_cancelled() -> None:
     workers, gates, done = Workers(), [Gate(), Gate()], list[str]()
     futures = [workers.submit(gate, gate, 2) for gate in gates]
     for name in "abc":
@@ -96,7 +96,7 @@ def test_what_nobody_has_got_to_can_be_dropped() -> None:
 
 
 class Time:
-    """A clock, and calls that are due at some time by it."""
+    """A clock that tests advance, and the calls that are due by it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -106,7 +106,7 @@ class Time:
         self.due.append(one := (self.now + seconds, call))
         return SimpleNamespace(cancel=lambda: self.due.remove(one))
 
-    def goes_on(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
         for at, call in [*self.due]:
             if at <= self.now:
@@ -117,31 +117,31 @@ class Time:
         return Workers(clock=lambda: self.now, later=self.later)
 
 
-def test_what_nobody_asks_for_is_dropped_after_a_while() -> None:
-    """With nobody beginning or asking for anything: there is a timer."""
+def test_unclaimed_tasks_are_dropped_after_a_while() -> None:
+    """A timer drops them, even if the pool is not used in the meantime."""
     time = Time()
     workers = time.workers()
     workers.submit_ahead("early", lambda: "result", 2)
     _idle(workers)
-    time.goes_on(UNCLAIMED_S / 2)
+    time.advance(UNCLAIMED_S / 2)
     workers.submit_ahead("late", lambda: "result", 2)
     _idle(workers)
-    time.goes_on(UNCLAIMED_S / 2 - 1)
+    time.advance(UNCLAIMED_S / 2 - 1)
     assert [*workers._tasks] == ["early", "late"]
-    time.goes_on(1)
+    time.advance(1)
     assert [*workers._tasks] == ["late"]
     assert workers.claim("early") is None
-    time.goes_on(UNCLAIMED_S / 2)
+    time.advance(UNCLAIMED_S / 2)
     assert not workers._tasks
     assert not time.due
 
 
-def test_what_nobody_has_got_to_is_dropped_as_well() -> None:
+def test_tasks_that_have_not_started_are_dropped_as_well() -> None:
     time, gates = Time(), [Gate(), Gate()]
     workers = time.workers()
     futures = [workers.submit(gate, gate, 2) for gate in gates]
     workers.submit_ahead("never", pytest.fail, 2)
-    time.goes_on(UNCLAIMED_S)
+    time.advance(UNCLAIMED_S)
     assert "never" not in workers._tasks
     assert not workers._ahead
     for gate in gates:
@@ -150,8 +150,8 @@ def test_what_nobody_has_got_to_is_dropped_as_well() -> None:
     _idle(workers)
 
 
-def test_what_somebody_waits_for_is_not_dropped() -> None:
-    """Nor what is under way, from whose end on it is kept."""
+def test_claimed_tasks_are_not_dropped() -> None:
+    """Nor are tasks under way, whose age counts from their end."""
     time, gates = Time(), [Gate() for _ in range(2)]
     workers = time.workers()
     for number, gate in enumerate(gates):
@@ -159,7 +159,7 @@ def test_what_somebody_waits_for_is_not_dropped() -> None:
         assert gate.began.wait(PATIENCE_S)
     asked = workers.claim(0)
     waiting = workers.submit("waiting", lambda: "came", 2)
-    time.goes_on(3 * UNCLAIMED_S)
+    time.advance(3 * UNCLAIMED_S)
     assert {0, 1} <= {*workers._tasks}
     for gate in gates:
         gate.may_end.set()
@@ -167,7 +167,7 @@ def test_what_somebody_waits_for_is_not_dropped() -> None:
     assert asked.result(PATIENCE_S) == "through"
     assert waiting.result(PATIENCE_S) == "came"
     _idle(workers)
-    time.goes_on(UNCLAIMED_S - 1)
+    time.advance(UNCLAIMED_S - 1)
     later = workers.claim(1)
     assert later is not None
     assert later.result(PATIENCE_S) == "through"
@@ -175,8 +175,8 @@ def test_what_somebody_waits_for_is_not_dropped() -> None:
     assert not time.due
 
 
-def test_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latest; and nothing that was asked for counts."""
+def test_how_many_unclaimed_tasks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest ones; claimed tasks do not count."""
     monkeypatch.setattr("fastconv.jit.workers.MOST_UNCLAIMED", 3)
     time, gate = Time(), Gate()
     workers = time.workers()
@@ -185,12 +185,12 @@ def test_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         time.now += 1
         workers.submit_ahead(number, partial(int, number), 2)
-        assert len(workers._tasks) <= 5  # one is asked for, and one may be under way
+        assert len(workers._tasks) <= 5  # one is claimed, and one may be under way
         assert len(workers._ahead) <= 3
     gate.may_end.set()
     assert future.result(PATIENCE_S) == "through"
     _idle(workers)
-    # One that took its time is kept from when it was done, in the place of another.
+    # The age of a task counts from its end, so that a slow one may be kept in place of another.
     kept = [*workers._tasks]
     assert len(kept) == 3
     assert kept[-1] == 9
@@ -205,19 +205,19 @@ def test_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_timer_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then what is too old is dropped when something else is begun."""
+    """Old tasks are then dropped when the next is submitted ahead."""
     time = Time()
     workers = Workers(clock=lambda: time.now, later=lambda *_: None)
     workers.submit_ahead("early", lambda: "result", 2)
     _idle(workers)
-    time.goes_on(2 * UNCLAIMED_S)
+    time.advance(2 * UNCLAIMED_S)
     workers.submit_ahead("late", lambda: "result", 2)
     assert "early" not in workers._tasks
     _idle(workers)
 
 
-def test_the_timer_is_a_thread_of_its_own() -> None:
-    """Which ends when there is nothing left, and no process waits for it."""
+def test_the_timer_is_a_daemon_thread() -> None:
+    """It ends when there are no tasks left, and does not keep a process alive."""
     workers = Workers()
     workers.submit_ahead("ahead", lambda: "result", 2)
     timer = workers._timer
@@ -230,7 +230,7 @@ def test_the_timer_is_a_thread_of_its_own() -> None:
     assert workers._timer is None
 
 
-def test_who_works_ahead_knows() -> None:
+def test_a_thread_can_tell_whether_it_runs_ahead() -> None:
     workers = Workers()
     workers.submit_ahead("ahead", is_ahead, 2)
     _idle(workers)
@@ -241,8 +241,8 @@ def test_who_works_ahead_knows() -> None:
     assert not is_ahead()
 
 
-def test_what_is_asked_for_comes_first() -> None:
-    """Then what was begun last."""
+def test_requests_come_first() -> None:
+    """Tasks that were submitted ahead follow, the latest first."""
     workers, gates, order = Workers(), [Gate(), Gate()], list[str]()
     futures = [workers.submit(gate, gate, 2) for gate in gates]
     for name in "abc":
@@ -258,14 +258,14 @@ def test_what_is_asked_for_comes_first() -> None:
     assert [future.result(PATIENCE_S) for future in futures] == ["through"] * 2
 
 
-def test_with_one_thread_nothing_is_begun() -> None:
+def test_with_one_thread_nothing_runs_ahead() -> None:
     workers = Workers()
     workers.submit_ahead(1, pytest.fail, 1)
     assert workers.claim(1) is None
     assert not workers._threads
 
 
-def test_what_fails_is_told_to_who_asks_and_done_again() -> None:
+def test_a_task_that_failed_ahead_runs_again_and_reports_its_error() -> None:
     workers, tried = Workers(), list[int]()
 
     def fail() -> None:
@@ -299,7 +299,7 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_many_threads() -> None:
-    """They begin, claim and ask: nothing is done twice at a time, nor too much at once."""
+    """They submit and claim tasks: none runs twice at a time, nor more at once than allowed."""
     workers, most, keys = Workers(), 5, 40
     lock, under_way, at_once = threading.Lock(), Counter[Hashable](), list[int]()
 
@@ -351,13 +351,13 @@ def test_many_threads() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_forked_process_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has neither the threads nor what they were about to do."""
+def test_a_forked_process_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has neither the threads nor their tasks."""
     gate = Gate()
     monkeypatch.setattr(pool, "_workers", Workers())
     pool._workers.submit_ahead("gate", gate, 2)
     assert gate.began.wait(PATIENCE_S)
-    with pool._workers._lock:  # as a thread might have it
+    with pool._workers._lock:  # a thread may hold it at the time of the fork
         child = os.fork()
         if not child:
             found = pool._workers.submit("gate", lambda: 7, 2).result(PATIENCE_S)
@@ -368,7 +368,7 @@ def test_forked_process_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_running_ahead_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is no number is told to who asks for a kernel."""
+    """An invalid variable is reported when a kernel is needed, not before."""
     monkeypatch.setenv(pool.JOBS_VARIABLE, "two")
     pool.run_ahead("never", pytest.fail)
     assert pool.claim("never") is None
