@@ -696,7 +696,7 @@ class TestMoving:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        (tmp_path / "include").mkdir()
+        (tmp_path / "device").mkdir()
         (tmp_path / "device/scalar.cuh").write_text("// another one\n")
         monkeypatch.setattr(compile, "FOLDER", tmp_path)
         compile._contents.cache_clear()
