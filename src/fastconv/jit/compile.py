@@ -75,7 +75,7 @@ def build(kernel: Kernel, arch: str) -> bytes:
     if cubin is None:
         with _compiling():  # also while it is stored, so that an exiting process waits for that
             cubin = compile_kernel(kernel, arch).cubin
-            # The entry point is no part of the metadata: all kernels of a program share an entry.
+            # The metadata names no entry point: all kernels of a program share the cache entry.
             metadata = {"source": kernel.source, "architecture": arch, "text": kernel.text}
             cache.store(cache.KERNEL, _key(kernel.text, arch), cubin, metadata)
     return cubin
@@ -154,6 +154,11 @@ _exiting = False
 
 @contextmanager
 def _compiling() -> Iterator[None]:
+    """A context in which this thread is one of those that compile.
+
+    Raises:
+        SystemExit: the interpreter is shutting down.
+    """
     thread = threading.current_thread()
     if thread in _compiling_threads:
         yield
