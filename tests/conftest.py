@@ -12,14 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fastconv import native, preparation, timing
+from fastconv import native, timing
 from fastconv.backends import cuda
 from fastconv.bench import limits, row_timing
 from fastconv.jit import launch, loading
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
-from fastconv.ops import ahead
+from fastconv.network import lookahead, preparation
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -75,7 +75,7 @@ def _no_plan_but_its_own() -> Iterator[None]:
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
         mock.patch.object(plans, "kept", make),
-        mock.patch.object(ahead, "begin"),
+        mock.patch.object(lookahead, "compile_gradients"),
         mock.patch.object(cuda, "before_forward", None),
     ):
         yield

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from conftest import Loads
-from fastconv import calls, cli, preparation, timing
+from fastconv import cli, timing
 from fastconv.bench import models, networks, report, results
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
 from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
 from fastconv.bench.row_timing import Timing
-from test_optimization import Clock, ResNet, stand_in
+from fastconv.network import calls, preparation
+from network.helpers import Clock, ResNet, stand_in
 from test_report import _damaged
 
 FLOAT32, BFLOAT16 = (one.name for one in networks.CONFIGURATIONS.values())

@@ -12,7 +12,7 @@ from fastconv.bench.networks import NetworkCase
 from fastconv.bench.results import NetworkResults
 from fastconv.commands import common, rows
 from fastconv.commands.common import INTERRUPTED, UsageError
-from fastconv.preparation import is_gpu
+from fastconv.network.preparation import is_gpu
 
 # The arguments of `fastconv bench` that have no meaning with --networks.
 EXCLUDED = (
