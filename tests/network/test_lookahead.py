@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+from effort import PATIENCE_S
 from fastconv import native
 from fastconv.backends import cuda
 from fastconv.jit import launch, pool
@@ -198,20 +200,28 @@ def compiled(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(kernel.text)
         return b"cubin"
 
-    def prepare(launches: Any, *_: Any) -> Any:
+    def load_launches(launches: Any, *_: Any) -> Any:
         pool.build_all([one.kernel for one in launches], H200.architecture)
         return SimpleNamespace(run=lambda *_: None)
 
-    def begin_work(key: Any, work: Callable[[], Any]) -> None:
+    def run_ahead(key: Any, work: Callable[[], Any]) -> None:
         pool._workers.submit_ahead(key, work, 4)
 
     monkeypatch.setattr(pool, "_workers", Workers())
-    monkeypatch.setattr(pool, "run_ahead", begin_work)
+    monkeypatch.setattr(pool, "run_ahead", run_ahead)
     monkeypatch.setattr(pool, "build", build)
     monkeypatch.setattr(pool, "cached_cubin", lambda *_: None)
-    monkeypatch.setattr(launch, "load_launches", prepare)
+    monkeypatch.setattr(launch, "load_launches", load_launches)
     monkeypatch.setattr(pool, "compile_threads", 4)
     return found
+
+
+def _wait_for_threads() -> None:
+    """A thread sets a result before it removes the task from the table."""
+    until = time.monotonic() + PATIENCE_S
+    while pool._workers._threads:
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_planned_and_compiled_once(passes: Passes, compiled: list[str]) -> None:
@@ -221,6 +231,7 @@ def test_planned_and_compiled_once(passes: Passes, compiled: list[str]) -> None:
     output.backward(torch.empty_like(output))
     assert len(compiled) == len(set(compiled))
     assert len(passes.needed) == len(set(passes.needed)) == 6 + 6 + 5
+    _wait_for_threads()
     assert not pool._workers._tasks
 
 
@@ -377,6 +388,7 @@ def test_guessed_passes_are_used(passes: Passes, compiled: list[str]) -> None:
         model(torch.randn(2, 3, 45, 70))
     assert len(compiled) == len(set(compiled))
     assert len(passes.needed) == len(set(passes.needed)) == 9
+    _wait_for_threads()
     assert not pool._workers._tasks
 
 
