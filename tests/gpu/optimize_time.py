@@ -78,8 +78,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **vars(arguments),
         "optimize_s": round(seconds, 2),
-        "phases_s": {name: round(took, 2) for name, took in report.phases.items()},
-        "rest_s": round(seconds - sum(report.phases.values()), 2),
+        "tasks_s": {name: round(took, 2) for name, took in report.task_seconds.items()},
+        "rest_s": round(seconds - sum(report.task_seconds.values()), 2),
         "steps_s": [round(step, 3) for step in steps],
         "native_under_way": under_way,
         "native_more_s": round(time.perf_counter() - start, 2),
