@@ -65,7 +65,7 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
 // Splits an operand of an MMA with ties away from zero. Before sm_90 this takes half as many
 // instructions as rounding ties to even.
 __device__ __forceinline__ void split_away(float value, unsigned& high, unsigned& low) {
-  // stays finite when half of the last TF32 bit is added
+  // Stays finite when half of its last TF32 bit is added.
   constexpr unsigned kLargest = 0x7f7fe000u;
   high = (__float_as_uint(limited(value, __uint_as_float(kLargest))) + 0x1000u) & 0xffffe000u;
   low = __float_as_uint(round_operand_to_tf32(value - __uint_as_float(high)));
