@@ -1,9 +1,9 @@
 // How warpgroups or blocks of kernels without a halo tile divide an image: each walks down a strip
 // of columns, row by row.
 #pragma once
+#include "device/tensor/operand.cuh"
 #include "device/tile.cuh"
 #include "device/wgmma.cuh"
-#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {

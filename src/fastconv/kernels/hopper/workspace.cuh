@@ -7,7 +7,7 @@ namespace fastconv {
 namespace hopper {
 
 template <int kRows, int kAccs>
-__device__ __forceinline__ void hold_sums(float (&acc)[kRows][kAccs]) {
+__device__ __forceinline__ void hold_accumulators(float (&acc)[kRows][kAccs]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) hold_registers(acc[i]);
 }
@@ -16,7 +16,7 @@ __device__ __forceinline__ void hold_sums(float (&acc)[kRows][kAccs]) {
 // warpgroup's threads are interleaved.
 template <int kRows, int kAccs>
 __device__ __forceinline__ void flush(float (&acc)[kRows][kAccs], float4* slots, bool set) {
-  hold_sums(acc);
+  hold_accumulators(acc);
   tensor::flush<128>(acc, slots, set);
 }
 

@@ -9,8 +9,8 @@ namespace tensor {
 // The exponent that the largest number of a sample is scaled to: numbers outside of the sample may
 // be 2^4 times as large.
 constexpr int kSampleExponent = 11;
-// bounds the exponents of numbers that are scaled, so that the product of two scales is a normal
-// number
+// Bounds the exponents of numbers that are scaled, so that the product of two scales is a normal
+// number.
 constexpr int kMostExponent = 50;
 
 // In two-part scaled fp16, the low part is stored this many times larger than it counts, so that it
@@ -55,7 +55,7 @@ __device__ __forceinline__ Value sum_of(Value first, Value second) {
   return first + second;
 }
 
-// the bit patterns of 2^-100 and 2^100
+// The bit patterns of 2^-100 and 2^100.
 constexpr unsigned kLeastBits = 27u << 23, kMostBits = 227u << 23;
 
 // The power of two at the mean exponent of `count` numbers, whose biased exponents add up to

@@ -283,7 +283,7 @@ __device__ __forceinline__ void start(Sums& sums, const Fragments& fragments, in
 // parts.
 __device__ __forceinline__ void finish(Sums& sums, Sums& totals) {
   wgmma_wait<0>();
-  hold_sums(sums);
+  hold_accumulators(sums);
   if constexpr (C::parts == 2) {
 #pragma unroll
     for (int i = 0; i < C::kernel_height; ++i) {
