@@ -168,7 +168,7 @@ COLLECT = Anatomy(
 def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
     vector, last = _vector(c), c["grad_channels_last"]
     phases, row_step = _axis(c, "height")
-    next_tap = c["product_octets"] == 1 and c["product_taps"] > 1
+    next_tap = c["mma_octets"] == 1 and c["mma_taps"] > 1
     return {
         "16 bits": vector == 8,
         "grouped": c["groups"] > 1,
@@ -182,13 +182,13 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "whole pixels": last
         and c["groups"] == 1
         and c["group_out"] == c["channel_groups"] * OUTPUTS,
-        "across": "taps" if next_tap else "octets" if c["product_octets"] > 1 else "one",
+        "across": "taps" if next_tap else "octets" if c["mma_octets"] > 1 else "one",
         "whole planes": c["segments"] % c["kernel_rows"] == 0,
         "several segments": c["segments"] > 1,
         "phases": "both"
-        if c["phase_images"] > 1 < c["phase_strips"]
+        if c["interleaved_images"] > 1 < c["interleaved_strips"]
         else "images"
-        if c["phase_images"] > 1
+        if c["interleaved_images"] > 1
         else "strips",
         "whole stages": c["out_width"] % c["stage_columns"] == 0,
     }
@@ -197,9 +197,9 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
 WEIGHT_GRAD = Anatomy(
     sizes=GEOMETRY
     | {
-        "grad_vector", "lead", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "phase_strips", "steps", "stage_columns", "strip_stages", "strip_weight",
-        "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
+        "grad_vector", "lead", "kernel_rows", "mma_taps", "mma_octets", "segments",
+        "interleaved_images", "interleaved_strips", "steps", "stage_columns", "strip_stages",
+        "strip_weight", "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
         "producer_registers", "consumer_registers", "shared_bytes", "slots_at",
     },
     chosen=_weight_grad,
