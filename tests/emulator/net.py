@@ -264,7 +264,7 @@ NAMES = {
     implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
     implicit_gemm_nchw.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
     wgrad_implicit_gemm.SOURCE: (
-        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
+        "row_groups", "column_groups", "mma_columns", "depth", "blocks", "whole", "cluster",
         "teams", "team_warps",
     ),
 }  # fmt: skip

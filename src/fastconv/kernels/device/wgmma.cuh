@@ -141,34 +141,34 @@ namespace fastconv {
 //   d[4 j + 2 h + i] is row 16 warp + lane / 4 + 8 h, column 8 j + 2 (lane % 4) + i.
 // The instruction is asynchronous: between wgmma_fence and wgmma_wait neither d nor the operands
 // may be accessed. By default both operands are K-major: elements that follow each other in shared
-// memory follow each other along K. 16-bit operands may also be MN-major, which kLeftAcross and
-// kRightAcross say of `left` and `right`.
+// memory follow each other along K. 16-bit operands may also be MN-major, which kLeftMnMajor and
+// kRightMnMajor say of `left` and `right`.
 template <int kColumns>
 __device__ __forceinline__ void wgmma(Tf32, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
   FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k8", ".tf32.tf32", "")
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 __device__ __forceinline__ void wgmma(Float16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  if constexpr (kLeftAcross && kRightAcross) {
+  if constexpr (kLeftMnMajor && kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 1")
-  } else if constexpr (kLeftAcross) {
+  } else if constexpr (kLeftMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 1, 0")
-  } else if constexpr (kRightAcross) {
+  } else if constexpr (kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 1")
   } else {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".f16.f16", ", 0, 0")
   }
 }
-template <int kColumns, bool kLeftAcross = false, bool kRightAcross = false>
+template <int kColumns, bool kLeftMnMajor = false, bool kRightMnMajor = false>
 __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], Matrix left, Matrix right,
                                       bool accumulate) {
-  if constexpr (kLeftAcross && kRightAcross) {
+  if constexpr (kLeftMnMajor && kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 1")
-  } else if constexpr (kLeftAcross) {
+  } else if constexpr (kLeftMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 1, 0")
-  } else if constexpr (kRightAcross) {
+  } else if constexpr (kRightMnMajor) {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 1")
   } else {
     FASTCONV_WGMMA_WIDTHS(FASTCONV_WGMMA, "k16", ".bf16.bf16", ", 0, 0")

@@ -342,13 +342,13 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
     group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
     unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
     tap_columns = ceil_div(group_in, unit) * unit
-    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["product_columns"]
+    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["mma_columns"]
     of_image = c["input_copied"] and not c["channels_last"]
     products = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
         "several columns": c["column_groups"] > 1,
-        "boxes": min(ceil_div(c["product_columns"], 64), 3),
+        "boxes": min(ceil_div(c["mma_columns"], 64), 3),
         "several taps": taps > 1,
         "several tiles": min(ceil_div(group_out, rows), 2)
         * min(ceil_div(taps * tap_columns, columns), 2),
@@ -374,7 +374,7 @@ def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
 GEMM_WEIGHTS = Anatomy(
     sizes=GEOMETRY
     | {
-        "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
+        "joined", "row_groups", "column_groups", "mma_columns", "blocks", "stages",
         "flush_steps", "cluster", "team_warps", "weight_start", "aligned",
     },
     chosen=_gemm_weights,
