@@ -219,7 +219,7 @@ def test_few_input_channels_have_a_kernel_of_their_own(case: tuple[str, str, boo
         workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
     }
     plan = planner.weight_grad(problem, _operands(problem, mode), H200)
-    assert (plan.launches[0].kernel.entry == "collect") == expected
+    assert (plan.launches[0].kernel.entry == "wgrad_few_inputs") == expected
     assert plan.scratch_bytes <= 64 << 20
 
 
@@ -227,7 +227,7 @@ def test_few_input_channels_of_an_odd_batch() -> None:
     """Boxes have pairs of images."""
     (problem,) = (workload.problem for workload in FOUNDING if workload.name == "square3x3")
     plan = planner.weight_grad(replace(problem, batch=15), _operands(problem, "bfloat16"), H200)
-    assert plan.launches[0].kernel.entry == "collect"
+    assert plan.launches[0].kernel.entry == "wgrad_few_inputs"
 
 
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "ampere"), (T4, "direct")])

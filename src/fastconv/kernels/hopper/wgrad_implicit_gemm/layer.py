@@ -34,9 +34,8 @@ class Layer:
     channels_last: bool
     input_copied: bool
     grad_copied: bool
-    pixels: pixels.Layer | None = (
-        None  # the forward pass, without groups, of pixels that are copied
-    )
+    # The forward pass without groups, whose tensor map TMA copies pixels of the input with.
+    pixels: pixels.Layer | None = None
     mirrored: bool = False  # input and grad_output have exchanged roles, see mirrored_layer_of
 
     @property

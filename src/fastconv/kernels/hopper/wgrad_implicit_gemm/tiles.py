@@ -358,7 +358,7 @@ def _grids(tile: Tile, gpu: Gpu) -> list[int]:
 
 
 def _clustered(tile: Tile, gpu: Gpu) -> list[Tile]:
-    """The tile in clusters, if all of them run at once, with as many blocks an SM as it can have."""
+    """The tile in clusters, if all of them run at once and fill the SMs."""
     found = []
     for cluster, share in CLUSTERS.items():
         per_processor = tile.count * cluster / gpu.processors
