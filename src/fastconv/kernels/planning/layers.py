@@ -19,22 +19,20 @@ from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Problem
 
-# Approximate MMAs of a stage of weights. 3xTF32 flushes accumulators after each stage, since the
-# error of the tensor core's accumulation grows with its length.
+# Approximate MMAs of a stage of weights, after which 3xTF32 flushes its accumulators: the error of
+# the tensor core's accumulation grows with its length. Short accumulations may have only a few large
+# terms, so they flush more often; the compensated totals of long ones take more instructions.
 STAGE_PRODUCTS = 4
-SHORT_SUM = 128  # products of a short accumulation
-SHORT_SUM_PRODUCTS = 2  # the same for short accumulations, which may have only a few large terms
-LONG_SUM = 240  # MMAs of a long accumulation
-# The same for long accumulations, whose compensated totals take more instructions.
+SHORT_SUM_PRODUCTS = 2
 LONG_SUM_PRODUCTS = 6
-HALVES_CHANNELS = 16
-# Weights of an input channel, whose 8-bit exponents are added up in 32 bits.
-MOST_EXPONENTS = 2**31 // 255
+SHORT_SUM = 128  # most products of a short accumulation
+LONG_SUM = 240  # most MMA steps of an accumulation that is not long
+HALVES_CHANNELS = 16  # fewest channels for scaled fp16: an MMA's K
+MOST_EXPONENTS = 2**31 // 255  # weights of a channel, whose 8-bit exponents are added in 32 bits
 LEAST_FILLED = 4  # fewest channels of the last vector of float16
-# Residues of a strided input gradient's layers, each with its own launches and kernels.
-MOST_PHASES = 16
-# Residues as output channels of one layer (depth-to-space): bounds the channels of the image, and
-# the layer's output channels.
+MOST_PHASES = 16  # residues of a strided input gradient, each with its own launches and kernels
+# Depth-to-space computes all residues as output channels of one layer. These bound the channels of
+# the image, and the layer's output channels.
 MOST_FOLDED_CHANNELS = 32
 MOST_FOLDED_OUTPUTS = 1024
 

@@ -15,7 +15,7 @@ MOST_REACH = 2**30  # rows or columns, with padding and what tiles overhang
 OVERHANG = 1024  # positions beyond an output's last that a tile may have
 MOST_BATCH = 2**30
 MOST_STRIDE = 2**31  # elements between weights that are neighbours along one axis
-OVERLAP_LOSS = 0.25
+OVERLAP_LOSS = 0.25  # share of the shorter activities that overlap does not hide
 # Tolerance for comparing estimates: far above the rounding error of a few additions.
 ROUNDING = 1e-9
 

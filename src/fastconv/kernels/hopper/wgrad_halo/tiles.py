@@ -24,13 +24,13 @@ MOST_STRIP_COLUMNS = 128
 BOX_BYTES = (64, 128)  # bytes of a row that TMA can swizzle
 BOX_ALIGNMENT = 1024  # alignment of a swizzled TMA box in shared memory, in bytes
 LINE_BYTES = 128  # bytes of a cache line
-COUNTER_BYTES = 2048  # the consumers' counts of subnormal numbers
+COUNTER_BYTES = 2048  # two counts of subnormal numbers for each consumer thread
 LEAST_BULK_BYTES = 64  # bytes of a row, below which copies by lanes are faster than bulk copies
 MOST_WORKSPACE_BYTES = 16 << 30
 MOST_GRAD_STAGES = 4
 FEWEST_GRAD_STAGES = 2
 
-# Estimated cycles of one SM.
+# Estimated cycles of one SM; a loss or a share is a factor.
 MMA_CYCLES = 1.0  # of a wgmma, beyond its multiplications
 NARROW_CYCLES = 8.0  # more for a wgmma of small N
 INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each part
@@ -71,7 +71,7 @@ class Tile:
     strip_stages: int = 0
     input_stages: int = 0
     grad_stages: int = 0
-    in_step: bool = False
+    in_step: bool = False  # whether workers walk down neighbouring strips in step
 
     @lazy
     def columns(self) -> int:
