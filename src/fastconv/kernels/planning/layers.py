@@ -20,8 +20,8 @@ from fastconv.kernels.planning import limits
 from fastconv.problem import Problem
 
 # Approximate MMAs of a stage of weights, after which 3xTF32 flushes its accumulators: the error of
-# the tensor core's accumulation grows with its length. Short accumulations may have only a few large
-# terms, so they flush more often; the compensated totals of long ones take more instructions.
+# the tensor core's accumulation grows with its length. Short accumulations may have only a few
+# large terms, so they flush more often; compensated totals of long ones take more instructions.
 STAGE_PRODUCTS = 4
 SHORT_SUM_PRODUCTS = 2
 LONG_SUM_PRODUCTS = 6
