@@ -101,7 +101,7 @@ struct Tanh {
 template <int kCount, bool kAligned, class Scalar>
 __device__ __forceinline__ Vector<Scalar, kCount> load_bias(const Scalar* first) {
   if constexpr (kAligned) {
-    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "as family.py has it");
+    static_assert(kCount == 1 || kCount * sizeof(Scalar) <= 4, "BIAS_ALIGNMENT of family.py");
     return *reinterpret_cast<const Vector<Scalar, kCount>*>(first);
   } else {
     Vector<Scalar, kCount> vector;

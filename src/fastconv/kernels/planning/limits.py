@@ -73,7 +73,7 @@ def row_step(problem: Problem) -> int:
 
 
 def row_advance(problem: Problem) -> int:
-    """By how many taps the second of two such output rows reads later."""
+    """The tap difference at which two output rows ``row_step`` apart read the same input row."""
     return problem.stride[0] // gcd(problem.stride[0], problem.dilation[0])
 
 

@@ -53,8 +53,7 @@ __host__ __device__ constexpr long long elements_of(Sizes... sizes) {
 //   low_x high_y + high_x low_y + high_x high_y,
 //
 // the first is infinite if x is, with the sign of x y, or NaN if y = 0; the others are finite, or
-// overflow with the same sign. If x and y are both infinite, all three products have the value of x
-// y.
+// overflow with the same sign. If x and y are both infinite, all three products equal x y.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   constexpr unsigned kLargest = 0x7f7fe000u;
   const float rounded = round_to_even_tf32(limited(value, __uint_as_float(kLargest)));

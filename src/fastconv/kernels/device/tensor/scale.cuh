@@ -10,8 +10,7 @@
 // if
 //   - the largest number of each vector of 8 channels is not below that, and
 //   - the error is negligible beside the channel as a whole (for weights: beside the filter, which
-//   is
-//     an output and an input channel's taps): its mean square is large enough, or none of its
+//     is an output and an input channel's taps): its mean square is large enough, or none of its
 //     numbers is below 2^-14.
 // The sample proves that a channel of an image is large enough, since its numbers are a part of the
 // sum of squares. In channels where it does not, loaders check every number (`strict`).
@@ -26,7 +25,7 @@
 namespace fastconv {
 namespace tensor {
 
-// the kernel computes only some images of the batch
+// Whether the kernel computes only some images of the batch.
 constexpr bool kSelects = C::halves || C::repairs;
 
 constexpr int kWeightExponent = 14;  // the exponent that the largest weight is scaled to

@@ -45,7 +45,7 @@ static_assert(C::lead + C::tile_columns + (C::kernel_width - 1) * kColumnStep / 
               "a row holds its halo");
 
 constexpr int kStageRows = C::rolling ? 1 : kHaloRows;
-// pixels of one residue of the rows and the columns
+// Pixels of one residue of the rows and the columns.
 constexpr int kSlotPixels = kStageRows * C::pitch;
 constexpr int kLines = kRowSlots * kColumnSlots * kStageRows;  // rows of all residues in one plane
 constexpr int kPlanePixels = kLines * C::pitch + C::plane_padding;
@@ -82,8 +82,8 @@ __device__ __forceinline__ int row_of_column(int product_row) {
 }
 static_assert(C::column_sums == 1 || (C::column_sums == 2 && C::interleave == 2 && !kUnfolds),
               "pairs");
-static_assert(kStackRows >= 8, "eight rows of a product are neighbouring channels");
-static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one product");
+static_assert(kStackRows >= 8, "eight rows of an MMA are neighbouring channels");
+static_assert(!kUnfolds || kStackChannels > 0, "a position's neighbours are in one MMA");
 
 // With a lead, a row's first strip begins up to lead - 1 columns before the image.
 constexpr int kStrips = ceil_div(C::out_width + (C::lead > 0 ? C::lead - 1 : 0), C::tile_columns);

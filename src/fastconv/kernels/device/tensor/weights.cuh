@@ -226,7 +226,7 @@ struct Samples {
   static constexpr int kWanted = kOfImage > kOfPixels ? kOfImage : kOfPixels;
   static constexpr int kAll = ceil_div(kPixels, 32);
   static constexpr int kPieces = kWanted < kAll ? kWanted : kAll;
-  // where the last piece begins
+  // Where the last piece begins.
   static constexpr long long kLast = kPixels > 32 ? kPixels - 32 : 0;
   const Scalar* image;
   const float* columns;
@@ -298,7 +298,7 @@ __device__ __forceinline__ void pack(const Scalar* weight, const Scalar* input,
   if constexpr (C::halves) {
     static_assert(!C::halves || C::table_channels ==
                                     C::groups * kOutputGroups * C::channel_groups * kStackChannels,
-                  "a factor for each row of the products");
+                  "a factor for each MMA row");
     const Tables tables{scratch, batch};
 #pragma unroll 1
     for (int i = blockIdx.x; i < C::table_channels + batch; i += gridDim.x) {

@@ -31,7 +31,7 @@ constexpr int kOutputBlocks = ceil_div(C::group_out, kBlockOutputs);
 constexpr int kColumns = round_up(C::kernel_width * C::group_in, 8);  // the N of a wgmma
 constexpr int kAccs = kColumns / 2;                   // accumulators of a thread for a kernel row
 constexpr int kSlots = C::kernel_height * kAccs / 4;  // slots of a thread, four accumulators each
-static_assert(kColumns <= 256, "what a product can have");
+static_assert(kColumns <= 256, "wgmma's largest N");
 
 constexpr int kPixels = 64;                    // pixels of a strip
 constexpr int kStepPixels = 2 * kVector;       // the K of a wgmma
@@ -324,7 +324,7 @@ struct State {
   Accumulators acc, more;  // `more` collects the accumulators of 3xTF32
   float bias[2] = {0.0f, 0.0f};
   float bias_total[2] = {0.0f, 0.0f};
-  int first_row = 0;  // of a step, in the ring
+  int first_row = 0;  // first row of a step, in the ring
   int steps = 0;      // since the last flush
   bool flushed = false;
 

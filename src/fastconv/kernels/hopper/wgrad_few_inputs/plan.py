@@ -36,10 +36,10 @@ UNIT_STEPS = {1: 8, 2: 4}
 
 # Estimated cycles of one SM.
 LOAD_BYTES = 7.0  # bytes of grad_output a cycle: 32 bytes of each channel at a time
-INPUT_CYCLES = 3.0  # to load a vector of the input
+INPUT_CYCLES = 3.0  # loading a vector of the input
 STEP_CYCLES = 300.0
 ITEM_CYCLES = 4000.0
-NARROW_CYCLES = 8.0  # of a wgmma of small N
+NARROW_CYCLES = 8.0  # extra cycles of a wgmma of small N
 
 
 @dataclass(frozen=True)

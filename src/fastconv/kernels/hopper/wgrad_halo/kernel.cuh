@@ -7,11 +7,11 @@
 // reads 16 contiguous bytes along K. If these were neighbouring pixels, every tap would need the
 // input shifted by a different number of bytes. So a K vector interleaves the same pixel of 4
 // images, or of 4 strips of rows of one image (8 for 16-bit types). These images or strips are its
-// members.
+// members. In shared memory lie
 //
-//   input       [kernel row][plane][column][octet][8 channels][members]      in shared memory
-//   grad_output [64 channels][members][columns]                              as it is in memory, or
-//               [members][column][64 channels]                               if it is channels-last
+//   input       [kernel row][plane][column][octet][8 channels][members]
+//   grad_output [64 channels][members][columns]      copied as it is, or
+//               [members][column][64 channels]       if it is channels-last
 //
 // 8 channels of one column are 128 bytes, a core matrix, and another tap is merely another start
 // address. One wgmma takes two neighbouring columns of all members, for mma_taps taps of one kernel
@@ -28,8 +28,7 @@
 //
 // There is one block for each SM, with three warpgroups that work at the same time:
 //   producers  Warps 0 and 1 copy grad_output to a ring of stages of a few columns, by bulk copies
-//   of
-//              a row's columns. Warps 2 and 3 load input rows to registers, transpose, round or
+//              of a row's columns. Warps 2 and 3 load input rows to registers, transpose, round or
 //              split them, and write them to their ring. Padding is part of the copy. Where a TMA
 //              box can describe a stage (`grad_boxes`), warp 0 issues one for each stage, and three
 //              warps load input, or two if boxes must be cleared beyond a row's ends.

@@ -112,7 +112,7 @@ struct InputLoader {
   const Scalar* row;  // row 0 of image 0, in the lane's channel
   Tables tables;
   int channel;        // the lane's, in an octet
-  int channels_left;  // of the group, from that channel on
+  int channels_left;  // channels of the group from that one on
   int column;         // the lane's, in a unit
   int first_column;   // first column of the tile in the first strip
   int group;

@@ -22,7 +22,7 @@ constexpr int kNextHalf = C::grad_channels_last ? 8 * kScalarBytes : 8 * 4 * kRo
 constexpr int kNextMember = kStageChannels * 4 * kRowBytes;
 struct FragmentRows {
   int first;  // with its swizzle, which is the same for all of the thread's rows
-  // Of rows that begin as far beyond a multiple of 16 bytes as in global memory.
+  // Byte offsets of rows that begin as far beyond a multiple of 16 bytes as in global memory.
   int shifts[2][kLaneMembers];
 };
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_scaled(Fragments& fragments, Channels& chan
     }
   }
 }
-static_assert(kGradGroup == 2 * kGroupColumns, "what is looked at together");
+static_assert(kGradGroup == 2 * kGroupColumns, "numbers that are checked together");
 
 // Loads the fragments of a 16-bit type: a thread has two consecutive members of two channels.
 template <class Half>
@@ -289,7 +289,7 @@ struct Consumer {
     constexpr bool kNextTap = C::mma_octets == 1 && C::mma_taps > 1;
     constexpr int kAlong = C::stride_width * kColumnVectors * 16;
     constexpr int kAcross = 128 * (kNextTap ? C::dilation_width : 1);
-    static_assert(max_of(kAlong, kAcross) < 1 << 18, "what a matrix has room for");
+    static_assert(max_of(kAlong, kAcross) < 1 << 18, "offsets fit a matrix descriptor");
     return matrix(shared_memory() + kInputRing, kAlong, kAcross);
   }
 

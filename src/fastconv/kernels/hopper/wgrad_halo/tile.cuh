@@ -27,7 +27,8 @@ __device__ __forceinline__ float round_factor(float value) {
   return C::ties_to_even ? round_to_even_tf32(value) : round_operand_to_tf32(value);
 }
 constexpr int kInterleave = C::halves ? 8 : kVector;
-static_assert(C::interleaved_images * C::interleaved_strips == kInterleave, "16 bytes of them");
+static_assert(C::interleaved_images * C::interleaved_strips == kInterleave,
+              "members fill 16 bytes");
 static_assert(!C::halves || (kScalarBytes == 4 && !C::in_channels_last && !C::grad_channels_last),
               "contiguous float32");
 
@@ -39,7 +40,7 @@ constexpr int kPlaneChannels = kOctet * C::mma_octets;
 constexpr int kColumns = C::mma_taps * kPlaneChannels;  // the N of a wgmma
 constexpr int kAccs = kColumns / 2;                     // accumulators of a thread for one wgmma
 static_assert(C::mma_octets == 1 || C::mma_taps == 1 || C::dilation_width == 1,
-              "taps and octets are one row of cores, equally far apart");
+              "taps and octets are core matrices at equal distances");
 
 constexpr int kPlanes = ceil_div(C::group_in, kPlaneChannels);
 constexpr int kSegments = kPlanes * C::kernel_rows;
@@ -66,7 +67,7 @@ constexpr int kSameOutputs = kSegmentBlocks * kPieces * kRowBlocks;
 // The weights that a block computes.
 struct Tile {
   int segment;     // first segment
-  int piece;       // of the kernel's columns, mma_taps each
+  int piece;       // piece of the kernel's columns, mma_taps each
   int kernel_row;  // first row
   int output;      // first channel, in the group
   int group;
@@ -240,7 +241,7 @@ constexpr int kStageUnits = C::stage_columns / kVector + (kShifted ? 1 : 0);
 constexpr int kRowBytes = C::grad_boxes ? kStageUnits * 16 : (kStageUnits | 1) * 16;
 static_assert(!C::grad_boxes || ((kRowBytes == 64 || kRowBytes == 128) && !kShifted &&
                                  !C::grad_channels_last && C::interleaved_images == kInterleave),
-              "what a tensor copy can describe");
+              "a TMA box can describe a stage");
 // If rows of grad_output follow each other in the tensor map without a gap (`lead`), a box contains
 // parts of other rows beyond its row's ends, which are cleared.
 constexpr bool kClears = C::grad_boxes && C::lead > 0;

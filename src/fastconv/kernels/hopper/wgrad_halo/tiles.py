@@ -31,9 +31,9 @@ MOST_GRAD_STAGES = 4
 FEWEST_GRAD_STAGES = 2
 
 # Estimated cycles of one SM; a loss or a share is a factor.
-MMA_CYCLES = 1.0  # of a wgmma, beyond its multiplications
-NARROW_CYCLES = 8.0  # more for a wgmma of small N
-INPUT_CYCLES = 4.0  # to load 16 bytes of the input, half of it for each part
+MMA_CYCLES = 1.0  # overhead of a wgmma beyond its multiplications
+NARROW_CYCLES = 8.0  # extra cycles of a wgmma of small N
+INPUT_CYCLES = 4.0  # loading 16 bytes of the input, half of it for each part
 FP16_LOAD_LOSS = 1.6  # factor of scaled fp16: twice as many numbers, which are converted
 # Time that three loading warps take relative to two, by `halves`.
 THIRD_WARP = {True: 0.67, False: 0.7}
@@ -42,18 +42,18 @@ FP16_LAUNCH_CYCLES = 4e4  # launches that find scales, and those that repair not
 FP16_SHARE = 1.25
 STRIDED_LOSS = 2.0  # strides above 2
 ROWS_LOSS = 1.35  # steps that load several input rows
-COPY_CYCLES = 8.0  # to issue a bulk copy of grad_output
+COPY_CYCLES = 8.0  # issuing a bulk copy of grad_output
 BOX_ROW_CYCLES = 4.0  # for each row of a TMA box
-SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # by bytes of an element: rows whose ends are copied by lanes
-PIXEL_COPY_CYCLES = 16.0  # to issue a bulk copy of a single pixel's channels
-PIECE_CYCLES = 1.2  # of a lane's copy at a row's ends, or of less than 16 bytes
-LANE_CYCLES = 5.0  # of a lane's copy of 16 bytes, inside of a row
+SHIFTED_LOSS = {4: 4.0, 2: 16.0}  # rows whose ends lanes copy, by bytes of an element
+PIXEL_COPY_CYCLES = 16.0  # issuing a bulk copy of a single pixel's channels
+PIECE_CYCLES = 1.2  # a lane's copy at a row's ends, or of less than 16 bytes
+LANE_CYCLES = 5.0  # a lane's copy of 16 bytes inside of a row
 BYTES_PER_CYCLE = 15.0  # bytes from memory for each SM if all SMs load
 LATENCY_CYCLES = 1500.0  # latency of memory
 STEP_CYCLES = 300.0
 SAME_LINE_LOSS = 0.25  # cache lines that two strips read at different times
 PART_LINE_LOSS = 0.08  # cache lines of which a stage has half
-BLOCK_CYCLES = 6000.0  # to start and end a block
+BLOCK_CYCLES = 6000.0  # starting and ending a block
 
 
 @dataclass(frozen=True)

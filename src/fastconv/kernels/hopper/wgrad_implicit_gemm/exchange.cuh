@@ -12,7 +12,8 @@ namespace hopper {
 constexpr int kAccPitch = kTileColumns / 16 * 16 + 8;
 constexpr int kBiasAt = kTileRows * kAccPitch;
 constexpr int kExchangedBytes = 4 * (kBiasAt + (C::bias ? kTileRows : 0));
-static_assert(C::cluster == 1 || kExchangedBytes <= C::stages * kStageBytes, "they fit");
+static_assert(C::cluster == 1 || kExchangedBytes <= C::stages * kStageBytes,
+              "accumulators fit the stages");
 
 __device__ __forceinline__ float* accumulators_of_row(const Shared& shared, int row) {
   return reinterpret_cast<float*>(shared.start) + row * kAccPitch;

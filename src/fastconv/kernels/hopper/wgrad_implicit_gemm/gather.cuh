@@ -17,10 +17,9 @@ constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / C::team_warps;
 constexpr int kWarpColumns = kTileColumns / C::team_warps;
 
 // Warps of a team take turns at eight rows each, and likewise at columns. With few channels, a
-// warp's columns are contiguous, so that it reads few rows of the kernel. These give the place of a
-// warp's i-th row or column after its first.
-// From a warp's first column to the next warp's.
-constexpr int kFirstPitch = C::few ? kWarpColumns : 8;
+// warp's columns are contiguous, so that it reads few rows of the kernel.
+constexpr int kFirstPitch = C::few ? kWarpColumns : 8;  // columns from a warp's first to the next's
+// The place of a warp's i-th row or column after its first.
 __host__ __device__ constexpr int row_place(int i) { return i / 8 * 8 * C::team_warps + i % 8; }
 __host__ __device__ constexpr int column_place(int i) { return C::few ? i : row_place(i); }
 

@@ -53,7 +53,8 @@ constexpr int kColumnTiles = ceil_div(kTaps * kTapColumns, kTileColumns);
 constexpr int kGroupTiles = kRowTiles * kColumnTiles;
 constexpr int kTiles = C::groups / C::joined * kGroupTiles;
 static_assert(kOfAllImages || kTaps == 1, "copied planes have one tap");
-static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied), "warps split numbers");
+static_assert(C::parts == 1 || (!C::grad_copied && !C::input_copied),
+              "gathering warps split numbers");
 static_assert(!kColumnsMnMajor || C::mma_columns % kSpanElements == 0, "boxes are whole");
 
 constexpr int kRowBytes = kTileRows * kDepth * static_cast<int>(sizeof(Scalar));
@@ -101,8 +102,8 @@ constexpr int kRunSlots = kAccSlots + (C::bias ? kTileRows / 4 : 0);
 // blocks have one more. A block has a run of steps of one tile, then perhaps one of the next tile,
 // each with its own accumulators.
 struct Share {
-  int steps;                      // of a tile
-  int group_steps, group_blocks;  // of a group
+  int steps;                      // steps of a tile
+  int group_steps, group_blocks;  // steps and blocks of a group
   int least, longer;              // steps of a block; blocks of a group with one more
   int most_runs;                  // most runs of a block
 

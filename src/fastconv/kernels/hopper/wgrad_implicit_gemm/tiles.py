@@ -60,11 +60,11 @@ PIXEL_CYCLES = 2.75  # 128 bytes of a pixel that an im2col TMA copy brings
 OVERLAP_LOSS = 0.64
 GATHER_OVERLAP_LOSS = 0.3
 FLUSH_BYTES = 18.1  # bytes a cycle of a block's accumulators on their way to memory
-RUN_CYCLES = 255.0  # to begin and end a run
+RUN_CYCLES = 255.0  # beginning and ending a run
 REDUCED_BYTES = 72.9  # bytes a cycle and SM that the reduction reads
-REDUCE_CYCLES = 11000.0  # to wait for all blocks, and to launch the reduction
+REDUCE_CYCLES = 11000.0  # waiting for all blocks and launching the reduction
 # Clusters: guesses, near which two layers were measured (14.1 us for 14.9, 43 for 46).
-EXCHANGE_CYCLES = 1500.0  # to synchronise the cluster, twice
+EXCHANGE_CYCLES = 1500.0  # synchronising the cluster twice
 EXCHANGE_BYTES = 25.0  # bytes a cycle of a block's accumulators through DSMEM
 
 
