@@ -1,0 +1,368 @@
+"""Asserts that a plan of Hopper's kernels keeps to what the kernels and the GPU allow."""
+
+from __future__ import annotations
+
+from math import gcd, prod
+from typing import Any
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Gpu, Launch, Plan
+from fastconv.kernels.planning import launches
+from planner_cases import (
+    gemm_of,
+    is_spread,
+    packed_layers,
+)
+
+REGISTERS = 168  # per thread, with which a block of 384 threads is launched
+
+
+def assert_legal(plan: Plan, gpu: Gpu) -> None:
+    if is_spread(plan):
+        _assert_legal_spread(plan, gpu)
+        return
+    if gemm_of(plan):
+        check = {"gemm_pixels": _assert_legal_pixels, "gemm_planes": _assert_legal_planes}
+        check[gemm_of(plan)](plan, gpu)
+        return
+    layers = packed_layers(plan)
+    packed = [_legal_packed_bytes(*layer, gpu) for layer in layers]
+    if not layers[0][2]["halves"]:
+        assert plan.scratch_bytes == max(packed)
+        return
+    # The workspace holds the weights of the repair, the other weights, a number for each output and
+    # input channel, and for each image two numbers and one for each of its channels.
+    (pack, _, first), (_, _, second) = layers
+    assert (first["repairs"], second["repairs"], second["halves"]) == (False, True, False)
+    assert (second["packed_at"], first["packed_at"], first["tables_at"]) == (
+        0, packed[1], sum(packed)
+    )  # fmt: skip
+    channels, batch = first["table_channels"], pack.arguments[-1]
+    columns = first["table_columns"]
+    for name in ("tables_at", "table_channels", "table_columns"):
+        assert first[name] == second[name]
+    assert channels >= first["groups"] * first["group_out"]
+    assert columns >= first["groups"] * first["group_in"]
+    assert columns // first["groups"] % 16 == first["tables_at"] % 16 == 4 * channels % 16 == 0
+    scale = plan.launches[0]
+    assert scale.kernel.entry == "scale"
+    folded = first["fold_height"] * first["fold_width"]
+    inputs = first["groups"] * first["group_in"] // folded
+    assert scale.grid == (min(inputs, launches.MOST_PACK_BLOCKS), 1, 1)
+    assert pack.grid[0] == min(channels + batch, launches.MOST_PACK_BLOCKS)
+    assert plan.scratch_bytes == sum(packed) + 4 * (channels + columns + batch * (columns + 2))
+
+
+def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu) -> int:
+    """Checks what the halo-tile kernel asserts, and what it relies on without an assertion.
+
+    Returns the bytes of workspace that the layer needs.
+    """
+    assert pack.kernel.constants == main.kernel.constants
+    assert pack.grid[0] in range(1, 2**16)
+    assert main.grid[0] in range(1, gpu.processors + 1)
+    assert pack.grid[1:] == main.grid[1:] == (1, 1)
+    assert main.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+
+    scalar_bytes = 4 if c["Scalar"] == "float" else 2
+    vector = 16 // scalar_bytes
+    channels_of_vector = 8 if c["halves"] else vector
+    weight_parts = 3 if c["halves"] and c["parts"] == 2 else c["parts"]
+    assert not c["halves"] or (c["Scalar"] == "float" and not c["in_channels_last"])
+    chunks = ceil_div(c["group_in"], 2 * c["k_steps"] * channels_of_vector)
+    if c["turns"]:
+        assert c["resident"]
+        assert c["rolling"] or chunks <= c["input_stages"]
+    row_unit = gcd(c["stride_height"], c["dilation_height"])
+    row_phases, row_step = c["stride_height"] // row_unit, c["dilation_height"] // row_unit
+    column_unit = gcd(c["stride_width"], c["dilation_width"])
+    column_phases = c["stride_width"] // column_unit
+    column_step = c["dilation_width"] // column_unit
+    slots = min(c["kernel_height"], row_phases) * min(c["kernel_width"], column_phases)
+
+    taps = (c["kernel_height"] + c["stack"] - 1) * c["kernel_width"]
+    assert taps % c["stage_taps"] == 0
+    assert c["stack"] in (1, 2, 4, 8)
+    assert c["stack"] == 1 or (c["tile_rows"] == 1 and row_phases == 1)
+    halo = (c["kernel_width"] - 1) * column_step // column_phases
+    assert c["lead"] + c["tile_columns"] + halo <= c["pitch"]
+    assert c["lead"] == 0 or (c["tile_rows"] == 1 and c["bulk_stores"])
+    fold = c["out_fold_height"] * c["out_fold_width"]
+    out_channels = c["group_out"] // fold
+    assert fold > 1 or c["interleave"] in (1, 2)
+    assert c["stack"] * c["column_sums"] <= 8
+    assert c["column_sums"] == 1 or c["interleave"] == 2
+    passes = ceil_div(c["pixels"], c["pass_pixels"])
+    assert 2 // c["column_sums"] * passes % c["buffers"] == 0
+    if fold > 1:
+        neighbours = out_channels if c["out_channels_last"] else 1
+        assert c["interleave"] == c["out_fold_width"] * neighbours <= 64 // c["stack"]
+        assert c["stack"] * c["group_out"] <= 64 or c["stack"] == 1
+        assert c["groups"] == 1 or not c["out_channels_last"]
+        assert c["lead"] == c["halves"] == c["joint_stores"] == c["vector_stores"] == 0
+        assert (c["column_sums"], c["buffers"]) == (1, 1)
+        for axis, size in (("row", "height"), ("column", "width")):
+            assert c[f"{axis}_begin"] <= 0 < c[f"{axis}_end"]
+            assert c[f"{axis}_end"] - c[f"{axis}_begin"] == c[f"out_fold_{size}"]
+    elif c["interleave"] == 2:
+        assert c["out_step_width"] == 2
+        assert c["lead"] == c["out_channels_last"] == 0
+    rows = 2 // c["channel_groups"] * c["tile_rows"] * c["stack"]
+    halo_rows = rows + (c["kernel_height"] - 1) // row_phases
+    assert c["pixels"] in range(8, 257, 8)
+    assert c["pass_pixels"] % 16 == 0
+    assert c["lead"] + c["tile_columns"] + (c["tile_rows"] - 1) * c["pitch"] <= c["pixels"]
+    slack = max(0, c["pixels"] + halo - c["tile_rows"] * c["pitch"])
+
+    strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
+
+    # A row that wraps continues with the next row, which follows it in memory, in the last strip.
+    if c["wraps"]:
+        last = c["out_width"] - (strips - 1) * c["tile_columns"]
+        assert last > 0
+        assert last + halo + 2 * c["lead"] - 1 <= c["pixels"] <= c["pass_pixels"]
+        steps = ("stride_height", "stride_width", "fold_height", "fold_width")
+        assert {c[name] for name in (*steps, "out_step_height", "out_step_width")} == {1}
+        assert scalar_bytes == 4 or not c["vector_loads"]
+        if c["staged"]:
+            assert c["padding_left"] == 0
+            assert c["in_width"] == c["out_width"] + halo
+
+    if c["joint_stores"]:
+        assert c["out_channels_last"]
+        assert c["channel_groups"] == 2
+        assert c["stack"] == c["column_sums"] == 1
+        assert not c["turns"]
+
+    # Pipeline stages: no warp waits for a stage that is released only after the wait.
+    per_tile = chunks * taps // c["stage_taps"]
+    assert not c["resident"] or c["weight_stages"] == per_tile
+    assert not c["resident"] or c["groups"] == 1
+    assert c["weight_stages"] >= min(2, per_tile)
+    if c["rolling"]:
+        assert chunks == row_phases == c["tile_rows"] == 1
+        assert c["input_stages"] >= halo_rows
+    else:
+        assert c["input_stages"] >= min(2, chunks)
+
+    # Shared memory.
+    stage_rows = 1 if c["rolling"] else halo_rows
+    plane = slots * stage_rows * c["pitch"] + c["plane_padding"]
+    input_bytes = 16 * (c["parts"] * 2 * c["k_steps"] * plane + slack)
+    tap_bytes = c["k_steps"] * weight_parts * c["channel_groups"] * 64 * 32
+    row = c["interleave"] * c["pass_pixels"]
+    if fold > 1:
+        channels = min(64 // c["stack"] // c["interleave"] * c["interleave"], c["group_out"])
+        lines = c["stack"] * channels // c["interleave"]
+        staged = lines * (round_up(row + vector - 1, 2 * vector) + vector)
+    elif c["out_channels_last"]:
+        staged = c["pass_pixels"] * (64 + vector)
+    else:
+        staged = 4 * c["buffers"] * 8 * (round_up(row + vector - 8, 16) + 8)
+    assert staged * scalar_bytes % 16 == 0
+    rows_aligned = strips == 1 and c["padding_left"] >= 0 and c["in_width"] % vector == 0
+    beyond = 0 if rows_aligned else vector - 1
+    pixels = c["pitch"] if c["wraps"] else min(c["pitch"], c["in_width"])
+    line = ceil_div(pixels + beyond, vector) * 16
+    used = 16 + (
+        c["input_stages"] * (input_bytes + 16)
+        + c["weight_stages"] * (c["stage_taps"] * tap_bytes + 16)
+        + 2 * staged * scalar_bytes
+        + 3 * c["raw_slots"] * (2 * channels_of_vector * line + 8)
+    )
+    assert used <= c["shared_bytes"]
+    product_channels = 64 // (c["stack"] * c["column_sums"])
+    if fold > 1:
+        product_channels -= product_channels % c["interleave"]
+    outputs = ceil_div(c["group_out"], c["channel_groups"] * product_channels)
+    packed_bytes: int = c["groups"] * outputs * chunks * taps * tap_bytes
+
+    # Registers of the producer warpgroup and of two consumer warpgroups.
+    producer, consumer = c["producer_registers"], c["consumer_registers"]
+    assert producer % 8 == consumer % 8 == 0
+    assert 24 <= producer <= REGISTERS <= consumer <= 232
+    assert 128 * producer + 256 * consumer <= 384 * REGISTERS
+    sums = c["pixels"] // 2 * c["parts"]  # Split numbers have a second set of accumulators.
+    assert sums < consumer
+
+    # Work items, and elements of an image, are counted in 32 bits.
+    tiles = ceil_div(ceil_div(c["out_height"], row_step), rows)
+    segments = ceil_div(tiles, c["segment_tiles"])
+    items = outputs * strips * segments * row_step * c["groups"] * main.arguments[-1]
+    assert main.grid[0] <= items < 2**31
+    assert packed_bytes // 16 < 2**31
+    folded = c["fold_height"] * c["fold_width"]
+    for size, channels in (("in", c["group_in"] // folded), ("image", out_channels)):
+        assert c["groups"] * channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
+
+    # Copies of 16 bytes need aligned rows.
+    assert not c["vector_loads"] or (c["in_channels_last"] and c["group_in"] % vector == 0)
+    assert c["staged"] == (c["raw_slots"] > 0)
+    assert c["staged"] or not c["bulk_loads"]
+    if c["staged"]:
+        assert not c["in_channels_last"]
+        assert c["stride_width"] == folded == 1
+    assert not c["vector_stores"] or (c["out_channels_last"] and c["group_out"] % vector == 0)
+    assert fold > 1 or not (c["bulk_stores"] and c["out_channels_last"])
+    if c["bulk_stores"]:
+        assert fold > 1 or c["out_step_width"] == c["interleave"]
+        stored = c["image_width"] * (out_channels if c["out_channels_last"] else 1)
+        if c["tile_rows"] > 1:
+            assert stored % vector == c["interleave"] * c["pitch"] % vector == 0
+        if strips > 1:
+            assert c["interleave"] * c["tile_columns"] % vector == 0
+    return packed_bytes
+
+
+def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
+    """The same of ``spread.cuh``."""
+    (launch,) = plan.launches
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    assert plan.scratch_bytes == 0
+    assert launch.grid[0] in range(1, gpu.processors + 1)
+    assert launch.grid[1:] == (1, 1)
+    assert launch.block == 128 * c["warpgroups"] <= 384
+    assert launch.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+
+    vector = 4 if c["Scalar"] == "float" else 8
+    slot = round_up(c["kernel_width"] * c["group_out"], 8)
+    columns = c["kernel_height"] * slot
+    assert columns <= 256
+    units = ceil_div(c["group_in"], 2 * vector * c["unit_steps"])
+    weights = c["parts"] * units * c["unit_steps"] * 2 * columns * 16
+    assert weights + c["warpgroups"] * slot * 68 * 4 <= c["shared_bytes"]
+
+    # Every output of a strip has the pixels of all its taps among the MMA's 64.
+    reach = (c["kernel_width"] - 1) * c["dilation_width"]
+    assert 0 < c["lead"] + c["strip_columns"] + reach <= 64
+    assert c["stride_height"] == c["stride_width"] == 1
+    if c["vector_loads"]:
+        assert c["in_channels_last"]
+        assert c["group_in"] % vector == c["unit_steps"] % 2 == 0
+    if c["pair_loads"]:
+        assert not c["in_channels_last"]
+        assert c["in_width"] % 2 == c["strip_columns"] % 2 == 0
+        assert (c["padding_left"] + c["lead"]) % 2 == 0
+
+    # A thread's registers hold accumulators, operands, and loads in flight.
+    wide = vector == 8 and not (c["vector_loads"] or c["pair_loads"])
+    used = c["parts"] * columns // 2 + 4 * c["unit_steps"] * (c["parts"] + 1 + wide)
+    assert used < {2: 255, 3: 168}[c["warpgroups"]] - 16
+
+    strips = ceil_div(c["out_width"], c["strip_columns"])
+    bands = ceil_div(ceil_div(c["out_height"], c["dilation_height"]), c["band_rows"])
+    items = strips * bands * c["dilation_height"] * launch.arguments[-1]
+    assert launch.grid[0] * c["warpgroups"] < items + c["warpgroups"]
+    assert items + gpu.processors * 3 < 2**31
+    for size, channels in (("in", c["group_in"]), ("out", c["group_out"])):
+        assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
+
+
+def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
+    """The same of ``gemm_pixels.cuh``. Maps have checked themselves when they were made."""
+    *packs, launch = plan.launches
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    input_map, weight_map, output_map, *_, batch = launch.arguments
+    assert plan.packs == len(packs) <= 1
+    weights = c["weight_out"] * c["weight_in"] * c["kernel_height"] * c["kernel_width"]
+    assert plan.scratch_bytes == len(packs) * 2 * weights
+    assert weight_map.tensor == ("scratch" if packs else "weight")
+    assert c["in_channels"] % 8 == c["out_channels"] % 8 == 0
+
+    # A stage has the size that the copies fill, and begins where their swizzle pattern begins.
+    rows, columns = 64 * c["consumers"], c["tile_columns"]
+    boxes = ceil_div(columns, 64)
+    weight_bytes = (boxes if c["transposed"] else 1) * weight_map.box_bytes
+    weight_columns = 64 * boxes if c["transposed"] else columns
+    assert (input_map.box_bytes, weight_bytes) == (128 * rows, 128 * weight_columns)
+    stage = input_map.box_bytes + (0 if c["resident"] else weight_bytes)
+    taps = c["kernel_height"] * c["kernel_width"]
+    stay = taps * ceil_div(c["in_channels"], 64) * weight_bytes if c["resident"] else 0
+    if c["resident"]:
+        assert c["dense"]
+        assert c["out_channels"] <= columns
+    assert columns in (64, 128, 192, 256) or 0 <= columns - c["out_channels"] < 16
+    assert output_map.box_bytes == c["joined"] * 16 * 128
+    assert boxes % (c["buffers"] * c["joined"]) == 0
+    if c["joined"] > 1:  # Joined TMA boxes all lie side by side in memory.
+        assert c["dense"]
+        assert c["out_channels"] % 64 == columns % 64 == 0
+    assert c["stages"] >= 2
+    staged = 4 * c["consumers"] * c["buffers"] * c["joined"] * 16 * 128
+    used = stay + c["stages"] * (stage + 16) + staged + 16
+    assert used == launch.shared_bytes <= gpu.shared_bytes_per_block
+    assert c["blocks"] * (launch.shared_bytes + 1024) <= gpu.shared_bytes_per_processor
+
+    assert launch.block == 128 * c["consumers"] + 32
+    assert columns // 2 + 30 <= 65536 // (c["blocks"] * launch.block)
+
+    # Positions, also those beyond the last one, and tiles are counted in 32 bits.
+    strides = c["stride_height"] * c["stride_width"] if c["transposed"] else 1
+    positions = batch * c["position_rows"] * c["position_columns"]
+    tiles = strides * ceil_div(positions, rows) * ceil_div(c["out_channels"], columns)
+    assert positions + rows < 2**31
+    assert launch.grid[0] <= tiles < 2**31
+    assert launch.grid[0] <= c["blocks"] * gpu.processors
+
+
+def _assert_legal_planes(plan: Plan, gpu: Gpu) -> None:
+    """The same of ``gemm_planes.cuh``."""
+    pack, launch = plan.launches
+    c: dict[str, Any] = dict(launch.kernel.constants)
+    batch = launch.arguments[-1]
+    assert plan.packs == 1
+    assert pack.kernel.constants == launch.kernel.constants
+    assert launch.block == 384
+    assert launch.grid[0] in range(1, gpu.processors + 1)
+
+    axes = [_planes_axis(c, side) for side in ("height", "width")]
+    phases, sums, units, unit_taps = (prod(of) for of in zip(*axes, strict=True))
+    assert phases <= 16
+    assert c["columns"] % 8 == 0
+    assert sums * c["row_tiles"] * c["columns"] <= 256
+    assert c["tile_pixels"] <= 128 * c["row_tiles"]
+    assert c["vector"] in (1, 2 * c["row_tiles"])
+    if c["vector"] > 1:
+        assert c["flat"]
+        assert c["tile_pixels"] % 4 == c["image_pixels"] % 4 == 0
+    assert not c["pairs"] or (
+        c["transposed"] and c["stride_width"] == 2 and c["out_width"] % 2 == 0
+    )
+
+    # Stages, which begin at multiples of 128 bytes.
+    piece = 4 * c["chunk"] * c["pitch"]
+    weights = unit_taps * 4 * c["chunk"] * c["columns"]
+    assert piece % 128 == weights % 128 == 0
+    if c["bulk"]:
+        assert c["group_in"] * c["in_height"] * c["in_width"] % 4 == 0
+    else:
+        assert launch.arguments[0].box_bytes == piece
+    used = c["input_stages"] * (c["pieces"] * piece + 16) + c["weight_stages"] * (weights + 16)
+    assert used <= launch.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+    chunks = ceil_div(c["group_in"], c["chunk"])
+    tiles_across = ceil_div(c["group_out"], c["columns"])
+    if c["resident"]:
+        assert (tiles_across, c["weight_stages"]) == (1, chunks * units)
+    assert c["input_stages"] >= 2
+    assert c["weight_stages"] >= min(2, chunks * units)
+
+    assert 128 * c["producer_registers"] + 256 * c["consumer_registers"] <= 384 * REGISTERS
+    taps = c["kernel_height"] * c["kernel_width"]
+    assert plan.scratch_bytes == tiles_across * chunks * taps * 4 * c["chunk"] * c["columns"]
+    positions = batch * c["image_pixels"]
+    assert positions + c["tile_pixels"] < 2**31
+    assert launch.grid[0] <= ceil_div(positions, c["tile_pixels"]) * tiles_across < 2**31
+
+
+def _planes_axis(c: dict[str, Any], side: str) -> tuple[int, int, int, int]:
+    """The number of residues, of those with taps, of offsets, and the most taps of an offset."""
+    stride = c[f"stride_{side}"] if c["transposed"] else 1
+    padding = c["padding_top" if side == "height" else "padding_left"]
+    reaches = [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
+    offsets = [reach // stride for reach in reaches]
+    return (
+        stride,
+        len({reach % stride for reach in reaches}),
+        len(set(offsets)),
+        max(map(offsets.count, offsets)),
+    )
