@@ -1,7 +1,7 @@
-"""Compiles with a given NVRTC library: those of older CUDA releases, for older GPUs.
+"""Compiles with a given NVRTC library, also of older CUDA releases, for older GPUs.
 
-The library itself uses one NVRTC in a process, that of PyTorch's CUDA version. Tests also compile
-with the ones that users of other PyTorch builds have. Their packages, nvidia-cuda-nvrtc-cu11 and
+fastconv uses one NVRTC in a process, that of PyTorch's CUDA version. Tests also compile with those
+that users of other PyTorch builds have. Their packages, nvidia-cuda-nvrtc-cu11 and
 nvidia-cuda-nvrtc-cu12, can be installed side by side.
 """
 
@@ -25,7 +25,7 @@ SONAMES = {11: "libnvrtc.so.11.2", 12: "libnvrtc.so.12"}
 
 
 def find(major: int) -> Path | None:
-    """Where pip put the NVRTC of that CUDA release, if it did."""
+    """The path of the NVRTC of that CUDA release, if pip has installed it."""
     paths = (Path(p) / "nvidia/cuda_nvrtc/lib" / SONAMES[major] for p in sys.path)
     return next((path for path in paths if path.is_file()), None)
 
@@ -34,8 +34,8 @@ class Nvrtc:
     """An NVRTC library."""
 
     def __init__(self, path: Path) -> None:
-        # cuda.bindings takes a libnvrtc that the process has loaded already over the one it would
-        # look for: it must not find this one.
+        # cuda.bindings prefers a libnvrtc that the process has already loaded, so it must not find
+        # this one.
         with contextlib.suppress(GpuUnavailable):
             nvrtc_version()
         self._library = ctypes.CDLL(str(path))
@@ -49,8 +49,8 @@ class Nvrtc:
     def compile(
         self, text: str, headers: Mapping[str, str], options: Sequence[str]
     ) -> tuple[bytes, str]:
-        """The cubin and the log; RuntimeError with the log if it fails."""
-        # NVRTC 11 leaves a locale behind in which files are ASCII, for the thread that called it.
+        """The cubin and the log; raises a RuntimeError with the log if compilation fails."""
+        # NVRTC 11 leaves the calling thread in a locale in which files are ASCII.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._compile, text, headers, options).result()
 
@@ -95,7 +95,7 @@ def _strings(strings: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def compiled(kernel: Kernel, arch: str) -> jit.Compiled:
-    """A kernel, by the last compiler that knows the architecture; skips the test without it."""
+    """A kernel compiled by the newest NVRTC for the architecture; skips the test without one."""
     if arch != "sm_70":
         try:
             nvrtc_version()

@@ -1,10 +1,10 @@
-// A kernel that does nothing but warps' products of small matrices: tests/kernels/small_products.py.
+// A kernel whose warps each run one mma.sync: tests/kernels/small_products.py.
 #include "device/mma.cuh"
 
 namespace fastconv {
 
 constexpr int kRowBytes = 32;
-constexpr int kPitch = kRowBytes + Config::gap;  // of rows in shared memory
+constexpr int kPitch = kRowBytes + Config::gap;  // bytes from row to row in shared memory
 
 // The rows of a matrix of 16 rows of 32 bytes that a lane gives the address of: four matrices of 8
 // rows of 16 bytes, first those of the first 16 bytes.

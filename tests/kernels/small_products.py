@@ -1,4 +1,4 @@
-"""Warps' products of small matrices, and what comes of them: for the emulator and for GPUs."""
+"""Cases of ``mma.sync`` and their results, for the emulator and for GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAPS = (0, 16)  # bytes between rows in shared memory
 
 @dataclass(frozen=True)
 class Case:
-    """Products of each of several warps: 16 by 8 rows of 32 bytes, small whole numbers."""
+    """Several warps each multiply 16 rows by 8 rows, of 32 bytes each, of small integers."""
 
     kind: str
     gap: int
@@ -59,12 +59,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Products of the benchmark's kernel, again and again: small whole numbers."""
+    """The MMAs of the benchmark's kernel, several rounds of them, of small integers."""
 
     kind: str
     blocks: int = 2
     warps: int = 3
-    rounds: int = 5  # one more than its loop is unrolled
+    rounds: int = 5  # one more than the kernel's loop is unrolled
 
     def __str__(self) -> str:
         return f"{self.kind}-rounds"

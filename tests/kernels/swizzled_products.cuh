@@ -1,5 +1,5 @@
-// A kernel that does nothing but a warpgroup's product of matrices that are swizzled, over 128
-// bytes of each row: tests/kernels/swizzled_products.py.
+// A kernel that multiplies two swizzled matrices with rows of 128 bytes by wgmma:
+// tests/kernels/swizzled_products.py.
 #include "device/wgmma.cuh"
 
 namespace fastconv {
@@ -10,7 +10,7 @@ constexpr int kPieces = Config::places / 8;     // along the sum, of a matrix ac
 constexpr int kSteps = 4, kStepBytes = 32;      // along the sum, of rows of 128 bytes
 constexpr int kLeftBytes = Config::left_bytes;  // in shared memory, then comes the right matrix
 
-// `matrix`, moved along the sum.
+// The part of `matrix` for one MMA: a step along the sum.
 template <bool kAcross>
 __device__ __forceinline__ Matrix at_step(Matrix matrix, int step) {
   return matrix + step * (kAcross ? kPieces / kSteps * kPiece : kStepBytes) / 16;

@@ -1,4 +1,4 @@
-"""A warpgroup's products of swizzled matrices: for the emulator and for GPUs."""
+"""Cases of ``wgmma`` with swizzled matrices, for the emulator and for GPUs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from small_products import KINDS
 
 SOURCE = Path(__file__).with_suffix(".cuh")
 ROWS = 64
-SPAN = 128  # bytes of a row that is swizzled
+SPAN = 128  # bytes of a swizzled row
 
 
 @dataclass(frozen=True)
 class Case:
-    """64 by so many rows of 128 bytes, small whole numbers."""
+    """A matrix of 64 rows times one of ``columns`` rows, of 128 bytes each, of small integers."""
 
     kind: str
     columns: int
@@ -33,12 +33,12 @@ class Case:
 
     @property
     def places(self) -> int:
-        """Of a sum."""
+        """The number of terms of a sum."""
         return SPAN // KINDS[self.kind].itemsize
 
     @property
     def matrix_bytes(self) -> tuple[int, int]:
-        """Of either matrix in shared memory."""
+        """The bytes of the left and the right matrix in shared memory."""
         left, right = (
             round_up(rows, 64 if across else 1) * SPAN
             for rows, across in ((ROWS, self.left_across), (self.columns, self.right_across))
@@ -60,7 +60,7 @@ class Case:
         return Launch(kernel, (1, 1, 1), 128, bytes_ + 8, ("matrices", "products", bytes_))
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Rows along the sum."""
+        """The left and the right matrix; the terms of a sum lie along their rows."""
         generator = torch.Generator().manual_seed(self.columns)
         shape = (ROWS + self.columns, self.places)
         numbers = torch.randint(-9, 10, shape, generator=generator).to(KINDS[self.kind])
@@ -82,13 +82,13 @@ class Case:
 
 
 def in_columns(matrix: Tensor) -> Tensor:
-    """Rows of 64 elements of columns: of all columns those of the first 64 rows, then of others."""
+    """The matrix transposed in blocks of 64 rows: all columns of the first 64, then of others."""
     padded = pad(matrix, (0, 0, 0, -len(matrix) % 64))
     return padded.unflatten(0, (-1, 64)).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def swizzled(rows: Tensor) -> Tensor:
-    """Rows of 128 bytes as a tensor copy lays them: 16 bytes each change places within a row."""
+    """Rows of 128 bytes as TMA lays them out: units of 16 bytes change places within a row."""
     chunks = rows.unflatten(1, (8, -1))
     order = torch.arange(8) ^ torch.arange(len(rows))[:, None] % 8
     return chunks[torch.arange(len(rows))[:, None], order].flatten()

@@ -1,9 +1,9 @@
-// Kernels that do nothing but tensor copies, one box in each block: tests/kernels/tensor_maps.py.
+// Kernels in which each block copies one TMA box: tests/kernels/tensor_maps.py.
 #include "device/sm90.cuh"
 
 namespace fastconv {
 
-constexpr int kNumbers = 6;  // of a box: its coordinates, then offsets of an im2col copy
+constexpr int kNumbers = 6;  // numbers per box: its coordinates, then offsets of an im2col copy
 
 __device__ __forceinline__ void load_box(void* shared, const TensorMap& map, const int* at,
                                          Barrier* barrier) {

@@ -1,4 +1,4 @@
-"""Tensor copies at random, and what has to come of them: for the emulator and for GPUs."""
+"""Random TMA copies and their results, for the emulator and for GPUs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fastconv.kernels.family import MAPPED_SCALARS, AnyMap, Im2colMap, Kernel, L
 
 SOURCE = Path(__file__).parent / "tensor_maps.cuh"
 SWIZZLES = (0, 32, 64, 128)
-BOXES = 12  # of a case, each the work of a block
-NUMBERS = 6  # that a block reads of its box: coordinates, then the offsets of an im2col copy
+BOXES = 12  # boxes of a case, each copied by one block
+NUMBERS = 6  # numbers that describe a box: coordinates, then the offsets of an im2col copy
 
 _DTYPES = {
     "float": torch.float32,
@@ -29,12 +29,12 @@ _DTYPES = {
     "fastconv::float16": torch.float16,
     "fastconv::bfloat16": torch.bfloat16,
 }
-_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # what numpy sees of elements: their bits
+_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # numpy's types for the bits of elements
 
 
 @dataclass(frozen=True)
 class Case:
-    """A map, the memory of its tensor, and the boxes to be copied."""
+    """A tensor map, the memory of its tensor, and the boxes to be copied."""
 
     map: AnyMap
     memory: Tensor
@@ -47,16 +47,16 @@ class Case:
 
     @property
     def storing_launch(self) -> Launch:
-        """Stores them from there."""
+        """Stores all boxes from a tensor ``boxes``."""
         return _launch("store_boxes", self)
 
     @property
     def boxes_shape(self) -> tuple[int, int]:
-        """Of ``boxes``, in int32."""
+        """The shape of ``boxes``, a tensor of int32."""
         return len(self.coordinates), self.map.box_bytes // 4
 
     def loaded(self) -> Tensor:
-        """What the copies leave in shared memory, as it lies there."""
+        """What the loads leave in shared memory, swizzled."""
         boxes = [self._at(positions) for positions in self._positions()]
         return torch.from_numpy(np.stack([_swizzled(box, self.map.swizzle) for box in boxes]))
 
@@ -76,7 +76,7 @@ class Case:
         return np.where(positions >= 0, words[positions], 0).astype(words.dtype).view(np.int32)
 
     def _positions(self) -> Iterator[np.ndarray]:
-        """Of each box's elements in memory, -1 for those outside of the tensor."""
+        """The positions in memory of each box's elements, -1 for those outside of the tensor."""
         of = self.map
         for numbers in self.coordinates.tolist():
             at, offset = numbers[: len(of.sizes)], numbers[4:]
@@ -85,7 +85,7 @@ class Case:
 
 
 def _positions(of: AnyMap, coordinates: Iterable[np.ndarray]) -> np.ndarray:
-    """Of elements with these coordinates, which are broadcast."""
+    """The positions in memory of elements with these coordinates, which are broadcast."""
     steps = [1, *(stride // MAPPED_SCALARS[of.scalar] for stride in of.strides)]
     inside, total = np.asarray(True), np.asarray(0)
     for at, size, step in zip(coordinates, of.sizes, steps, strict=True):
@@ -103,7 +103,7 @@ def _tile(of: TensorMap, at: list[int]) -> list[np.ndarray]:
 
 
 def _pixels(of: Im2colMap, at: list[int], offset: list[int]) -> list[np.ndarray]:
-    """Of a list of all pixels of the bounding box in all images, those from the first one on."""
+    """Coordinates of an im2col box: the bounding box's pixels from ``at`` on, over all images."""
     columns, rows = (
         range(lower, size + upper, step)
         for size, lower, upper, step in zip(
@@ -119,7 +119,7 @@ def _pixels(of: Im2colMap, at: list[int], offset: list[int]) -> list[np.ndarray]
 
 
 def _swizzled(box: np.ndarray, span: int) -> np.ndarray:
-    """16 bytes each change places, or back."""
+    """The box with its units of 16 bytes swizzled; twice gives back the box."""
     chunks = np.arange(box.nbytes // 16)
     order = chunks ^ (chunks >> 3 & span // 16 - 1) if span else chunks
     return box.reshape(-1, 16 // box.itemsize)[order].flatten()
@@ -138,14 +138,14 @@ def kernel(entry: str, of: AnyMap) -> Kernel:
 def _launch(entry: str, case: Case) -> Launch:
     box_bytes = case.map.box_bytes
     arguments = (case.map, "coordinates", "boxes", box_bytes)
-    shared_bytes = box_bytes + 8  # and a barrier
+    shared_bytes = box_bytes + 8  # An mbarrier takes 8 bytes.
     return Launch(
         kernel(entry, case.map), (len(case.coordinates), 1, 1), 128, shared_bytes, arguments
     )
 
 
 def exported_launch(module: ModuleType, case: Case) -> Any:
-    """That of a case in an exported file, which gets the kernel; what it writes is the output."""
+    """Adds the kernel to an exported file; returns a case's launch, which writes ``output``."""
     source, launch = "hopper/boxes.cuh", case.launch
     module.SOURCES[source] = SOURCE.read_text(encoding="utf-8").replace('extern "C" ', "")
     of = getattr(module, type(case.map).__name__)(**vars(case.map))
@@ -160,7 +160,7 @@ def exported_launch(module: ModuleType, case: Case) -> Any:
     )
 
 
-# Float32 that TF32 rounds up, down, to even, to infinity; denormals, infinities, NaN.
+# float32 numbers that TF32 rounds up, down, to even or to infinity; subnormals, infinities, NaN.
 _ODD_BITS = (
     0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0xBF803000, 0x7F7FEFFF, 0x7F7FF000, 0x00001001,
     0x00003000, 0x007FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF,
@@ -168,7 +168,7 @@ _ODD_BITS = (
 
 
 def _rounded(words: np.ndarray) -> np.ndarray:
-    """To TF32, as an H200 was seen to do: ties to even, one NaN for all."""
+    """The words rounded to TF32 as an H200 does it: ties to even, one NaN for all."""
     wide = words.astype(np.uint64)
     rounded = (wide + 0xFFF + (wide >> 13 & 1) & 0xFFFFE000).astype(np.uint32)
     return np.where(wide & 0x7FFFFFFF > 0x7F800000, np.uint32(0x7FFFE000), rounded)
@@ -177,13 +177,13 @@ def _rounded(words: np.ndarray) -> np.ndarray:
 def _row(
     draw: Random, swizzle: int, scalars: Sequence[str] = tuple(MAPPED_SCALARS)
 ) -> tuple[str, int]:
-    """A type, and how many elements a row of a box has."""
+    """A type, and the number of elements of a row of a box."""
     scalar = draw.choice(scalars)
     return scalar, (swizzle or 16 * draw.randint(1, 12)) // MAPPED_SCALARS[scalar]
 
 
 def _strides(draw: Random, scalar: str, sizes: list[int]) -> tuple[int, ...]:
-    """Of outer dimensions, with gaps of some bytes."""
+    """The strides of the outer dimensions, in bytes, some with gaps."""
     strides, bytes_ = [], round_up(sizes[0] * MAPPED_SCALARS[scalar], 16)
     for size in sizes[1:]:
         strides.append(bytes_ + 16 * draw.randint(0, 2))
@@ -192,7 +192,7 @@ def _strides(draw: Random, scalar: str, sizes: list[int]) -> tuple[int, ...]:
 
 
 def _memory(draw: Random, of: AnyMap) -> Tensor:
-    """Random numbers, no more than the map describes."""
+    """Random numbers, exactly as many as the map describes."""
     last = sum((size - 1) * stride for size, stride in zip(of.sizes[1:], of.strides, strict=True))
     generator = torch.Generator().manual_seed(draw.getrandbits(32))
     length = last // MAPPED_SCALARS[of.scalar] + of.sizes[0]
@@ -210,7 +210,7 @@ def _case(draw: Random, of: AnyMap, coordinates: list[list[int]]) -> Case:
 
 
 def _near(draw: Random, box: int, size: int, step: int = 1) -> int:
-    """A coordinate of a box, a multiple of ``step``: most have something in the tensor."""
+    """A random coordinate of a box, a multiple of ``step``; most boxes overlap the tensor."""
     near = [draw.randrange(1 - box, size)] * 8
     return draw.choice([0, *near, draw.randint(-box - 1, size + 1)]) // step * step
 
@@ -223,7 +223,7 @@ def _chunk(of: AnyMap) -> int:
 def _tiled(
     draw: Random, rank: int, swizzle: int, most_step: int, whole_chunks: bool = False
 ) -> TensorMap:
-    # What stores make of rounded elements is nobody's business.
+    # No kernel stores rounded elements.
     scalars = [one for one in MAPPED_SCALARS if not (whole_chunks and one == "tf32")]
     scalar, row = _row(draw, swizzle, scalars)
     steps = [draw.choice([1, draw.randint(1, most_step)]) for _ in range(rank - 1)]
@@ -245,7 +245,7 @@ def _tiled(
 
 
 def tiled(draw: Random, rank: int, swizzle: int) -> Case:
-    """Boxes in a tensor, on its edges and outside of it."""
+    """A case with boxes in a tensor, on its edges and outside of it."""
     of = _tiled(draw, rank, swizzle, most_step=8)
     steps = (_chunk(of), *[1] * (rank - 1))
     around = list(zip(of.box, of.sizes, steps, strict=True))
@@ -253,7 +253,7 @@ def tiled(draw: Random, rank: int, swizzle: int) -> Case:
 
 
 def disjoint(draw: Random, rank: int, swizzle: int) -> Case:
-    """Boxes side by side, some of them beyond the end of the tensor: to be stored."""
+    """A case for stores: boxes side by side, some of them beyond the end of the tensor."""
     of = _tiled(draw, rank, swizzle, most_step=1, whole_chunks=True)
     steps = (_chunk(of), *[1] * (rank - 1))
     starts = [
@@ -265,7 +265,7 @@ def disjoint(draw: Random, rank: int, swizzle: int) -> Case:
 
 
 def im2col(draw: Random, swizzle: int) -> Case:
-    """Pixels as convolutions with padding, stride and dilation read them."""
+    """An im2col case: pixels that a convolution with padding, stride and dilation reads."""
     scalar, channels = _row(draw, swizzle)
     sizes = [draw.randint(1, 2 * channels), *(draw.randint(1, 9) for _ in range(2))]
     sizes.append(draw.randint(1, 4))
@@ -305,7 +305,7 @@ def im2col(draw: Random, swizzle: int) -> Case:
 
 
 def cases(seed: int) -> dict[str, Case]:
-    """Loads of every kind."""
+    """Cases of every kind of load, by name."""
     draw = Random(seed)
     made = {
         f"{rank}d swizzle {swizzle}": tiled(draw, rank, swizzle)
@@ -316,7 +316,7 @@ def cases(seed: int) -> dict[str, Case]:
 
 
 def stores(seed: int) -> dict[str, Case]:
-    """Stores of every kind."""
+    """Cases of every kind of store, by name."""
     draw = Random(seed)
     return {
         f"{rank}d swizzle {swizzle}": disjoint(draw, rank, swizzle)

@@ -1,6 +1,6 @@
-"""What Hopper's planners take for the least that tiles can take: none takes less.
+"""Lower bounds by which Hopper's planners skip tiles: no tile takes less than its bound.
 
-Plans are then those that all tiles would be looked at for.
+Skipping tiles then never changes a plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_FLOPS, MOST_ELEMENTS = 1e11, 1e9
 
 
 def _drawn(draw: Random) -> tuple[Problem, Operands]:
-    """Any problem of a few channels or many, strides, dilations and groups; of any tensors."""
+    """A random problem, with operands of any type, layout and alignment."""
     kind = draw.choice((population.workload, population.dense))
     problem = kind(draw, MOST_FLOPS, MOST_ELEMENTS).problem
     scalar, size, precision = draw.choice(MODES)
@@ -49,7 +49,7 @@ def _ways(seed: int) -> Iterator[list[Layer]]:
             yield from WAYS[direction](*_drawn(Random(f"{seed} {direction}")))
 
 
-def test_no_tile_of_a_correlation_takes_less_than_its_shape() -> None:
+def test_no_halo_tile_takes_less_than_its_shape() -> None:
     layers = (layer for seed in SEEDS for way in _ways(seed) for layer in way)
     count = 0
     for layer in layers:
@@ -82,7 +82,7 @@ def test_plans_do_not_depend_on_what_is_left_out(direction: str) -> None:
             few = asked.call_count
             with mock.patch.object(halo, "may_take_less", return_value=True):
                 assert getattr(passes, direction)(*arguments) == planned
-            left_out += asked.call_count > few  # what is kept is not asked for again
+            left_out += asked.call_count > few  # Tiles from the first plan are cached.
     assert left_out > 0
 
 
@@ -91,7 +91,7 @@ def _segments(group: wgrad_halo.Tile) -> Iterator[wgrad_halo.Tile]:
         yield replace(group, segments=segments)
 
 
-def test_no_products_of_a_weight_gradient_take_less_than_their_group() -> None:
+def test_no_tile_of_a_weight_gradient_takes_less_than_its_group() -> None:
     layers = (layer for seed in SEEDS for layer in wgrad_halo._layers(*_drawn(Random(seed)), None))
     for layer in layers:
         for group in wgrad_halo._groups(layer, H200):
@@ -101,7 +101,7 @@ def test_no_products_of_a_weight_gradient_take_less_than_their_group() -> None:
                 assert 0 < bound <= least
 
 
-def test_products_of_a_weight_gradient_come_in_order() -> None:
+def test_tiles_of_a_weight_gradient_come_in_order() -> None:
     for seed in SEEDS:
         problem, operands = _drawn(Random(seed))
         found = list(wgrad_halo._by_bounds(problem, operands, H200, None))

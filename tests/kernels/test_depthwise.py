@@ -29,7 +29,7 @@ from nvrtc import compiled
 
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
 LAYERS = workloads.suite("depthwise")
-MOST_CALLS = 100_000  # of functions, to plan a pass: about 30 ms
+MOST_CALLS = 100_000  # Bounds the function calls that plan a pass: about 30 ms.
 KINDS = tuple(product((torch.float32, torch.bfloat16), (False, True)))
 
 
@@ -39,7 +39,7 @@ def _operands(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Oper
 
 
 def _plans(gpu: Gpu) -> Iterator[Plan]:
-    """Of every fifth layer, type and pass: another fifth for the next GPU."""
+    """Plans for every fifth combination of layer, type and pass; each GPU has another fifth."""
     turn = list(GPUS.values()).index(gpu) % 5
     for layer, (dtype, channels_last), plan in list(product(LAYERS, KINDS, PASSES))[turn::5]:
         operands = _operands(layer.problem, dtype, channels_last)
@@ -68,7 +68,7 @@ def test_plans_fit(gpu: Gpu) -> None:
 
 
 def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]:
-    """Some of the suite's layers, and others of any types, for any GPU."""
+    """Some of the suite's layers, and random ones, with random types and GPUs."""
     draw = Random(channels_last + 2 * transposed)
     problems = [layer.problem for layer in LAYERS[::6]]
     problems += [population.narrow(draw, 1e11, 1e9).problem for _ in range(24)]
@@ -88,7 +88,7 @@ def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]
 @pytest.mark.parametrize("transposed", [None, False, True], ids=["weight", "forward", "input"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_last: bool) -> None:
-    """Or the best one, the first of those that take least, might not be looked at."""
+    """Otherwise the planner might skip the best tile, the first of those that take least."""
     kind = weight_grad if transposed is None else fma
     tiles = vars(kind)[("_" if kind is weight_grad else "") + ("planes", "pixels")[channels_last]]
     count = 0
@@ -108,7 +108,7 @@ def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_las
 
 @pytest.mark.parametrize("plan", PASSES)
 def test_planning_takes_no_time(plan: planner.Planner) -> None:
-    """Of more than a thousand tiles, few are looked at closely."""
+    """The planner evaluates few of more than a thousand tiles."""
     for layer, (dtype, channels_last) in product(LAYERS[::2], KINDS):
         operands = _operands(layer.problem, dtype, channels_last)
         assert calls(partial(plan, layer.problem, operands, H200)) < MOST_CALLS
@@ -116,7 +116,7 @@ def test_planning_takes_no_time(plan: planner.Planner) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
 def test_kernels_do_not_spill(gpu: Gpu) -> None:
-    """Some of each GPU's, all of them over all GPUs."""
+    """Each GPU compiles some of the kernels, and all GPUs together compile all."""
     at = list(GPUS.values()).index(gpu)
     launches = (launch for plan in _plans(gpu) for launch in plan.launches)
     kernels = dict.fromkeys(launch.kernel for launch in launches if launch.shared_bytes > 0)
@@ -127,7 +127,7 @@ def test_kernels_do_not_spill(gpu: Gpu) -> None:
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("plan", [planner.forward, planner.input_grad, planner.weight_grad])
 def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None:
-    """Tensor cores have declined before, and say why."""
+    """The plan says why the tensor-core families before it declined."""
     problem = LAYERS[0].problem
     for gpu in GPUS.values():
         planned = plan(problem, _operands(problem, torch.bfloat16, channels_last), gpu)
@@ -138,7 +138,7 @@ def test_they_plan_on_every_gpu(plan: planner.Pass, channels_last: bool) -> None
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("plan", [depthwise.forward, depthwise.input_grad])
 def test_large_kernels_take_tensor_cores(plan: planner.Planner, channels_last: bool) -> None:
-    """From sm_80 on, and where they are slow, only with 16-bit types."""
+    """Tensor cores are used from sm_80 on; where they are slow, only for 16-bit types."""
     problem = next(layer.problem for layer in LAYERS if layer.name == "replknet31")
     for dtype, gpu in product((torch.float32, torch.bfloat16, torch.float64), GPUS.values()):
         planned = plan(problem, _operands(problem, dtype, channels_last), gpu)
@@ -151,7 +151,7 @@ def test_large_kernels_take_tensor_cores(plan: planner.Planner, channels_last: b
 
 @pytest.mark.parametrize("plan", [depthwise.forward, depthwise.input_grad])
 def test_packed_weights_can_be_kept(plan: planner.Planner) -> None:
-    """Nothing but the launch that packs them reads the weight; contiguous ones are not packed."""
+    """Only the launch that packs reads the weight; contiguous weights are not packed."""
     problem = LAYERS[0].problem
     packed = plan(problem, _operands(problem, torch.float32, channels_last=True), H200)
     assert packed.packs == 1
@@ -162,7 +162,7 @@ def test_packed_weights_can_be_kept(plan: planner.Planner) -> None:
 
 
 def test_planes_are_counted_in_32_bits() -> None:
-    """Also where a block has many of them: several launches share out the images."""
+    """Several launches share the images, also where a block has many images."""
     problem = workloads.parse_shape(f"{2**20 + 5}x2048x1x1 2048x1x1x1 groups=2048").problem
     operands = _operands(problem, torch.float32, channels_last=False)
     for plan in (depthwise.forward, depthwise.input_grad):

@@ -1,8 +1,8 @@
-"""What plans are estimated to take: beside what they took, and beside what there is no way around.
+"""Estimated times of plans, against measured times and against rooflines.
 
-Measured are the committed results of ResNet-50. What depthwise layers cannot fall below is what
-their tensors take from memory, and their products on plain cores: an estimate far above it is that
-of a plan for which there should be a better one.
+The measured times are the committed results of ResNet-50. The roofline of a depthwise layer is the
+time that memory takes for its tensors, or that CUDA cores take for its products: an estimate far
+above it belongs to a plan for which there should be a better one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _plan(row: dict[str, Any]) -> Plan:
 
 
 def _is_needed(row: dict[str, Any]) -> bool:
-    """What a training step has: not the images' gradient."""
+    """Whether a training step has this pass: it has no gradient of the images."""
     is_first = row["workload"]["first"] == row["workload"]["count"]
     return row["direction"] != "input_grad" or not is_first
 
@@ -64,16 +64,16 @@ def test_estimates_are_near_what_was_measured(name: str, weight_gradients: int) 
         )
         for row in filter(_is_needed, rows)
     }
-    # Of weight gradients, those by matrix products; the other kernels' are rougher.
+    # Among weight gradients, only implicit GEMMs have estimates this exact; others have none.
     times = {key: both for key, both in times.items() if both[0] > 0}
     assert len(times) == 45 + weight_gradients  # 23 layers
     far = {key: both for key, both in times.items() if abs(both[0] / both[1] - 1) > TOLERANCE}
     assert not far
 
 
-DRAWN = int(os.environ.get("FASTCONV_PLANS") or 64)  # of depthwise layers, for each GPU
-MOST = 15.0  # times what there is no way around: small planes of 16 bits take most
-ELEMENTS = 2**26  # of a layer's input: so many that launches and first loads do not count
+DRAWN = int(os.environ.get("FASTCONV_PLANS") or 64)  # depthwise layers for each GPU
+MOST = 15.0  # Bounds an estimate, in rooflines: small planes of 16-bit types have the largest.
+ELEMENTS = 2**26  # elements of a layer's input: so many that launch overhead does not count
 IMAGES = (
     *((1, 16384), (1, 16387), (1, 1000), (1, 777), (1, 64), (1, 131073), (2, 8192), (3, 4097)),
     *((16384, 1), (16385, 1), (777, 1), (4096, 3), (8191, 2), (2047, 33), (33, 2047)),
@@ -88,7 +88,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _depthwise(draw: Random) -> Problem:
-    """A layer whose kernel is no larger than its images; with channels enough to fill a GPU."""
+    """A layer whose kernel is no larger than its images, with enough channels to fill a GPU."""
     while True:
         (height, width), kernel = draw.choice(IMAGES), draw.choice(KERNELS)
         steps = draw.choice(((1, 1), (1, 1), (1, 1), (2, 2)))
@@ -108,7 +108,7 @@ def _depthwise(draw: Random) -> Problem:
 
 
 def _least(problem: Problem, direction: str, operands: Operands, gpu: Gpu) -> float:
-    """Cycles that the tensors take from memory, or the products on plain cores."""
+    """The roofline, in cycles: of memory for the tensors, or of CUDA cores for the products."""
     rates, planes = gpus.rates(gpu), problem.batch * problem.in_channels
     (in_height, in_width), (height, width) = problem.input_size, problem.output_size
     moved = planes * (in_height * in_width + height * width) * operands.scalar_bytes
@@ -159,7 +159,7 @@ def test_no_depthwise_plan_starts_blocks_faster_than_a_gpu_does(gpu: Gpu) -> Non
 def test_an_input_gradient_of_one_row_takes_about_what_the_forward_pass_does(
     dtype: torch.dtype, image: str
 ) -> None:
-    """The output's gradient has rows of 16387, which are copied number by number."""
+    """The gradient of the output has rows of 16387 elements, which are copied one by one."""
     taps, padding = ("1x4", "0,3") if image.startswith("1x") else ("4x1", "3,0")
     shape = f"1x12288x{image} 12288x1x{taps} padding={padding} groups=12288"
     problem = workloads.parse_shape(shape).problem

@@ -1,4 +1,4 @@
-"""Plans for every NVIDIA GPU since Volta: they fit it, are made in time, and compile.
+"""Plans for every NVIDIA GPU since Volta fit it, are made quickly, and compile.
 
 No GPU is needed. ``make test-net`` plans many more problems.
 """
@@ -35,8 +35,8 @@ PASSES: dict[str, tuple[Planner, Planner]] = {
     "input_grad": (direct.input_grad, planner.input_grad),
     "weight_grad": (direct.weight_grad, planner.weight_grad),
 }
-REGISTERS = 65536  # of a processor
-WORKSPACE = 64 << 20  # of a weight gradient
+REGISTERS = 65536  # per SM
+WORKSPACE = 64 << 20  # bytes, the most that an ordinary weight gradient takes
 
 
 def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Problem:
@@ -54,7 +54,7 @@ def _operands(problem: Problem, scalar: str = "float", scalar_bytes: int = 4) ->
 
 
 DRAWN = int(os.environ.get("FASTCONV_PLANS", "80"))
-MOST_CALLS = 1_000_000  # of functions, to plan a pass: about half a second
+MOST_CALLS = 1_000_000  # Bounds the function calls that plan a pass: about half a second.
 
 
 @cache
@@ -83,8 +83,9 @@ def _assert_fits(work: Work) -> None:
 
 
 def _most_workspace(work: Work) -> float:
-    """Twice the pass's tensors; or what the sums of a split weight gradient have; or weights as
-    they are read: padded to products of 64 channels, and to the taps of the longest phase.
+    """Twice the pass's tensors; or the partial sums of a split weight gradient; or packed weights.
+
+    Weights are padded to MMAs of 64 channels, and to the taps of the longest residue.
     """
     problem = work.case.problem
     shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
@@ -92,13 +93,13 @@ def _most_workspace(work: Work) -> float:
     groups, (height, width) = problem.groups, problem.kernel_size
     channels = (round_up(problem.in_channels // groups, 64),
                 round_up(problem.out_channels // groups, 64))  # fmt: skip
-    parts = 5  # in TF32 and again in float16, both in two parts and more
+    parts = 5  # TF32 and scaled fp16 both pack two parts or more.
     packed = groups * channels[0] * channels[1] * 4 * (height + 8) * (width + 8) * parts
     return max(2 * tensors, WORKSPACE, packed)
 
 
 def test_all_problems_are_planned() -> None:
-    """For all GPUs alike, and none of them takes long."""
+    """Every problem is planned for every GPU, and no plan takes long."""
     slow = {}
     for drawn in _drawn():
         for gpu in GPUS.values():
@@ -111,7 +112,7 @@ def test_all_problems_are_planned() -> None:
 
 
 def test_portable_sums_have_short_levels() -> None:
-    """Each of the two loses digits with the square root of its length, or faster."""
+    """Each level of a sum loses digits with the square root of its length, or faster."""
     for drawn in _drawn():
         if drawn.direction == "weight_grad":
             continue
@@ -128,14 +129,14 @@ def test_portable_sums_have_short_levels() -> None:
 
 
 def _phase_taps(c: dict[str, Any], axis: str) -> int:
-    """Taps along an axis that an output has, at most."""
+    """The most taps along an axis that an output has."""
     stride, dilation = c[f"stride_{axis}"], c[f"dilation_{axis}"]
     step = stride // gcd(stride, dilation) if c["transposed"] else 1
     return ceil_div(c[f"kernel_{axis}"], step)
 
 
 def test_families_plan_for_their_gpus() -> None:
-    """Those before Ampere have no tensor cores', those of the next no Hopper's."""
+    """GPUs before Ampere have no tensor-core family, and only the H200 has Hopper's."""
     families = {gpu: Counter(replace(work, gpu=gpu).plan.family for work in _drawn()[:72])
                 for gpu in GPUS.values()}  # fmt: skip
     for gpu, found in families.items():
@@ -171,7 +172,7 @@ def test_input_gradients_cost_what_their_taps_do(problem: Problem) -> None:
         assert calls(lambda gpu=gpu: direct.input_grad(problem, operands, gpu)) < 10_000
         plan = direct.input_grad(problem, operands, gpu)
         out_channels, depth, height, width = problem.weight_shape
-        # Channels fill whole tiles here; of taps, a phase may have one more than another has.
+        # Channels fill whole tiles here; a residue may have one tap more than another.
         assert plan.scratch_bytes <= out_channels * depth * (height + 1) * (width + 1) * 4
         dense = direct.input_grad(replace(problem, stride=(1, 1)), _operands(problem), gpu)
         taps = height * width
@@ -184,7 +185,7 @@ def test_input_gradients_cost_what_their_taps_do(problem: Problem) -> None:
 
 
 def test_more_blocks_than_a_grid_has() -> None:
-    """Several launches share out the images."""
+    """Several launches share the images."""
     problem = _problem((2**20 + 5, 2048, 1, 1), (2048, 1, 1, 1), groups=2048)
     for plan_pass in (direct.forward, direct.input_grad):
         plan = plan_pass(problem, _operands(problem), GPUS["sm_80"])
@@ -229,7 +230,7 @@ def test_more_blocks_in_an_image_than_a_grid_has() -> None:
 
 
 MOST = limits.END - 1
-LARGEST = {  # that are taken
+LARGEST = {  # the largest sizes that kernels accept
     "batch": _problem((MOST, 1, 2, 2), (1, 1, 1, 1), stride=(10**12, 2**40), dilation=(2**40, 9)),
     "channels": _problem((1, MOST, 1, 1), (MOST, 1, 1, 1), groups=MOST),
     "height": _problem((1, 1, MOST, 1), (1, 1, 2, 1), dilation=(MOST // 2, 1), stride=(2**30, 1)),
@@ -242,7 +243,7 @@ LARGEST = {  # that are taken
 @pytest.mark.parametrize("plan_pass", [portable for portable, _ in PASSES.values()])
 @pytest.mark.parametrize("problem", LARGEST.values(), ids=LARGEST)
 def test_kernels_can_hold_the_largest_sizes(problem: Problem, plan_pass: Planner) -> None:
-    """All they are told are 32-bit ints; compilers refuse constants that overflow."""
+    """Constants and arguments are 32-bit integers; compilers warn of those that overflow."""
     plan = plan_pass(problem, _operands(problem), H200)
     for launch in plan.launches:
         values = (*dict(launch.kernel.constants).values(), *launch.arguments)
@@ -254,9 +255,9 @@ def test_kernels_can_hold_the_largest_sizes(problem: Problem, plan_pass: Planner
 # --- Compiled -------------------------------------------------------------------------------------
 
 
-MOST_SPILLED = 64  # bytes of a thread
-# Weight gradients of a few inputs and kernel rows of four taps, on small images: a thread reads all
-# windows at once. Slower, not wrong.
+MOST_SPILLED = 64  # bytes per thread
+# In weight gradients of few inputs and kernel rows of four taps, on small images, a thread reads
+# all windows at once: these kernels are slower, but correct.
 KNOWN_TO_SPILL = {"5x3x17x17 1x3x4x4 padding=1,2,1,2"}
 
 

@@ -1,4 +1,4 @@
-"""The table of GPUs: what is published of them, and what others get that are not in it."""
+"""The table of GPUs has their published rates; GPUs that it lacks get those of a similar one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastconv.kernels import gpus
 from fastconv.kernels.family import Gpu
 from fastconv.kernels.gpus import BOARDS, GPUS
 
-# TFLOP/s of float16 with sums in float32, of TF32 and of plain float32, as NVIDIA's whitepapers
-# have them. Not those of mma.sync where that is slower: sm_90a, sm_100a, sm_103a.
+# TFLOP/s of float16 with float32 accumulators, of TF32 and of float32 on CUDA cores, from NVIDIA's
+# whitepapers. GPUs whose mma.sync is slower than that are missing: sm_90a, sm_100a, sm_103a.
 PUBLISHED = {
     "sm_70": (125, 0, 15.7),
     "sm_75": (65, 0, 8.1),

@@ -1,4 +1,4 @@
-"""Plans that are kept on disk are those that would be made."""
+"""Plans from the disk cache equal those that the planner would make."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Planner:
-    """A pass that notes how often it plans."""
+    """A pass that counts how often it plans."""
 
     __name__ = "forward"
 

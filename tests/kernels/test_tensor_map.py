@@ -1,4 +1,4 @@
-"""Descriptions of tensors for tensor copies: what the CUDA driver would refuse is refused."""
+"""Tensor maps refuse what the CUDA driver would refuse."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_bytes_of_a_box() -> None:
 
 
 def test_ranks_of_pixels() -> None:
-    """The more dimensions, the fewer bits for corners."""
+    """The more dimensions a map has, the fewer bits its corners have."""
     sizes, strides = (16, 7, 6, 5, 4), (32, 224, 1344, 6720)
     for rank, corner in ((3, -(2**15)), (4, -(2**7)), (5, -(2**4))):
         change = {
