@@ -21,17 +21,17 @@ from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
 from fastconv.network import lookahead, preparation
 
-with suppress(ImportError):  # where PyTorch's own tests could not run either
+with suppress(ImportError):  # PyTorch's own tests need packages that may be missing.
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
 
-# Nothing fails because a machine is slow.
+# No test fails because a machine is slow.
 settings.register_profile(
     "local", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for one another
+torch.set_num_threads(1)  # Tensors are tiny: several threads would only wait for one another.
 
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
@@ -51,7 +51,7 @@ def _native_library() -> Callable[..., Any]:
 
 @pytest.fixture(params=["python", "native"], scope="module")
 def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Has eager calls go by Python, and once more by the native host path."""
+    """Runs a module's tests with the Python host path, and again with the native one."""
     by_native = request.param == "native"
     chosen = request.getfixturevalue("_native_library") if by_native else None
     for_processes = {"FASTCONV_NATIVE": str(int(by_native))}
@@ -61,7 +61,7 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings are measured with tiny matrices and copies: their values do not matter in tests."""
+    """Measures ceilings with tiny matrices and copies: their values do not matter in tests."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
@@ -88,7 +88,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="module")
 def _poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors hold NaN, or the largest integer: whoever reads one shows it."""
+    """Fills uninitialised tensors with NaN, or the largest integer, so that reading one shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(1).isnan()
     yield

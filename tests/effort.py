@@ -1,4 +1,4 @@
-"""What a computation costs, wherever it runs: on a slow or busy machine, seconds say nothing."""
+"""The cost of a computation on any machine: seconds say nothing on a slow or busy one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from cProfile import Profile
 from typing import Any
 
 PATIENCE_S = 600.0
-"""How long tests wait for what must come: on any machine, only what hangs takes longer."""
+"""How long tests wait for other threads and processes: only what hangs takes longer."""
 
 
 def calls(function: Callable[[], Any]) -> int:
-    """How many Python functions it calls; a million of them take about half a second."""
+    """How many Python functions are called; a million of them take about half a second."""
     profile = Profile(subcalls=False, builtins=False)
     profile.runcall(function)
     return sum(entry.callcount for entry in profile.getstats())

@@ -1,4 +1,4 @@
-"""The float64 reference, and how far from it a result may be."""
+"""PyTorch's convolution in float64 as the reference, and how far from it a result may be."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 import fastconv
 
-# Rounding errors allowed, in units of the dtype's epsilon. 16-bit results are summed in float32
+# The rounding errors allowed, in units of the dtype's epsilon. 16-bit results are summed in float32
 # and rounded once.
 _ROUNDINGS = {torch.float16: 1, torch.bfloat16: 1}
 _OTHER_ROUNDINGS = 4
 
 
-# By their names in fastconv; leaky_relu with the slope that it has by default.
+# PyTorch's activations by their names in fastconv; leaky_relu has its default slope.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": F.relu,
@@ -41,7 +41,7 @@ def conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """PyTorch's convolution, taught padding of the form ``((top, bottom), (left, right))``."""
+    """PyTorch's convolution, which also takes padding as ``((top, bottom), (left, right))``."""
     if not isinstance(padding, (int, str)) and not isinstance(padding[0], int):
         (top, bottom), (left, right) = padding
         input, padding = F.pad(input, (left, right, top, bottom)), 0
@@ -90,7 +90,7 @@ def assert_matches(
     grad_output = layout(random(shape, tensors[0].dtype, tensors[0].device))
     actual = with_gradients(fastconv.conv2d, tensors, grad_output, **geometry)
     expected = with_gradients(conv2d, references, exact(grad_output), **geometry)
-    # With no cancellation between terms: what rounding errors are relative to.
+    # Rounding errors are relative to the sums of the terms' magnitudes.
     sizes = with_gradients(
         conv2d, [tensor.abs() for tensor in references], exact(grad_output).abs(), **geometry
     )
@@ -105,13 +105,13 @@ def assert_within_rounding(
 ) -> None:
     """Checks every element; the error allowed is relative to ``size``, the sum of its |terms|.
 
-    It is so many times what is usual.
+    ``more`` multiplies the usual error.
     """
     assert actual.shape == expected.shape, name
     info = torch.finfo(actual.dtype)
     bound = more * _ROUNDINGS.get(actual.dtype, _OTHER_ROUNDINGS) * info.eps * size
     error = (exact(actual) - expected).abs()
-    wrong = ~(error <= bound + info.tiny * info.eps)  # the last term: a subnormal
+    wrong = ~(error <= bound + info.tiny * info.eps)  # The last term is the smallest subnormal.
     assert not wrong.any(), (
         f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, "
         f"first at {wrong.nonzero()[0].tolist()}; largest error {error.max():.3g}"

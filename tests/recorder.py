@@ -1,4 +1,4 @@
-"""What happens below autograd."""
+"""Records the operators of fastconv that run below autograd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each operator of ours that runs, and the precision it is given."""
+    """Records each of fastconv's operators that runs, and its precision."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def convolutions(draw: st.DrawFn) -> Convolution:
             st.tuples(_PADDING, _PADDING),
         )
     )
-    # From the smallest input that holds the kernel, up.
+    # The smallest input that holds the kernel, or a larger one.
     size = (
         max(1, step * (taps - 1) + 1 - sum(sides)) + draw(st.integers(0, 7))
         for taps, step, sides in zip(kernel, dilation, padding, strict=True)

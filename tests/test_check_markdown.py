@@ -1,4 +1,4 @@
-"""The check of Markdown files finds what it is for, and nothing else."""
+"""The check of Markdown files finds wide lines and broken links, and nothing else."""
 
 from __future__ import annotations
 

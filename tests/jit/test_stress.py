@@ -1,4 +1,4 @@
-"""What watches over the processes of ``gpu/stress.py`` sees those that end as they must not."""
+"""``gpu/stress.py`` recognizes processes that do not end in their task's way."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_process_that_aborts(tmp_path: Path) -> None:
 
 
 def test_damaged_entries_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTCONV_CACHE_DIR", "")  # to be restored
+    monkeypatch.setenv("FASTCONV_CACHE_DIR", "")  # pytest restores it afterwards.
     watch = Watch(tmp_path, 120)
     (tmp_path / "shared/key.cubin").write_bytes(b"damaged")
     (tmp_path / "shared/key.0.tmp").touch()

@@ -93,5 +93,5 @@ CASES = [
     for kind in KINDS
     for gap in GAPS
     for transposed in (False, True)
-    if not (transposed and kind == "Tf32")  # elements of 16 bits are transposed
+    if not (transposed and kind == "Tf32")  # Only 16-bit elements can be transposed.
 ]

@@ -216,7 +216,7 @@ def _near(draw: Random, box: int, size: int, step: int = 1) -> int:
 
 
 def _chunk(of: AnyMap) -> int:
-    """Elements of 16 bytes, which rows of boxes begin with a multiple of."""
+    """The number of elements in 16 bytes; rows of boxes begin at multiples of it."""
     return 16 // MAPPED_SCALARS[of.scalar]
 
 

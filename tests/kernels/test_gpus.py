@@ -1,4 +1,4 @@
-"""The table of GPUs has their published rates; GPUs that it lacks get those of a similar one."""
+"""The table of GPUs has published rates; a GPU that it lacks has those of the next older one."""
 
 from __future__ import annotations
 

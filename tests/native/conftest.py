@@ -32,7 +32,7 @@ def folder(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(folder))
     monkeypatch.delenv("FASTCONV_NATIVE", raising=False)
     for name in ("conv2d", "_begun", "_background", "_forked", "_reason"):
-        monkeypatch.setattr(native, name, getattr(native, name))  # to be restored
+        monkeypatch.setattr(native, name, getattr(native, name))  # pytest restores it afterwards.
     monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
     forget()
     yield folder
@@ -68,7 +68,7 @@ def _driver_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes
     command = ["cc", "-shared", "-fPIC", soname, "driver.c", "-o", LIBCUDA]
     subprocess.check_call(command, cwd=folder)
     yield ctypes.CDLL(str(folder / LIBCUDA))
-    # Each copy of the library has opened it, too: nobody else shall find it.
+    # Each copy of the native library has opened the driver too: close it until it is unloaded.
     while (still := loaded_driver()) is not None:
         for _ in range(2):
             _ctypes.dlclose(still._handle)

@@ -13,7 +13,7 @@ from fastconv.ops import entries
 from fastconv.ops.entries import Entry
 from native.helpers import Host
 
-# A driver that has Python do it.
+# C source of a driver whose functions call back into Python.
 DRIVER = """
 int (*on_launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
                  void**, void**);
@@ -65,12 +65,12 @@ def loaded_driver() -> ctypes.CDLL | None:
 
 
 class Driver:
-    """Notes launches, and has what tests tell it to for a status."""
+    """Records launches, and returns the statuses that a test sets."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.signatures: dict[int, str] = {}  # of functions, by handle
+        self.signatures: dict[int, str] = {}  # a letter for each parameter, by function handle
         self.launched: list[tuple[Any, ...]] = []
-        self.early: list[bool] = []  # of each launch
+        self.early: list[bool] = []  # whether each launch was one with PDL
         self._early = ctypes.c_int.in_dll(library, "early")
         self.replaced: list[int] = []
         self.launch_statuses: list[int] = []
@@ -110,16 +110,16 @@ class Trouble(Exception):
 
 
 class Launching:
-    """By Entries of the tests' own; tensors of a CPU have the null stream."""
+    """For tests that make their own entries; CPU tensors have the null stream."""
 
     TENSORS = tuple(("tensor", i) for i in range(6))
 
     def _answer(
         self, host: Host, driver: Driver, *arguments: Any, early: Sequence[int] = (), **fields: Any
     ) -> list[Any]:
-        """Has calls launch functions 0xF0, 0xF1, ... with these arguments; notes the trouble.
+        """Makes calls launch functions 0xF0, 0xF1, ... with these arguments.
 
-        ``early`` are the numbers of those that are.
+        ``early`` has the numbers of launches with PDL. Returns a list that gets the errors.
         """
         troubles: list[Any] = []
         launches = []

@@ -32,7 +32,7 @@ INPUT, WEIGHT, BIAS = (2, 4, 6, 5), (6, 4, 3, 3), (6,)
 
 
 def tensors(*shapes: tuple[int, ...], requires_grad: bool = False) -> list[Tensor]:
-    # In steps of a quarter: sums of products are exact.
+    # Multiples of a quarter, whose products have exact sums.
     some = (torch.randint(-8, 8, shape) / 4 for shape in shapes)
     return [tensor.requires_grad_(requires_grad) for tensor in some]
 
@@ -46,7 +46,7 @@ def check_works() -> None:
 
 
 def forget() -> None:
-    """Leaves the package as a new process finds it."""
+    """Resets the package to the state that it has in a new process."""
     if native._background is not None:
         native._background.join()
     native.conv2d, native._begun, native._background = None, False, None
@@ -54,7 +54,7 @@ def forget() -> None:
 
 
 class Compiler:
-    """Stands in for the compiler: says something, and copies a library or fails."""
+    """Stands in for the compiler: a script that prints words, and copies a library or fails."""
 
     def __init__(self, folder: Path, built: Path) -> None:
         self._folder, self._log, self._built = folder, folder / "log", built
@@ -64,15 +64,15 @@ class Compiler:
     def set(
         self, seconds: float = 0, status: int = 0, words: str = "some words", held: bool = False
     ) -> None:
-        """What it does from now on; if it is ``held``, not before ``go`` exists."""
+        """Sets what it does; if it is ``held``, it waits until ``go`` exists."""
         wait = f"while ! test -e {self.go}; do sleep 0.05; done" if held else f"sleep {seconds}"
         self.path.write_text(
-            # A temporary file and a part of the library are there at once.
+            # A temporary file and a part of the library exist from the start.
             '#!/bin/sh\nmktemp "${TMPDIR:-/tmp}/cc.XXXXXX" > /dev/null\n'
             'for last; do :; done\n: > "$last"\n'
             f'echo "$*" >> {self._log}\n{wait}\necho {shlex.quote(words)}\n'
             f"test {status} = 0 || exit {status}\n"
-            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # as linkers do, but for the umask
+            f'cp {self._built} "$last"\nchmod +rwx "$last"\n'  # as linkers, but for the umask
         )
         self.path.chmod(0o755)
 
@@ -97,7 +97,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 
 def run(program: str, **environment: str) -> list[str]:
-    """The lines that a process prints; it ends well, without a warning."""
+    """The lines that a new process prints; it must succeed, without a warning."""
     path = os.pathsep.join(filter(None, sys.path))
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{PREAMBLE}{program}"],
@@ -124,7 +124,7 @@ def call():
 
 
 def in_child(function: Callable[[], None]) -> None:
-    """Calls the function in a forked process, which is ended if it hangs."""
+    """Calls the function in a forked process, which is killed if it hangs."""
     child = os.fork()
     if not child:
         signal.alarm(int(PATIENCE_S))
@@ -138,10 +138,10 @@ def in_child(function: Callable[[], None]) -> None:
 
 
 class Host:
-    """A copy of the library, which notes what it asks of Python."""
+    """A copy of the library, with a table of its own, that records its calls of Python."""
 
     def __init__(self, path: Path) -> None:
-        # Of two modules by the same name, pybind11 makes but one.
+        # pybind11 makes only one of two modules with the same name.
         name = f"of_{path.parent.name}.{build._NAME}"
         loader = importlib.machinery.ExtensionFileLoader(name, str(path))
         spec = importlib.util.spec_from_loader(name, loader)
@@ -149,7 +149,7 @@ class Host:
         self.module = importlib.util.module_from_spec(spec)
         loader.exec_module(self.module)
         self.conv2d = self.module.call
-        self.asked: list[tuple[Any, ...]] = []  # the operator, and its arguments
+        self.asked: list[tuple[Any, ...]] = []  # operators whose entries were made, and arguments
         self.filled: list[str] = []
         self.module.set_prepare(self._prepare)
         self.answer: Callable[..., Entry] = self._real
@@ -175,6 +175,6 @@ class Host:
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """The same values at an address that is no multiple of 16."""
+    """A copy at an address that is no multiple of 16."""
     moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view_as(tensor)
     return moved.copy_(tensor)

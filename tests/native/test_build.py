@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the native host
 
 
 def builder(library: Path) -> subprocess.Popen[bytes]:
-    """A process that builds a library, as those in the background do."""
+    """A process that builds a library, like those in the background."""
     trust.make_folder(library.parent)
     program = [sys.executable, "-I", "-S", compiler.__file__, str(library)]
     return subprocess.Popen([*program, *build.command()])
@@ -34,13 +34,13 @@ def commands_running() -> str:
     """The command lines of all processes."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # The process has ended.
             lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return "\n".join(lines)
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What lies in the folder while a library is built."""
+    """Temporary folders of libraries that are being built."""
     return [path for path in folder.iterdir() if path.suffix == ".tmp"]
 
 
@@ -120,7 +120,7 @@ class TestBuilding:
         assert build.is_built()
 
     def test_processes_at_once_that_fail(self, fake: Compiler) -> None:
-        """One compiles, and the others take its word."""
+        """One process compiles, and the others read that it failed."""
         fake.set(seconds=0.5, status=1)
         for process in [build.start() for _ in range(8)]:
             process.wait()
@@ -128,7 +128,7 @@ class TestBuilding:
         assert "some words" in str(compiler.failure(build.library()))
 
     def test_killed_builder(self, folder: Path, fake: Compiler) -> None:
-        """What it leaves, the compiler's temporary files too, is gone after the next build."""
+        """The next build removes what it leaves, also the compiler's temporary files."""
         fake.set(held=True)
         self._kill_builder(fake, build.library())
         (left,) = unfinished(folder)
@@ -136,7 +136,7 @@ class TestBuilding:
         self._kill_builder(fake, build.library().with_name(f"host-{'0' * 32}.so"))
         assert left not in unfinished(folder)
         assert len(unfinished(folder)) == 1
-        fake.go.touch()  # what is left of the compilers ends
+        fake.go.touch()  # The orphaned compilers end.
         assert native.make()[1]
         assert native.load()
         assert {path.suffix for path in folder.iterdir()} == {".lock", ".so"}
@@ -170,7 +170,7 @@ class TestBuilding:
         assert names < {path.name for path in folder.iterdir()}
 
     def test_killed_compiler(self, fake: Compiler) -> None:
-        """It says nothing of the next attempt, which is made."""
+        """A killed compiler does not keep the next attempt from being made."""
         fake.path.write_text("#!/bin/sh\nkill -9 $$\n")
         with noted_warnings() as words:
             native.begin()
@@ -186,7 +186,7 @@ class TestBuilding:
     def test_compiler_that_hangs(
         self, folder: Path, fake: Compiler, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It is stopped with all that it has started, and told of once."""
+        """The compiler is stopped with all processes that it started, and one warning is given."""
         fake.set(held=True, words="never said")
         monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", "0.5")
         with noted_warnings() as words:
@@ -201,7 +201,7 @@ class TestBuilding:
         assert str(fake.path) not in commands_running()
         with pytest.raises(Unavailable, match=r"(?s)did not compile: .*not ended in 0.5 s"):
             native.make()
-        assert len(fake.calls) == 2  # it was tried again
+        assert len(fake.calls) == 2  # A second attempt was made.
         fake.go.touch()
         monkeypatch.setenv("FASTCONV_BUILD_TIMEOUT", "0")
         assert native.make()[1]
@@ -256,7 +256,7 @@ class TestBuilding:
         assert trust.distrusted(build.library()) is None
 
     def test_compiler_with_arguments(self, fake: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As build systems write it; the folder of a single name may have spaces."""
+        """CXX may have arguments, as in build systems, or be one path with spaces."""
         monkeypatch.setenv("CXX", f"{fake.path} -first -second")
         native.make()
         assert fake.calls[0].startswith("-first -second -std=")
@@ -296,7 +296,7 @@ class TestBuilding:
         else:
             folder.mkdir()
             folder.chmod(0o777)
-        native.describe()  # raises nothing
+        native.describe()  # It must not raise.
         with noted_warnings() as warned:
             native.begin()
             native.finish()

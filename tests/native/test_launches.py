@@ -85,7 +85,7 @@ class TestLaunching(Launching):
 
     @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels last"])
     def test_residual(self, host: Host, driver: Driver, channels_last: bool) -> None:
-        """It lies in memory as the output does, or is copied."""
+        """A residual is copied unless it has the output's memory format."""
         self._answer(host, driver, self.TENSORS[3:5], channels_last=channels_last)
         *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
         stored = residual.permute(0, 2, 3, 1) if channels_last else residual
@@ -105,7 +105,7 @@ class TestLaunching(Launching):
             assert (address == given.data_ptr()) == as_it_is
 
     def test_maps(self, host: Host, driver: Driver) -> None:
-        """Several among other arguments, in several launches."""
+        """Several tensor maps stand among other arguments, in several launches."""
         one, two = bytes(range(128)), bytes(reversed(range(128)))
         arguments = (("map", one, 0), ("int", 7), ("map", two, 1), ("tensor", 2), ("map", one, 4))
         self._answer(host, driver, arguments, (("map", two, 0),))
@@ -123,7 +123,7 @@ class TestLaunching(Launching):
             ]
 
     def test_a_thread_without_a_context(self, host: Host, driver: Driver) -> None:
-        """Trouble sees to it, and what failed is done again, no more and no less."""
+        """``trouble`` sets the context, and then exactly the failed call is repeated."""
         troubles = self._answer(host, driver, (("int", 1),), (("int", 2), ("map", bytes(128), 0)))
         some = tensors(INPUT, WEIGHT)
         driver.launch_statuses = [0, 201]
@@ -157,7 +157,7 @@ class TestLaunching(Launching):
         mapped = (1, weight.data_ptr()) if which == "replace" else (-1, 0)
         expected = [(0, *mapped, status, i > 0) for i, status in enumerate(statuses)]
         assert troubles == expected
-        call()  # nothing is left of it
+        call()  # The error does not last.
 
 
 class TestFrozenWeights(Launching):
@@ -173,7 +173,7 @@ class TestFrozenWeights(Launching):
         host.module.freeze(False)
 
     def _packs(self, *some: Tensor) -> bool:
-        """Whether a call does, having checked that what is read is what was packed last."""
+        """Whether a call packs; checks that it reads what was packed last."""
         self.driver.launched.clear()
         fastconv.conv2d(*some)
         *packed, (*_, (read,)) = self.driver.launched
@@ -203,7 +203,7 @@ class TestFrozenWeights(Launching):
         assert not self._packs(input, weight)
 
     def test_version_counters_are_silent_about_data(self, host: Host) -> None:
-        """Why this is not done without being asked for."""
+        """Writing through ``.data`` goes unnoticed, which is why users must ask for freezing."""
         input, weight = tensors(INPUT, WEIGHT)
         host.module.freeze(True)
         assert self._packs(input, weight)
@@ -213,7 +213,7 @@ class TestFrozenWeights(Launching):
     def test_another_weight_at_the_same_address(self, host: Host) -> None:
         host.module.freeze(True)
         input, weight = tensors(INPUT, WEIGHT)
-        memory = weight.clone().numpy()  # what PyTorch does not know that tensors share
+        memory = weight.clone().numpy()  # PyTorch cannot tell that tensors share this memory.
         for _ in range(3):
             assert self._packs(input, torch.from_numpy(memory))
 

@@ -87,7 +87,7 @@ assert native.conv2d is native.load()
         assert "did not compile" in native.describe()
         assert native.conv2d is None
 
-        forget()  # the next process neither tries nor warns
+        forget()  # A later process neither tries nor warns.
         assert "did not compile" in native.describe()
         with noted_warnings() as words:
             native.begin()
@@ -118,7 +118,7 @@ assert native.conv2d is native.load()
     def test_no_application_is_started(
         self, name: str, fake: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One that embeds Python may be what sys.executable names, if need be by a link."""
+        """An application that embeds Python may be what sys.executable names, or links to."""
         started, application = tmp_path / "started", tmp_path / "application"
         application.write_text(f"#!/bin/sh\ntouch {started}\n")
         application.chmod(0o755)
@@ -131,7 +131,7 @@ assert native.conv2d is native.load()
         check_works()
         assert not started.exists()
         assert re.search("Python interpreter, which sys.executable is not", native.describe())
-        assert native.make()[1]  # in this process
+        assert native.make()[1]  # It compiles in this process.
         assert fake.calls
 
 
@@ -141,7 +141,7 @@ class TestWanted:
         native.begin()
         native.finish()
         assert fake.calls == []
-        native.make()  # by hand
+        native.make()  # An explicit build is made all the same.
         program = """
 native.begin(); native.finish(); call()
 assert native.conv2d is None and native.describe() == "Python (FASTCONV_NATIVE=0)"
@@ -150,7 +150,7 @@ assert "host-" not in open("/proc/self/maps").read()
         assert run(program) == ["Python"]
 
     def test_required(self, fake: Compiler) -> None:
-        """At the first call, of a CPU too."""
+        """The library is built at the first call, also on a CPU."""
         program = "assert native.conv2d is native._require; call()"
         assert run(program, FASTCONV_NATIVE="1") == ["native"]
         assert len(fake.calls) == 1
@@ -189,7 +189,7 @@ except ValueError as error:
 
 
 class TestInTheWay:
-    """Where nothing may be begun; later on it is."""
+    """Builds do not begin during captures, tracing, or in forked processes; later they do."""
 
     @pytest.fixture(autouse=True)
     def _afterwards(self, fake: Compiler) -> Iterator[None]:
@@ -223,7 +223,7 @@ class TestInTheWay:
 class TestTrust:
     @pytest.fixture
     def mark(self, folder: Path, tmp_path: Path) -> Path:
-        """What is there once the planted library has been loaded."""
+        """A file that exists once the planted library has been loaded."""
         mark, source = tmp_path / "mark", tmp_path / "planted.c"
         source.write_text(
             "#include <fcntl.h>\n__attribute__((constructor)) static void load(void) "
@@ -260,7 +260,7 @@ class TestTrust:
         assert not mark.exists()
 
     def test_one_s_own(self, mark: Path) -> None:
-        """It is loaded, whence the mark, and found to be no module of Python's."""
+        """The user's own library is loaded, which makes the mark, but is no Python module."""
         with noted_warnings() as words:
             native.begin()
             check_works()

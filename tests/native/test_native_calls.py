@@ -1,7 +1,7 @@
-"""Calls by the native host path: its table, its launches, and how PyTorch sees them.
+"""Calls on the native host path: their gradients, and how PyTorch's tools see them.
 
-They go by a copy of the library: with a table of its own, and a `prepare` of the test's. That it
-computes as Python does is seen in other files, which run with both (``host_path``).
+Calls run a copy of the library, with a table of its own. Other files test that it computes what
+Python computes: they run with both host paths (``host_path``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ SUBSETS = [which for n in (1, 2, 3) for which in itertools.combinations(range(3)
 
 
 class TestGradients:
-    """Only those asked for are computed: not those that could be, as in Python."""
+    """Only the gradients that a backward pass asks for are computed, as in Python."""
 
     def _expected(self, wanted: tuple[int, ...]) -> list[str]:
-        both = {0: "input_grad", 1: "weight_grad"}  # the bias's comes with the weight's, or a sum
+        both = {
+            0: "input_grad",
+            1: "weight_grad",
+        }  # The bias's comes with the weight's, or is a sum.
         return [name for index, name in both.items() if index in wanted]
 
     @pytest.mark.parametrize("how", ["grad", "inputs", "only leaves", "not leaves"])
@@ -67,7 +70,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("wanted", SUBSETS, ids=str)
     def test_recorded(self, host: Host, wanted: tuple[int, ...]) -> None:
-        """Gradients of gradients are those of the operators, which the dispatcher has to see."""
+        """Second derivatives are those of the operators, which the dispatcher has to see."""
 
         def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
             torch.manual_seed(0)
@@ -81,7 +84,7 @@ class TestGradients:
         close(gradients(fastconv.conv2d), gradients(F.conv2d))
 
     def test_retained_graph(self, host: Host) -> None:
-        """What is asked for may change from one pass to the next."""
+        """Each backward pass may ask for other gradients."""
         some = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
         output = fastconv.conv2d(*some).sum()
         for wanted in SUBSETS:
@@ -101,7 +104,7 @@ def trained(net: nn.Module, step: Callable[[nn.Module, Tensor], Tensor]) -> list
 
 
 class TestBypass:
-    """The table has no place for the plans of another switch: all goes by Python meanwhile."""
+    """Inside ``planner.only``, whose plans the table cannot hold, all calls run in Python."""
 
     def test_forward_and_backward(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "_module", host.module)
@@ -129,10 +132,10 @@ class TestBypass:
 
 
 class TestPyTorch:
-    """What stands around a call sees it as it sees one of PyTorch's."""
+    """PyTorch's tools see a call as they see one of PyTorch's functions."""
 
     def test_autocast_sees_a_change_within_a_region(self, host: Host) -> None:
-        """PyTorch's own operators keep a leaf's cast until its end; ours do not, by either path."""
+        """PyTorch's operators keep a leaf's cast until the region ends; ours do not."""
         input, weight, bias = tensors(INPUT, WEIGHT, BIAS, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
             before = fastconv.conv2d(input, weight, bias)
@@ -207,7 +210,7 @@ class TestPyTorch:
         assert "in test_anomaly_mode" in warning, "where forward was called"
 
     def test_saved_tensors_hooks(self, host: Host) -> None:
-        """They may put tensors elsewhere."""
+        """Such hooks may store tensors elsewhere."""
         some = tensors(INPUT, WEIGHT, requires_grad=True)
         packed: list[Tensor] = []
 
@@ -247,9 +250,9 @@ class TestPyTorch:
         assert duplicate(original)(input).equal(output)
 
     def test_forked_process(self, host: Host) -> None:
-        """As a loader of data is."""
+        """Data loaders fork processes."""
         known, new = tensors(INPUT, WEIGHT), tensors((1, 4, 9, 9), WEIGHT)
-        expected = [F.conv2d(*known), F.conv2d(*new)]  # PyTorch's hangs in the child
+        expected = [F.conv2d(*known), F.conv2d(*new)]  # PyTorch's convolution hangs in the child.
         fastconv.conv2d(*known)
 
         def work() -> None:

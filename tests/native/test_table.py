@@ -71,7 +71,7 @@ class TestTable:
         assert len(host.asked) == 2
 
     def test_the_alignment_of_each_tensor_counts(self, host: Host) -> None:
-        """One of those that are copied does not: the other's may not be taken for it."""
+        """An entry for a misaligned input does not serve a misaligned weight."""
         input, weight = tensors(INPUT, WEIGHT)
         fastconv.conv2d(misaligned(input), weight)
         fastconv.conv2d(input, misaligned(weight))
@@ -79,7 +79,7 @@ class TestTable:
 
     @pytest.mark.parametrize("fuses", [False, True], ids=["forward", "fused"])
     def test_the_alignment_of_a_bias_counts(self, host: Host, fuses: bool) -> None:
-        """Kernels read it in pairs of 16 bits, where plans may assume that these are aligned."""
+        """Where plans may assume that a bias is aligned, kernels read it in pairs of 16 bits."""
         input, weight, bias = (tensor.bfloat16() for tensor in tensors(INPUT, WEIGHT, BIAS))
         options = {"activation": "relu"} if fuses else {}
         pairs = torch.empty(BIAS[0] + 2, dtype=bias.dtype)[2:].copy_(bias)
@@ -98,7 +98,7 @@ class TestTable:
     )
     def test_forms_of_padding(self, host: Host, forms: tuple[Any, ...], sides: Any) -> None:
         input, weight = tensors(INPUT, WEIGHT)
-        for padding in forms:  # those that only Python knows do not get here
+        for padding in forms:  # Forms that only Python takes bypass the library.
             fastconv.conv2d(input, weight, padding=padding)
         ((*_, padding, _, _, _),) = host.asked
         assert tuple(padding) == sides
@@ -113,7 +113,7 @@ class TestTable:
 
     @pytest.mark.usefixtures("_pytorch_setting")
     def test_precision(self, host: Host) -> None:
-        """PyTorch's setting at the time of the call, unless ours says otherwise."""
+        """A call uses PyTorch's setting at its time, unless fastconv's says otherwise."""
         some = tensors(INPUT, WEIGHT)
 
         def asked(**options: Any) -> list[str]:
@@ -136,7 +136,7 @@ class TestTable:
 
     @pytest.mark.usefixtures("_pytorch_setting")
     def test_precision_is_read_as_in_python(self, host: Host) -> None:
-        """Whichever of PyTorch's settings was written last, and whichever inherits it."""
+        """The library reads PyTorch's settings, in any order and inherited, as Python does."""
 
         def check(width: int) -> None:
             fastconv.conv2d(*tensors((1, 1, 1, width), (1, 1, 1, 1)))
@@ -163,12 +163,12 @@ class TestTable:
             for input in inputs:
                 assert fastconv.conv2d(input, weight).shape == input.shape
         assert len(host.asked) == forms
-        fastconv.conv2d(torch.empty(2, 1, 1, 1), weight)  # one too many: all are dropped
+        fastconv.conv2d(torch.empty(2, 1, 1, 1), weight)  # One entry too many: all are dropped.
         assert fastconv.conv2d(inputs[7], weight).shape == inputs[7].shape
         assert len(host.asked) == forms + 2
 
     def test_threads(self, host: Host) -> None:
-        """Sixteen, each with all forms in an order of its own."""
+        """Sixteen threads each call all forms in an order of their own."""
         weight = torch.randn(2, 3, 3, 3)
         inputs = [torch.randn(1, 3, h, w) for h in range(3, 9) for w in range(3, 9)]
         expected = [F.conv2d(input, weight, padding=1) for input in inputs]
@@ -221,7 +221,7 @@ class TestTable:
 
 
 def fused(host: Host, *some: Any, **options: Any) -> Tensor:
-    """A call with an epilogue, which has to go by the library."""
+    """A call with an epilogue, which has to run in the library."""
     before = len(host.filled)
     output = fastconv.conv2d(*some, **options)
     assert host.filled[before:] == ["fused"]
@@ -277,7 +277,7 @@ class TestEpilogues:
 
     @pytest.mark.parametrize("which", range(4))
     def test_recorded(self, host: Host, which: int) -> None:
-        """Made of a convolution that is recorded here, and PyTorch's functions."""
+        """Recorded calls are a convolution in the library, and PyTorch's functions."""
         *some, residual = tensors(INPUT, WEIGHT, BIAS, (2, 6, 4, 3))
         (*some, residual)[which].requires_grad_()
         output = fastconv.conv2d(*some, activation="silu", residual=residual)
