@@ -77,8 +77,8 @@ def _problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -> Pr
     return Problem.of(input, weight, *geometry.values())
 
 
-def _is_spread(plan: Plan) -> bool:
-    return plan.launches[0].kernel.entry == "spread"
+def _is_few_outputs(plan: Plan) -> bool:
+    return plan.launches[0].kernel.entry == "few_outputs"
 
 
 def _gemm(plan: Plan) -> str:
@@ -183,7 +183,7 @@ def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, G
     assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
 
 
-SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
+FEW_OUTPUTS: dict[str, tuple[Planner, str, str, bool]] = {
     "square3x3": (planner.input_grad, "square3x3", "tf32", True),
     "one input channel": (planner.input_grad, "srcnn9x9", "ieee", True),
     "pointwise gradient": (planner.input_grad, "pointwise", "bfloat16", True),
@@ -193,7 +193,7 @@ SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD)
+@pytest.mark.parametrize("case", FEW_OUTPUTS.values(), ids=FEW_OUTPUTS)
 def test_few_output_channels_have_a_kernel_of_their_own(
     case: tuple[Planner, str, str, bool],
 ) -> None:
@@ -201,7 +201,7 @@ def test_few_output_channels_have_a_kernel_of_their_own(
     (problem,) = {
         workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
     }
-    assert _is_spread(plan(problem, _operands(problem, mode), H200)) == expected
+    assert _is_few_outputs(plan(problem, _operands(problem, mode), H200)) == expected
 
 
 COLLECTED = {
@@ -297,17 +297,24 @@ ORDER = (
     *("halves", "k_steps", "stage_taps", "stack", "rolling", "parts", "transposed"),
     *("column_sums", "compensated"),
 )
-SPREAD_ORDER = ("unit_steps", "parts", "transposed", "low_products", "compensated", "vector_loads")
+FEW_OUTPUTS_ORDER = (
+    "unit_steps",
+    "parts",
+    "transposed",
+    "low_products",
+    "compensated",
+    "vector_loads",
+)
 
-GEMM_ORDER = {"gemm_pixels": ("transposed",), "gemm_planes": ("transposed", "chunk")}
+GEMM_ORDER = {"implicit_gemm_nhwc": ("transposed",), "implicit_gemm_nchw": ("transposed", "chunk")}
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     if plan.family != "hopper":
         return (plan.family,)
-    if _is_spread(plan):
+    if _is_few_outputs(plan):
         constants = dict(plan.launches[0].kernel.constants)
-        return ("spread", *(constants[name] for name in SPREAD_ORDER))
+        return ("few_outputs", *(constants[name] for name in FEW_OUTPUTS_ORDER))
     if _gemm(plan):
         constants = dict(plan.launches[-1].kernel.constants)
         return (_gemm(plan), *(constants[name] for name in GEMM_ORDER[_gemm(plan)]))
@@ -336,11 +343,11 @@ REGISTERS = 168  # of each thread that a block of 384 is launched with
 
 
 def _assert_legal(plan: Plan, gpu: Gpu) -> None:
-    if _is_spread(plan):
-        _assert_legal_spread(plan, gpu)
+    if _is_few_outputs(plan):
+        _assert_legal_few_outputs(plan, gpu)
         return
     if _gemm(plan):
-        check = {"gemm_pixels": _assert_legal_pixels, "gemm_planes": _assert_legal_planes}
+        check = {"implicit_gemm_nhwc": _assert_legal_nhwc, "implicit_gemm_nchw": _assert_legal_nchw}
         check[_gemm(plan)](plan, gpu)
         return
     layers = _layers(plan)
@@ -532,8 +539,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     return packed_bytes
 
 
-def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``spread.cuh``."""
+def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
+    """The same of the ``few_outputs`` kernel."""
     (launch,) = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     assert plan.scratch_bytes == 0
@@ -576,8 +583,8 @@ def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
         assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
 
-def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``gemm_pixels.cuh``. Maps have checked themselves when they were made."""
+def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
+    """The same of the ``implicit_gemm_nhwc`` kernel. Maps have checked themselves when they were made."""
     *packs, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     input_map, weight_map, output_map, *_, batch = launch.arguments
@@ -623,8 +630,8 @@ def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
     assert launch.grid[0] <= c["blocks"] * gpu.processors
 
 
-def _assert_legal_planes(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``gemm_planes.cuh``."""
+def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
+    """The same of the ``implicit_gemm_nchw`` kernel."""
     pack, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     batch = launch.arguments[-1]

@@ -208,7 +208,9 @@ def plan(spread: Spread, gpu: Gpu) -> Plan:
         raise Declined("more than 2^30 strips")
     launch = Launch(
         Kernel(
-            "hopper/few_outputs/kernel.cuh", "spread", tuple(_constants(spread, band_rows).items())
+            "hopper/few_outputs/kernel.cuh",
+            "few_outputs",
+            tuple(_constants(spread, band_rows).items()),
         ),
         (min(ceil_div(items, spread.warpgroups), gpu.processors), 1, 1),
         128 * spread.warpgroups,

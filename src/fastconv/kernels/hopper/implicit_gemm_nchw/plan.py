@@ -108,7 +108,7 @@ def _plan(tile: Tile, tiles: tuple[Tile, ...], gpu: Gpu) -> Plan:
         ("weight", "scratch"),
     )
     multiply = Launch(
-        Kernel(SOURCE, "gemm_planes", constants),
+        Kernel(SOURCE, "implicit_gemm_nchw", constants),
         (min(count, gpu.processors), 1, 1),
         block.THREADS,
         tile.shared_bytes,

@@ -47,7 +47,7 @@ def plan(tile: Tile, gpu: Gpu) -> Plan:
         raise Declined(f"{batch} images of {rows} by {columns} positions, 2^31 and more")
     constants = tuple(_constants(tile).items())
     launch = Launch(
-        Kernel(SOURCE, "gemm_pixels", constants),
+        Kernel(SOURCE, "implicit_gemm_nhwc", constants),
         (blocks, 1, 1),
         tile.threads,
         tile.shared_bytes,
@@ -171,7 +171,7 @@ def _constants(tile: Tile) -> dict[str, Constant]:
         "patch_rows": layer.patches.rows if layer.patches else 0,
         "patch_width": layer.patches.width if layer.patches else 0,
         "patch_pitch": layer.patches.pitch if layer.patches else 0,
-        "last_phase_first": taps[0] < taps[1] or taps[2] < taps[3],
+        "last_residue_first": taps[0] < taps[1] or taps[2] < taps[3],
         "consumers": tile.consumers,
         "tile_columns": tile.columns,
         "blocks": tile.blocks,
