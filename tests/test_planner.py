@@ -584,7 +584,7 @@ def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
 
 
 def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
-    """The same of the ``implicit_gemm_nhwc`` kernel. Maps have checked themselves when they were made."""
+    """The same of the ``implicit_gemm_nhwc`` kernel, whose maps have checked themselves."""
     *packs, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     input_map, weight_map, output_map, *_, batch = launch.arguments
