@@ -84,7 +84,7 @@ def _is_few_outputs(plan: Plan) -> bool:
 def _gemm(plan: Plan) -> str:
     """Which of the kernels for matrix products it is, or none."""
     entry = plan.launches[-1].kernel.entry
-    return entry if entry.startswith("gemm") else ""
+    return entry if entry.startswith("implicit_gemm") else ""
 
 
 def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
