@@ -75,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layer(Directed):
-    """A pass as an implicit GEMM: M is positions of a grid, N output channels, K taps and channels."""
+    """A pass as an implicit GEMM: M is positions, N output channels, K taps and input channels."""
 
     @lazy
     def axes(self) -> tuple[Axis, Axis]:

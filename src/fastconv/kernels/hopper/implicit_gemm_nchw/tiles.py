@@ -25,7 +25,7 @@ STEP = 8  # K of a TF32 wgmma
 MOST_BOX = 256  # elements of a TMA box along each axis
 MOST_COLUMNS = 256  # N of a warpgroup's MMAs, over all residues and row tiles: 128 accumulators
 LEAST_COLUMNS = 32  # N, unless a layer has fewer output channels
-MOST_STARTS = 4096  # different tiles of a layer that are looked at
+MOST_STARTS = 4096  # tiles of a layer with different places in an image; layers with more decline
 MOST_INPUT_STAGES = 6
 MOST_WEIGHT_STAGES = 8
 FLAT_PIECES = (40, 72, 136, 200)  # pixels, 8 modulo the banks: lanes' channels hit different banks
@@ -157,9 +157,8 @@ def shapes_of(layer: Layer, most: int) -> list[Shape]:
 def pieces_of(layer: Layer, cut: Cut, shape: Shape) -> tuple[int, float]:
     """Pieces of a tile: the most, and the mean."""
     tiles = _extents(layer, cut.kind, cut.row_step, shape)
-    counts = [(sum(ceil_div(n, cut.piece) for n in extents), many) for extents, many in
-    tiles.items()] return max(counts)[0], sum(count * many for count, many in counts) /
-    tiles.total()
+    counts = [(sum(ceil_div(n, cut.piece) for n in parts), many) for parts, many in tiles.items()]
+    return max(counts)[0], sum(count * many for count, many in counts) / tiles.total()
 
 
 @lru_cache(maxsize=64)
@@ -304,7 +303,7 @@ class Tile:
 
     @property
     def row_lines(self) -> float:
-        """Cache lines that a copy reads for a channel: a row of a piece begins anywhere in a line."""
+        """Cache lines that a copy reads for a channel, if rows begin anywhere in a line."""
         if self.cut.bulk:
             return self.cut.pitch / 32
         rows = self.cut.piece if self.cut.kind == "rows" else 1
