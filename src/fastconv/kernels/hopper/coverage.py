@@ -26,7 +26,7 @@ def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
 
 def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
     vector = _vector(c)
-    channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # channels of a chunk
+    channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # of a chunk
     strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
     stored = c["out_width"] if c["interleave"] == 1 else c["image_width"]
     unfolds = c["out_fold_height"] * c["out_fold_width"] > 1

@@ -1,7 +1,7 @@
 """Layers as the halo kernel computes them: how they are made of MMAs with M = 64.
 
-Everything here decides the order in which a sum is added up, so it depends on the layer alone and
-never on the batch: an image gives the same bits in any batch.
+All of it depends on the layer alone and never on the batch, because it decides the order in which
+sums are added up, and an image must give the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class Layer(layers.Layer):
 
     @lazy
     def tap_rows(self) -> int:
+        """Rows of taps, with the zero weights of stacked rows."""
         return self.kernel[0] + self.stack - 1
 
     @lazy
     def taps(self) -> int:
+        """Taps that are multiplied, with the zero weights of stacked rows."""
         return self.tap_rows * self.kernel[1]
 
     @lazy

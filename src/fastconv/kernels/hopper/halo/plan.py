@@ -88,7 +88,7 @@ def image_cycles(ways: list[list[Layer]], gpu: Gpu) -> float:
 
 
 def may_take_less(layers: list[Layer], cycles: float) -> bool:
-    """Whether an image might take these layers fewer cycles.
+    """Whether these layers might take fewer than ``cycles`` cycles for an image.
 
     False is certain, because it follows from bounds that hold for any tile. The bounds need no tile
     to be fitted to shared memory, which is the slow part of planning.

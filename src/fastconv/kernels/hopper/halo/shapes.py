@@ -89,10 +89,12 @@ class Shape:
 
     @lazy
     def halo_rows(self) -> int:
+        """Input rows that a tile reads, of each residue of a row stride."""
         return self.tile_rows + (self.layer.kernel[0] - 1) // self.layer.row_phases
 
     @lazy
     def stage_rows(self) -> int:
+        """Rows of an input stage, of each residue."""
         return 1 if self.layer.rolling else self.halo_rows
 
     @lazy
@@ -118,6 +120,7 @@ class Shape:
 
     @lazy
     def input_bytes(self) -> int:
+        """Bytes of an input stage, with what the last MMA reads beyond its last row."""
         layer = self.layer
         plane = layer.slots * self.stage_rows * self.pitch + self.plane_padding
         reach = self.pixels + layer.column_halo
@@ -135,10 +138,12 @@ class Shape:
 
     @lazy
     def tap_bytes(self) -> int:
+        """Bytes of a tap's packed weights for a chunk of channels."""
         return self.layer.k_steps * self.layer.weight_parts * self.channel_groups * PRODUCT_BYTES
 
     @lazy
     def weight_bytes(self) -> int:
+        """Bytes of a weight stage."""
         return self.layer.stage_taps * self.tap_bytes
 
     @lazy
@@ -158,6 +163,7 @@ class Shape:
 
     @lazy
     def output_groups(self) -> int:
+        """Tiles that divide a group's output channels."""
         return ceil_div(self.layer.group_out, self.channel_groups * self.layer.mma_channels)
 
     @lazy
@@ -167,10 +173,12 @@ class Shape:
 
     @lazy
     def strips(self) -> int:
+        """Tiles that divide a row."""
         return ceil_div(self.layer.out_size[1] + max(self.lead - 1, 0), self.columns)
 
     @lazy
     def row_tiles(self) -> int:
+        """Tiles that divide the rows of one residue of the dilation."""
         return ceil_div(ceil_div(self.layer.out_size[0], self.layer.row_step), self.tile_rows)
 
     @lazy

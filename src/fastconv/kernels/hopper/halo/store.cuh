@@ -160,7 +160,7 @@ struct Window {
   Scalar* row;     // the element in the image's column 0
   int at;          // the stored column of the pass's first pixel, counted along this line
   int begin, end;  // stored columns
-  int beyond;      // elements from a multiple of 16 bytes, or of `lead`, to the row's begin
+  int beyond;      // elements from a multiple of 16 bytes, or of `lead`, to the row's start
 
   __device__ __forceinline__ Window(Scalar* row, const Target& target, int y, int line, int pass)
       : row(row) {

@@ -168,9 +168,9 @@ class Tile:
         passes = ceil_div(self.shape.pixels, self.pass_pixels)
         return TILE_CYCLES + PASS_CYCLES * (passes - 1) + together(*self.work.values())
 
-    def cycles(self, processors: int) -> float:
+    def cycles(self, sms: int) -> float:
         """The estimated cycles of the whole layer."""
-        return ceil_div(self.shape.tiles, processors) * self.tile_cycles
+        return ceil_div(self.shape.tiles, sms) * self.tile_cycles
 
     def fitted(self, budget: int) -> Tile | None:
         """The tile with as many stages as fit ``budget`` bytes of shared memory, or None.

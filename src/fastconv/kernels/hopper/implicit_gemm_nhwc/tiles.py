@@ -157,13 +157,13 @@ class Tile:
         computed = rounds * self._tile_cycles(blocks)
         return limits.together(computed, max(cached, memory), loss=OVERLAP_LOSS)
 
-    def cycles(self, processors: int) -> float:
+    def cycles(self, sms: int) -> float:
         """The estimated cycles of the whole layer."""
         batch = self.layer.problem.batch
         tiles = self.tiles(batch)
-        blocks = min(self.blocks, ceil_div(tiles, processors))
-        rounds = ceil_div(tiles, processors * blocks) * blocks
-        cycles = self._cycles(rounds, blocks, tiles / processors, batch / processors)
+        blocks = min(self.blocks, ceil_div(tiles, sms))
+        rounds = ceil_div(tiles, sms * blocks) * blocks
+        cycles = self._cycles(rounds, blocks, tiles / sms, batch / sms)
         return START_CYCLES + cycles
 
     @lazy
