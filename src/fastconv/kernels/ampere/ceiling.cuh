@@ -1,4 +1,4 @@
-// How fast a GPU's warps multiply small matrices, if they do nothing else: bench/products.py.
+// How fast a GPU's warps multiply small matrices, if they do nothing else: bench/mma_rate.py.
 #include "device/mma.cuh"
 
 // Each warp has kLeft matrices of 16 rows and kRight of 8 rows, all rows of 32 bytes, in registers;
