@@ -1,4 +1,4 @@
-"""Layers as the halo kernel computes them: how they are made of MMAs with M = 64.
+"""The layers that ``halo`` and ``few_outputs`` compute, and how ``halo`` makes them of MMAs.
 
 All of it depends on the layer alone and never on the batch, because it decides the order in which
 sums are added up, and an image must give the same bits in any batch.

@@ -33,7 +33,7 @@ ROW_PIECES = (2, 3, 4, 6, 8)  # rows
 BANKS = 32  # of shared memory, with 4 bytes each
 
 # Estimates: fitted to 601 measured tiles of ResNet-50's layers and others on an H200, in cycles of
-# 1.755 GHz. See docs/kernels/hopper.md.
+# 1.755 GHz. See docs/kernels/hopper-implicit-gemm-nchw.md.
 # Bytes per cycle of an SM: shared memory, L2 and DRAM if all SMs load.
 SHARED_BYTES = 128.0
 CACHE_BYTES = 45.0

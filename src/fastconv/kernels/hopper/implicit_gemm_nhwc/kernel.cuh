@@ -1,7 +1,7 @@
 // Implicit GEMM of channels-last (NHWC) 16-bit tensors on Hopper's tensor cores: forward passes and
 // input gradients. M is the output positions of all images, N the output channels, and K the input
 // channels of one tap after the other. TMA brings both operands: the input in im2col mode, or tiled
-// where all images are one matrix. See docs/kernels/hopper.md.
+// where all images are one matrix. See docs/kernels/hopper-implicit-gemm-nhwc.md.
 #pragma once
 #include "hopper/implicit_gemm_nhwc/load.cuh"
 #include "hopper/implicit_gemm_nhwc/store.cuh"

@@ -33,7 +33,7 @@ COLUMN_STEP = 16  # N of a layer with few channels is a multiple of this
 CONSUMERS = (1, 2, 3, 4)  # choices of consumer warpgroups
 MOST_BLOCKS = 4  # per SM
 # Estimates: fitted to 768 measured tiles of ResNet-50's layers and others on an H200, in cycles of
-# 1.755 GHz. See docs/kernels/hopper.md.
+# 1.755 GHz. See docs/kernels/hopper-implicit-gemm-nhwc.md.
 # Bytes per cycle of an SM: shared memory that MMAs read, L2 and DRAM if all SMs load.
 SHARED_BYTES = 128.0
 CACHE_BYTES = 91.0
