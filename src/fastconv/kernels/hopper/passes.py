@@ -94,8 +94,8 @@ def _halo_tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> 
 
 
 def _few_inputs(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    way = wgrad_few_inputs.collect_of(problem, operands, gpu)
-    return way.cycles(gpu), partial(wgrad_few_inputs.plan, way, gpu)
+    layer = wgrad_few_inputs.layer_of(problem, operands, gpu)
+    return layer.cycles(gpu), partial(wgrad_few_inputs.plan, layer, gpu)
 
 
 def _implicit_gemm(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
