@@ -67,9 +67,8 @@ examples: .venv/ready
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
   --kernel-name kernel_substring=pack --kernel-name kernel_substring=weight_grad \
   --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
-  --kernel-name kernel_substring=collect --kernel-name kernel_substring=clear \
-  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm_nhwc \
-  --kernel-name kernel_substring=implicit_gemm_nchw --kernel-name kernel_substring=gemm_weights
+  --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
+  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
 CORRELATE = --kernel-name kernel_substring=correlate
 sanitize:
 	for family in "" ampere depthwise direct; do \
