@@ -143,7 +143,7 @@ def test_large_kernels_take_tensor_cores(plan: planner.Planner, channels_last: b
     problem = next(layer.problem for layer in LAYERS if layer.name == "replknet31")
     for dtype, gpu in product((torch.float32, torch.bfloat16, torch.float64), GPUS.values()):
         planned = plan(problem, _operands(problem, dtype, channels_last), gpu)
-        on_tensor_cores = planned.launches[-1].kernel.source.startswith("depthwise/bands_")
+        on_tensor_cores = planned.launches[-1].kernel.source.startswith("depthwise/toeplitz/")
         if dtype == torch.float64 or gpus.number(gpu) < 80:
             assert not on_tensor_cores
         elif dtype == torch.bfloat16 or gpu is H200:

@@ -156,22 +156,24 @@ __device__ __forceinline__ void pipeline_units(const SplitUnits& range, const Lo
 constexpr int kReduceEntries = C::reduce_threads / C::reduce_rows;
 constexpr int kReduceSplits = ceil_div(C::splits, C::reduce_rows);
 
-__device__ __forceinline__ Sum sum_splits(const Sum* workspace, int slot, int row) {
+// Adds up the splits of an entry that belong to a row of threads.
+__device__ __forceinline__ Sum sum_splits(const Sum* workspace, int entry, int row) {
   const int first = row * kReduceSplits;
   const int end = min_of(first + kReduceSplits, C::splits);
   Sum total = 0;
 #pragma unroll 8
-  for (int split = first; split < end; ++split) total += workspace[slot + split * kSplitEntries];
+  for (int split = first; split < end; ++split) total += workspace[entry + split * kSplitEntries];
   return total;
 }
 
-__device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int slot, Sum total) {
-  if (slot >= kWeightEntries) {
-    bias_grad[slot - kWeightEntries] = narrow<Scalar>(total);
+// Writes the reduced value of an entry to the weight's or the bias's gradient.
+__device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int entry, Sum total) {
+  if (entry >= kWeightEntries) {
+    bias_grad[entry - kWeightEntries] = narrow<Scalar>(total);
     return;
   }
-  const int output = C::channels_last ? slot % kAllOutputs : slot / (kTaps * C::group_in);
-  const int rest = C::channels_last ? slot / kAllOutputs : slot % (kTaps * C::group_in);
+  const int output = C::channels_last ? entry % kAllOutputs : entry / (kTaps * C::group_in);
+  const int rest = C::channels_last ? entry / kAllOutputs : entry % (kTaps * C::group_in);
   const int tap = rest % kTaps;
   grad[1ll * output * C::weight_stride_out + 1ll * (rest / kTaps) * C::weight_stride_in +
        1ll * (tap / C::kernel_width) * C::weight_stride_height +
@@ -181,23 +183,25 @@ __device__ __forceinline__ void write_grad(Scalar* grad, Scalar* bias_grad, int 
 }  // namespace depthwise
 }  // namespace fastconv
 
+// The split-K reduction: adds up all splits in a fixed order, without atomics, so that the bits are
+// the same every time.
 extern "C" __global__ void __launch_bounds__(Config::reduce_threads)
     reduce(const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
            Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad) {
   using namespace fastconv::depthwise;
   const int row = static_cast<int>(threadIdx.x) / kReduceEntries;
-  const int slot = static_cast<int>(blockIdx.x) * kReduceEntries +
+  const int entry = static_cast<int>(blockIdx.x) * kReduceEntries +
                    static_cast<int>(threadIdx.x) % kReduceEntries;
-  Sum total = slot < kSplitEntries ? sum_splits(workspace, slot, row) : Sum(0);
+  Sum total = entry < kSplitEntries ? sum_splits(workspace, entry, row) : Sum(0);
   if constexpr (C::reduce_rows > 1) {
-    Sum* const shares = reinterpret_cast<Sum*>(fastconv::shared_memory());
-    shares[threadIdx.x] = total;
+    Sum* const partial = reinterpret_cast<Sum*>(fastconv::shared_memory());
+    partial[threadIdx.x] = total;
     __syncthreads();
     if (row > 0) return;
 #pragma unroll
     for (int other = 1; other < C::reduce_rows; ++other) {
-      total += shares[other * kReduceEntries + threadIdx.x];
+      total += partial[other * kReduceEntries + threadIdx.x];
     }
   }
-  if (slot < kSplitEntries) write_grad(grad, bias_grad, slot, total);
+  if (entry < kSplitEntries) write_grad(grad, bias_grad, entry, total);
 }
