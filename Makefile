@@ -18,6 +18,7 @@ lint: .venv/ready
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/python tests/check_markdown.py
 
 types: .venv/ready
 	$(BIN)/mypy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,12 +21,12 @@ from fastconv.kernels import depthwise, gpus, planner
 from fastconv.kernels.depthwise.fma import plan as fma
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import best
+from fastconv.kernels.depthwise.wgrad import plan as weight_grad
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 from nvrtc import compiled
 
-weight_grad = importlib.import_module(depthwise.weight_grad.__module__)
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
 LAYERS = workloads.suite("depthwise")
 MOST_CALLS = 100_000  # of functions, to plan a pass: about 30 ms

@@ -111,7 +111,7 @@ class TestCompile:
     @needs_nvrtc
     def test_error_in_a_header_names_it(self) -> None:
         kernel = scale(body='#include "device/nothing.cuh"\n' + BODY)
-        with pytest.raises(jit.CompilationError, match=r"include/nothing\.cuh"):
+        with pytest.raises(jit.CompilationError, match=r"device/nothing\.cuh"):
             jit.compile_kernel(kernel, "sm_80")
 
     @needs_nvrtc
@@ -124,7 +124,7 @@ class TestCompile:
     def test_files_in_the_working_directory_are_not_included(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "include").mkdir()
+        (tmp_path / "device").mkdir()
         (tmp_path / "device/scalar.cuh").write_text("#error the wrong file")
         monkeypatch.chdir(tmp_path)
         jit.compile_kernel(scale(), "sm_80")

@@ -506,7 +506,7 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     # 32-bit numbers: of work items, and of elements within an image.
     tiles = ceil_div(ceil_div(c["out_height"], row_step), rows)
     segments = ceil_div(tiles, c["segment_tiles"])
-    items = outputs * strips * segments * row_step * c["groups"] * halo.arguments[-1]
+    items = outputs * strips * segments * row_step * c["groups"] * main.arguments[-1]
     assert main.grid[0] <= items < 2**31
     assert packed_bytes // 16 < 2**31
     folded = c["fold_height"] * c["fold_width"]

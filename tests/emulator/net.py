@@ -8,7 +8,6 @@ nothing of its own. See docs/testing.md.
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import operator
 import os
@@ -31,7 +30,9 @@ import torch
 from emulator.works import Case, Planner, Work
 from fastconv.bench import population
 from fastconv.kernels import ampere, coverage, gpus, planner
+from fastconv.kernels.ampere.halo import plan as ampere_halo
 from fastconv.kernels.ampere.halo.tiles import tiles_of
+from fastconv.kernels.ampere.wgrad_halo import plan as ampere_weight_grad
 from fastconv.kernels.arithmetic import round_up
 from fastconv.kernels.coverage import Class
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
@@ -45,7 +46,6 @@ from fastconv.kernels.planning.layers import views
 from fastconv.problem import Problem
 from fastconv.workloads import parse_shape
 
-ampere_weight_grad = importlib.import_module(ampere.weight_grad.__module__)
 PROBLEMS = Path(__file__).with_name("problems.txt")
 
 
@@ -91,11 +91,11 @@ class Forced:
     def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         made: Plan
         ampere.block.check(gpu)
-        with _free_halves(ampere.correlate), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
+        with _free_halves(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
             if self.direction == "weight_grad":
                 made = ampere_weight_grad.plan(self._ampere_tile(problem, operands, gpu), gpu)
             else:
-                with mock.patch.object(ampere.correlate, "_tiles", self._ampere_tiles):
+                with mock.patch.object(ampere_halo, "_tiles", self._ampere_tiles):
                     made = getattr(planner, self.direction)(problem, operands, gpu)
             return made
 

@@ -43,7 +43,7 @@ class Kernel:
         types = "epilogue" if "activation" in names else "scalar"
         return (
             f"{RESIDUAL if 'residual' in names else ''}"
-            f'#include "include/{types}.cuh"\n'
+            f'#include "device/{types}.cuh"\n'
             f"struct Config {{\n{members}\n}};\n"
             f'#include "{self.source}"\n'
         )

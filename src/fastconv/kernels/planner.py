@@ -234,5 +234,5 @@ def _first(
 
 
 def _family(planner: Planner) -> str:
-    """By the name of its folder."""
-    return planner.__module__.split(".")[-2]
+    """The name of a planner's family: its folder in ``fastconv.kernels``."""
+    return planner.__module__.removeprefix("fastconv.kernels.").partition(".")[0]
