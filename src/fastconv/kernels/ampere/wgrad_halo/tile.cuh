@@ -2,8 +2,8 @@
 // shared memory.
 #pragma once
 #include "device/mma.cuh"
-#include "device/tile.cuh"
 #include "device/tensor/operand.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
