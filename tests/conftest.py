@@ -12,15 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fastconv import native, preparation, timing
+from fastconv import native, timing
 from fastconv.backends import cuda
-from fastconv.bench import limits
-from fastconv.bench import timing as bench_timing
+from fastconv.bench import limits, row_timing
 from fastconv.jit import launch
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
-from fastconv.ops import ahead
+from fastconv.network import lookahead, preparation
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -62,11 +61,11 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings of tiny products and copies: what they are does not matter here."""
+    """Ceilings are measured with tiny matrices and copies: their values do not matter in tests."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(bench_timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(row_timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
 
@@ -76,7 +75,7 @@ def _no_plan_but_its_own() -> Iterator[None]:
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
         mock.patch.object(plans, "kept", make),
-        mock.patch.object(ahead, "begin"),
+        mock.patch.object(lookahead, "compile_gradients"),
         mock.patch.object(cuda, "before_forward", None),
     ):
         yield

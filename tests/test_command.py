@@ -272,7 +272,7 @@ def test_the_command_begins_there() -> None:
     ("module", "function", "command"),
     [
         (limits, "measure", BENCH),
-        (configurations, "legal", ["info", "--device", "cpu", "--shape", SHAPE]),
+        (configurations, "planned", ["info", "--device", "cpu", "--shape", SHAPE]),
         (file, "compose", ["export", "--shape", SHAPE]),
     ],
 )
@@ -338,14 +338,14 @@ def test_an_error_of_ours_loses_no_row(
 def test_a_case_without_a_plan_hides_no_other(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = configurations.legal
+    original = configurations.planned
 
-    def legal(case: Case, gpu: Any) -> Any:
+    def planned(case: Case, gpu: Any) -> Any:
         if case.direction == "input_grad":
             raise ValueError("no plan\nof 3 lines")
         return original(case, gpu)
 
-    monkeypatch.setattr(configurations, "legal", legal)
+    monkeypatch.setattr(configurations, "planned", planned)
     assert cli.main([*command, "--device", "cpu", "--shape", SHAPE]) == 1
     shown = capsys.readouterr().out
     assert "  failed: ValueError: no plan\n" in shown

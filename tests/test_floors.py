@@ -12,18 +12,14 @@ import fastconv
 
 PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
-    {"problem", "_precision", "tables", "timing", "state"},
+    {"problem", "_precision", "tables", "timing"},
     {"kernels", "jit", "native", "files"},
     {
         "backends",
         "ops",
         "functional",
         "modules",
-        "preparation",
-        "calls",
-        "agreement",
-        "fusion",
-        "optimization",
+        "network",
         "_frozen",
         "__init__",
     },

@@ -6,8 +6,8 @@ from fastconv._precision import precision
 from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
-from fastconv.optimization import optimize, restore
-from fastconv.preparation import prepare, preparing
+from fastconv.network.optimization import optimize, restore
+from fastconv.network.preparation import prepare, preparing
 
 __all__ = [
     "Conv2d",

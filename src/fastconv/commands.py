@@ -59,7 +59,7 @@ from fastconv.jit import archive, cache, compile, trust
 from fastconv.kernels import tuned
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.kernels.gpus import H200
-from fastconv.preparation import is_gpu
+from fastconv.network.preparation import is_gpu
 from fastconv.timing import Effort
 from fastconv.workloads import SUITES, Workload, parse_shape, suite, unique
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastconv import jit
-from fastconv.bench import limits, products
+from fastconv.bench import limits, mma_rate
 from gpu.helpers import CUDA
 from small_products import CASES, ROUNDS, Case, Rounds
 
@@ -27,8 +27,8 @@ def test_products(case: Case | Rounds) -> None:
 
 
 def test_ceilings() -> None:
-    found = limits._mma_products(CUDA)
-    assert found.keys() == products.KINDS.keys()
+    found = limits._mma_tflops(CUDA)
+    assert found.keys() == mma_rate.KINDS.keys()
     assert found["tf32"] > 1
     assert found["float16"] == pytest.approx(found["bfloat16"], rel=0.2)
     assert found["float16"] == pytest.approx(2 * found["tf32"], rel=0.2)

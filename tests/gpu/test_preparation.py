@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import fastconv
 from fastconv.backends import cuda
 from fastconv.jit import launch
-from fastconv.ops import ahead
-from fastconv.ops.ahead import begin  # which other tests do without
+from fastconv.network import lookahead
+from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +103,7 @@ def test_backward_finds_its_kernels(
     """They were compiled while the forward pass was under way, or after it."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     monkeypatch.setenv("FASTCONV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(ahead, "begin", begin)
+    monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
     ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
     output = ours(images)

@@ -65,7 +65,7 @@ def _gpu(architecture: str, processors: int, block_kib: int, processor_kib: int)
 #   of that. Professional boards of sm_86, sm_89 and sm_120 have twice the rates that are given
 #   here, which are those of the slower boards: from a Gpu they cannot be told apart.
 # - Hopper has its full rate, 2048 for 16-bit types, with wgmma alone. mma.sync reaches 321 to 325
-#   TFLOP/s of TF32 and 634 to 650 of 16-bit types on an H200, as bench/products.py measures it (287
+#   TFLOP/s of TF32 and 634 to 650 of 16-bit types on an H200, as bench/mma_rate.py measures it (287
 #   and 575 with one warp for each scheduler): two thirds of it, 680 and 1360 if the clock, which
 #   was not read, is 1.79 GHz under that load.
 #   "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture" (Luo and others, 2024) finds

@@ -11,8 +11,8 @@ formulas do.
 recorded, it is made of ``forward`` and PyTorch's elementwise operators, which have derivatives.
 """
 
+from fastconv.network import lookahead
 from fastconv.ops import (
-    ahead,
     autocast,
     autograd,
     batching,
@@ -26,7 +26,7 @@ from fastconv.ops.schema import forward, fused, input_grad, weight_grad
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
-ahead.register()
+lookahead.register()
 autograd.register()
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

@@ -24,7 +24,8 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from fastconv.backends.epilogue import applied
-from fastconv.ops import ahead, devices
+from fastconv.network import lookahead
+from fastconv.ops import devices
 from fastconv.ops.schema import (
     OPERATORS,
     Check,
@@ -70,7 +71,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
-        ahead.begin_if_new(inputs, ctx.needs_input_grad[:3])
+        lookahead.compile_gradients_if_planned(inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor, channels_last
 
 from fastconv.backends import cuda
 from fastconv.kernels import planner
-from fastconv.ops import ahead, autograd, devices
+from fastconv.network import lookahead
+from fastconv.ops import autograd, devices
 from fastconv.ops.schema import BIAS, OPERATORS, Operator, Result
 
 
@@ -48,7 +49,7 @@ def prepare(name: str, *args: Any) -> Entry:
     entry = _entry(operator, result, args)
     if name == "forward" and entry.launches and torch.is_grad_enabled():
         wanted = [_wants_gradient(tensor) for tensor in args[:3]]
-        ahead.begin(args, result, wanted, planner.of_process())
+        lookahead.compile_gradients(args, result, wanted, planner.of_process())
     return entry
 
 

@@ -1,4 +1,4 @@
-// Measures the peak rate of mma.sync: warps that do nothing else. Launched by bench/products.py.
+// Measures the peak rate of mma.sync: warps that do nothing else. Launched by bench/mma_rate.py.
 #include "device/mma.cuh"
 
 // Each warp loads kLeft matrices of 16 rows and kRight of 8 rows from `matrices` to registers, one

@@ -1,7 +1,7 @@
-"""What ``mma.sync`` reaches on a GPU: warps that multiply small matrices, and do nothing else.
+"""Measures the peak rate of ``mma.sync`` on a GPU, with warps that execute nothing else.
 
-It is the ceiling of kernels that multiply so. Newer GPUs have faster products, and what PyTorch's
-matrix product reaches there says nothing of it.
+It is the ceiling of kernels that use this instruction. Some newer GPUs have faster ones (wgmma,
+tcgen05), which PyTorch's matrix products use, so that these do not show the rate of ``mma.sync``.
 """
 
 from __future__ import annotations
@@ -14,41 +14,44 @@ from torch import Tensor
 from fastconv.jit import launch
 from fastconv.kernels.family import Kernel, Launch
 
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (8, 0)  # The first compute capability that has all KINDS.
 KINDS = {
     "tf32": ("fastconv::Tf32", torch.float32),
     "float16": ("fastconv::Float16", torch.float16),
     "bfloat16": ("fastconv::Bfloat16", torch.bfloat16),
 }
-"""What is multiplied, as device code and as PyTorch calls it."""
+"""The number formats of the operands: their types in device code and in PyTorch."""
 
-LEFT, RIGHT = 2, 4  # matrices of a warp: eight products, none of which waits for another
-ROW_BYTES = 32
-WARPS = (4, 8, 16, 32)  # of a processor, which are tried: up to 8 for each of its schedulers
-ROUNDS = 1 << 15  # some milliseconds, of which a launch takes little
+LEFT, RIGHT = 2, 4  # operand tiles of a warp: their eight MMAs are independent of each other
+ROW_BYTES = 32  # bytes of a row of an operand tile
+WARPS = (4, 8, 16, 32)  # The numbers of warps on an SM to try, up to 8 for each of its schedulers.
+ROUNDS = 1 << 15  # A launch takes some milliseconds, so that launching takes little of it.
 
 
 def launch_of(kind: str, warps: int, blocks: int, rounds: int) -> Launch:
-    """Tensors ``matrices`` and ``totals``; what they hold is in the kernel's file."""
+    """The launch of ``ampere/ceiling.cuh``, which describes its tensors, matrices and totals."""
     constants = (("Kind", KINDS[kind][0]), ("left", LEFT), ("right", RIGHT))
     kernel = Kernel("ampere/ceiling.cuh", "ceiling", constants)
     return Launch(kernel, (blocks, 1, 1), 32 * warps, 0, ("matrices", "totals", rounds))
 
 
 def matrices(kind: str, device: torch.device) -> Tensor:
-    """Random ones: a GPU's clock depends on what it multiplies. Those of the left come first."""
+    """The operand tiles of a warp, left ones first.
+
+    They are random, for a GPU's power draw, and so its clock, depends on the numbers.
+    """
     dtype = KINDS[kind][1]
     rows = torch.randn(16 * LEFT + 8 * RIGHT, ROW_BYTES // dtype.itemsize, device=device)
     return rows.to(dtype)
 
 
 def totals(launch: Launch, device: torch.device) -> Tensor:
-    """Where the launch leaves 16 by 8 sums for each of its warps."""
+    """The output tensor of a launch: 16 by 8 sums for each of its warps."""
     return torch.empty(launch.grid[0] * launch.block // 32, 16, 8, device=device)
 
 
 def flops(launch: Launch, kind: str) -> int:
-    """Operations of a launch."""
+    """The operations of a launch."""
     warps, (*_, rounds) = launch.grid[0] * launch.block // 32, launch.arguments
     assert isinstance(rounds, int)
     depth = ROW_BYTES // KINDS[kind][1].itemsize
@@ -58,16 +61,17 @@ def flops(launch: Launch, kind: str) -> int:
 def measure(
     device: torch.device, seconds: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """TFLOP/s of each kind of products, with as many warps as are best; empty on older GPUs.
+    """The highest TFLOP/s of each of :data:`KINDS`, over all of :data:`WARPS`.
 
-    ``seconds`` measures how long a call takes.
+    The result is empty on GPUs before :data:`LEAST_CAPABILITY` and on CPUs. ``seconds`` measures
+    how long a call takes.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return {}
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def tflops(kind: str, warps: int) -> float:
-        one = launch_of(kind, warps, processors, ROUNDS)
+        one = launch_of(kind, warps, sms, ROUNDS)
         read, written = matrices(kind, device), totals(one, device)
         prepared = launch.prepare([one], device, ("matrices", "totals"))
         taken = seconds(lambda: prepared.run(read.data_ptr(), written.data_ptr()))

@@ -1,4 +1,4 @@
-"""A convolution as a network calls it: seen once, made again with other data, and timed."""
+"""The call of a convolution in a network as a value: recorded, repeated with random data, timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from fastconv import _frozen, _precision, preparation, timing
+from fastconv import _frozen, _precision, timing
 from fastconv._precision import Precision, precision
 from fastconv.backends import cuda
 from fastconv.backends.epilogue import applied
@@ -31,23 +31,25 @@ from fastconv.jit import compile
 from fastconv.kernels import planner, tuned
 from fastconv.kernels.family import Plan
 from fastconv.modules import PYTORCHS, FusedConv2d
+from fastconv.network import preparation
 from fastconv.problem import Epilogue
 from fastconv.timing import Effort, Run
 
 LEAST_GAIN = 0.01
-"""The share of PyTorch's time that a layer has to gain for it to be exchanged."""
+"""The share of PyTorch's time that a layer has to save for it to be exchanged."""
 
 CLEAR_GAIN = 1.1
-"""Where all samples of one run are this many times as long as all of the other, these suffice."""
+"""No more samples are taken once all of one run are this many times as long as all of the other."""
 
 CALL_EFFORT = Effort(repeats=7, seconds=2.0)
 MODEL_EFFORT = Effort(repeats=7, seconds=10.0)
 
+# The types of the package's files that times depend on.
 _SOURCES = (".py", ".cuh", ".cc", ".h", ".json")
 
 
 class Form(NamedTuple):
-    """A tensor without its data, on whichever GPU."""
+    """The shape, strides and type of a tensor, without its data and its device."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -58,19 +60,19 @@ class Form(NamedTuple):
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     def random(self, device: torch.device) -> Tensor:
-        """A tensor of this form with normal numbers; a dense one if elements would overlap."""
+        """A tensor of this form with normal numbers; a dense one if elements share addresses."""
         reached = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         made: Tensor
         if reached + 1 >= math.prod(self.shape):
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        else:  # some elements have the same address
+        else:
             made = torch.empty(self.shape, dtype=self.dtype, device=device)
         return made.normal_()
 
 
 @dataclass(frozen=True)
 class Call:
-    """All that the time of a layer's call depends on, beside the machine and its settings."""
+    """Everything that the time of a layer's call depends on, except the machine and settings."""
 
     input: Form
     weight: Form
@@ -80,16 +82,16 @@ class Call:
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str
-    gradients: tuple[str, ...]  # that autograd would ask for: of "input", "weight" and "bias"
+    gradients: tuple[str, ...]  # those that autograd computes, of "input", "weight" and "bias"
     autocast: torch.dtype | None
-    precision: Precision | None  # what `with fastconv.precision(...)` asks for
-    # Our kernel computes these with the convolution; with PyTorch's layer they follow it.
+    precision: Precision | None  # the one that `with fastconv.precision(...)` sets
+    # fastconv's kernel computes these in its epilogue; after PyTorch's layer they are operators.
     activation: Activation | None = None
     residual: Form | None = None
 
     @classmethod
     def of(cls, module: Any, input: Tensor) -> Call:
-        """The call of a layer with this input, under the settings that hold here."""
+        """The call of a layer with this input, under the current settings."""
         device, bias = input.device.type, module.bias
         tensors = {"input": input, "weight": module.weight, "bias": bias}
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -119,7 +121,7 @@ class Call:
 
     @property
     def geometry(self) -> str:
-        """Those options of the layer that are not the default, in words."""
+        """The layer's options that differ from their defaults, as text."""
         said = {
             "stride": (self.stride, (1, 1)),
             "padding": (self.padding, (0, 0)),
@@ -133,7 +135,7 @@ class Call:
 
 
 def _short(value: object) -> str:
-    """An option as text: of a pair of equal numbers, one of them."""
+    """An option as text; a pair of equal numbers is written as one number."""
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(map(str, dict.fromkeys(value) if len(set(value)) == 1 else value))
@@ -141,23 +143,23 @@ def _short(value: object) -> str:
 
 @contextmanager
 def watched(layers: Mapping[str, nn.Module], seen: dict[str, list[Call]]) -> Iterator[None]:
-    """Notes how layers are called, by their names, after hooks of theirs have run."""
+    """Records how layers are called, by name, after their own pre-hooks have run."""
 
-    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
         seen.setdefault(name, []).append(Call.of(module, input))
 
     with ExitStack() as stack:
         for name, module in layers.items():
-            handle = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+            handle = module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
             stack.callback(handle.remove)
         yield
 
 
 class Operators(TorchDispatchMode):
-    """Notes which operators a model calls, with what: its structure, as far as times depend on it.
+    """Hashes the operators that a model calls and their arguments, on which its time depends.
 
-    Numbers in tensors are not noted, and nor are the names of layers.
+    Numbers in tensors and the names of layers are no part of the hash.
     """
 
     def __init__(self) -> None:
@@ -184,7 +186,7 @@ def _form_of(tensor: Tensor) -> str:
 
 
 def code_of(model: nn.Module) -> str:
-    """The classes of a model's modules and the code of those that are not PyTorch's, as a hash."""
+    """A hash of the classes of a model's modules, and of the code of those not from PyTorch."""
     digest = hashlib.sha256()
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         for one in kind.__mro__:
@@ -198,7 +200,7 @@ def code_of(model: nn.Module) -> str:
 
 
 def _instructions(code: CodeType) -> object:
-    """A function's instructions, without the file and the lines that it stands in."""
+    """A function's instructions, without its file and its line numbers."""
     constants = [
         _instructions(one) if isinstance(one, CodeType)
         else sorted(map(repr, one)) if isinstance(one, frozenset)
@@ -208,13 +210,13 @@ def _instructions(code: CodeType) -> object:
     return code.co_code.hex(), code.co_names, constants
 
 
-# --- Made again -----------------------------------------------------------------------------------
+# --- Repeated -------------------------------------------------------------------------------------
 
 
 class Trial:
-    """A call with random data, by PyTorch's layer and by ours.
+    """A call with random data, by PyTorch's layer and by fastconv's.
 
-    Neither has hooks, and the layer's own parameters are not touched.
+    Neither runs hooks, and the layer's own parameters are not touched.
     """
 
     def __init__(self, call: Call, layer: nn.Module, device: torch.device) -> None:
@@ -248,7 +250,7 @@ class Trial:
 
     def _passes(self, forward: Callable[[Tensor, Tensor | None], Tensor]) -> object:
         output = forward(self.input, self.residual)
-        torch.clear_autocast_cache()  # each step of a network casts each weight once
+        torch.clear_autocast_cache()  # in a network, each step casts each weight once
         if not self._wanted:
             return output
         if self._grad_output is None:
@@ -268,16 +270,16 @@ class Trial:
 
 
 def _twin(layer: nn.Module, kind: Any, parameters: dict[str, Any]) -> Any:
-    """A layer with this geometry and these parameters, to be called by its forward alone."""
+    """A layer of another class with these parameters; only its ``forward`` may be called."""
     made = object.__new__(kind)
     made.__dict__ = {**layer.__dict__, "_parameters": parameters}
     return made
 
 
-def sums(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
-    """What PyTorch's layer gives with these weights and no bias, in their type."""
+def convolved(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+    """The result of PyTorch's layer with these weights and no bias, in their type."""
     tries: bool = torch._C._get_cudnn_benchmark()
-    torch._C._set_cudnn_benchmark(False)  # it takes long to try algorithms out
+    torch._C._set_cudnn_benchmark(False)  # to try algorithms out would take long
     try:
         with torch.autocast(input.device.type, enabled=False):
             found: Tensor = _twin(layer, PYTORCHS, {"weight": weight, "bias": None}).forward(input)
@@ -287,7 +289,7 @@ def sums(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
 
 
 def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need, Plan]:
-    """How our passes of a call would be computed: nothing is computed here."""
+    """The plans of all passes of a call, whose kernels begin to be compiled."""
     with FakeTensorMode():
         trial = Trial(call, layer, device)
     needs = preparation.needs_of(trial.ours_forward, (trial.input, trial.residual), {})
@@ -298,7 +300,7 @@ def plans(call: Call, layer: nn.Module, device: torch.device) -> dict[cuda.Need,
 
 
 class Times(NamedTuple):
-    """Milliseconds by PyTorch's layers and by ours: medians, and by how much these may be wrong."""
+    """Median times in ms by PyTorch's layers and by fastconv's, and the errors of the medians."""
 
     theirs: float
     ours: float
@@ -317,41 +319,48 @@ class Times(NamedTuple):
 
     @property
     def gains(self) -> bool:
-        """Whether ours take less, by more than chance may explain and :data:`LEAST_GAIN`."""
+        """Whether fastconv takes less, by more than :data:`LEAST_GAIN` and than the errors."""
         error = math.hypot(self.theirs_error, self.ours_error)
         return self.theirs - self.ours > max(LEAST_GAIN * self.theirs, error)
 
 
 def _error(samples: Sequence[float]) -> float:
-    """Two standard errors of the median, of which one is 1.25 standard deviations / sqrt(n)."""
-    # The spread is half the distance of the quartiles.
+    """Two standard errors of the median; one is 1.25 standard deviations / sqrt(n)."""
+    # The spread is half the interquartile range: 0.674 standard deviations of normal samples.
     deviation = statistics.median(samples) * timing.spread(samples) / 0.674
     return 2 * 1.25 * deviation / math.sqrt(len(samples))
 
 
 def is_clear(samples: Sequence[Sequence[float]]) -> bool:
-    """Whether two runs are so far apart that more samples would not change the choice."""
+    """Whether two runs differ so much that more samples would not change the choice."""
     first, second = samples
     return min(first) > CLEAR_GAIN * max(second) or min(second) > CLEAR_GAIN * max(first)
 
 
 class Clock:
-    """Measures calls and models. Tests, which have no GPU, replace :data:`clock`."""
+    """Measures calls and models; tests without a GPU replace :data:`clock`."""
 
     def first(self, trial: Trial) -> None:
-        """Has PyTorch choose its algorithm for a call, which takes long if it tries several."""
+        """Lets PyTorch choose its algorithm for a call, which takes long if it tries several."""
         trial.pytorchs()
         timing.synchronize(trial.input.device)
 
     def call(self, trial: Trial) -> Times:
-        """GPU time of a call, the host's not included."""
+        """The GPU time of a call, without the host's."""
         runs = trial.pytorchs, trial.ours
         return Times.of(*timing.take_turns(runs, trial.input.device, CALL_EFFORT, is_clear))
 
     def model(
         self, runs: Sequence[Run], before: Sequence[Run], device: torch.device, with_host: bool
     ) -> Times:
-        """Time of the whole model as it was and as it would be: by the wall clock, or the GPU's."""
+        """The time of the whole model before and after the exchange.
+
+        Args:
+            runs: call the model as it was, and as it would be.
+            before: make the model so, before each sample.
+            device: the GPU.
+            with_host: whether to take the time of the wall clock, or the GPU's.
+        """
         if with_host:
             samples = timing.take_wall_turns(runs, device, MODEL_EFFORT, before, is_clear)
         else:
@@ -362,21 +371,22 @@ class Clock:
 clock = Clock()
 
 
-# --- Kept -----------------------------------------------------------------------------------------
+# --- Stored ---------------------------------------------------------------------------------------
 
 
-def kept(what: str, device: torch.device) -> Times | None:
-    """The times of something that was measured under the same circumstances, if it was."""
+def stored_times(what: str, device: torch.device) -> Times | None:
+    """The times of a call or a model, if they were measured under the same circumstances."""
     payload = disk.load(disk.TIMES, _key(what, device))
     if payload is None:
         return None
     try:
         return Times(*map(float, json.loads(payload)))
-    except (ValueError, TypeError):  # another version wrote it, or somebody by hand
+    except (ValueError, TypeError):  # the entry is damaged, or of another format
         return None
 
 
-def keep(what: str, title: str, device: torch.device, times: Times) -> None:
+def store_times(what: str, title: str, device: torch.device, times: Times) -> None:
+    """Stores times on disk; ``title`` describes them to people who list the cache."""
     about = {"source": title, "architecture": cuda.gpu(device.index).architecture}
     disk.store(disk.TIMES, _key(what, device), json.dumps(times).encode(), about)
 
@@ -391,7 +401,7 @@ def _key(what: str, device: torch.device) -> str:
 
 
 def _circumstances(device: torch.device) -> dict[str, object]:
-    """What times depend on beside the call: the machine, versions and settings."""
+    """What times depend on, except for the call: the machine, versions and settings."""
     cudnn = torch.backends.cudnn
     return {
         "gpu": gpu_name(device),
@@ -420,9 +430,9 @@ def gpu_name(device: torch.device) -> str:
 
 @cache
 def _sources() -> str:
-    """A hash of the whole package, its version among it."""
+    """A hash of all files of the package."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
         contents = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(contents)}\n".encode() + contents)

@@ -1,4 +1,4 @@
-"""What ``prepare`` finds in a network, plans and has compiled. A CPU stands in for the GPU."""
+"""What ``prepare`` finds in a network, plans and compiles. A CPU stands in for the GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fastconv.backends import cuda
 from fastconv.jit import launch
 from fastconv.kernels import planner
 from fastconv.kernels.family import Operands
-from fastconv.preparation import Preparation, needs_of
+from fastconv.network.preparation import Preparation, needs_of
 from fastconv.problem import NO_EPILOGUE, Epilogue, Problem
 
 pytestmark = pytest.mark.usefixtures("host_path")
 
 
 class Block(nn.Module):
-    """Two layers alike, one of another shape, a BatchNorm whose buffers training changes."""
+    """Two equal layers, one of another shape, and a BatchNorm whose buffers training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_a_training_step(loads: Loads) -> None:
         ("forward", BODY): 2,
         ("input_grad", BODY): 2,
         ("weight_grad", BODY): 2,
-        ("weight_grad", FIRST): 1,  # the example wants no gradient
+        ("weight_grad", FIRST): 1,  # the example requires no gradient
     }
     assert found.kernels == found.new_kernels == len(loads) > 5
     assert loads.begun == set(loads), "compiled while others are planned"
@@ -74,7 +74,7 @@ def test_inference(loads: Loads) -> None:
     assert _passes(found) == {("forward", FIRST): 1, ("forward", BODY): 2}
 
 
-def test_a_first_layer_whose_input_wants_a_gradient(loads: Loads) -> None:
+def test_a_first_layer_whose_input_requires_a_gradient(loads: Loads) -> None:
     model = Block()
     found = fastconv.prepare(model, EXAMPLE.clone().requires_grad_())
     assert _passes(found)["input_grad", FIRST] == 1
@@ -85,7 +85,7 @@ def test_precision(loads: Loads, precision: Any) -> None:
     model = Block()
     with fastconv.precision(precision), torch.no_grad():
         fastconv.prepare(model, EXAMPLE)
-    # Of which kernels that multiply say: ieee's numbers are in two parts.
+    # With ieee, kernels split each number into two parts.
     parts = {dict(kernel.constants)["parts"] for kernel in loads if kernel.entry == "correlate"}
     assert (2 in parts) == (precision == "ieee")
 
@@ -101,7 +101,7 @@ def test_autocast_and_memory_format(loads: Loads) -> None:
 
 
 def test_epilogues(loads: Loads) -> None:
-    """Without gradients, an epilogue is part of a kernel; with them, it is PyTorch's."""
+    """Without gradients, an epilogue is part of a kernel; with them, PyTorch computes it."""
     input, weight = torch.empty(8, 64, 40, 40), torch.empty(BODY)
 
     def block(x: Tensor) -> Tensor:
@@ -123,14 +123,14 @@ def test_epilogues(loads: Loads) -> None:
 
 
 def _operands(need: cuda.Need) -> Operands:
-    """What its planner is given."""
+    """The operands that the planner of a need gets."""
     given: list[Operands] = []
     cuda.planned(need._replace(plan=lambda _, operands, *__: given.append(operands)))
     return given[0]
 
 
-def test_what_it_asks_for_is_what_calls_ask_for(loads: Loads) -> None:
-    """Else a call would plan and compile anew."""
+def test_prepared_passes_are_those_of_calls(loads: Loads) -> None:
+    """Otherwise a call would plan and compile anew."""
     model = Block()
     fastconv.prepare(model, EXAMPLE)
     assert not cuda._ahead
@@ -144,7 +144,7 @@ def test_what_it_asks_for_is_what_calls_ask_for(loads: Loads) -> None:
 
 
 def test_nothing_changes(loads: Loads) -> None:
-    """Not a buffer, a gradient or a parameter."""
+    """Buffers, gradients and parameters stay."""
     model = Block()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fastconv.prepare(model, EXAMPLE)
@@ -153,7 +153,7 @@ def test_nothing_changes(loads: Loads) -> None:
 
 
 def test_attributes_are_put_back(loads: Loads) -> None:
-    """What a model keeps for its next calls must not be made of tensors without data."""
+    """A model must not keep tensors without data for its next calls."""
 
     class Keeps(Block):
         grid: Tensor | None = None
@@ -176,7 +176,7 @@ def test_no_gpu() -> None:
 
 
 def test_fake_tensors(loads: Loads) -> None:
-    """As large as one likes."""
+    """They may be larger than memory."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         example = torch.empty(10_000, 3, 1000, 1000)
     found = fastconv.prepare(Block(), example)
@@ -198,7 +198,7 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("with_grads", [False, True])
 def test_functions_change_nothing(loads: Loads, with_grads: bool) -> None:
-    """Of a model that they have from elsewhere: no buffer, no gradient."""
+    """Buffers and gradients of a model that a function refers to stay."""
     model = Block()
     if with_grads:
         model(EXAMPLE).square().mean().backward()
@@ -213,7 +213,7 @@ def test_functions_change_nothing(loads: Loads, with_grads: bool) -> None:
 
 
 def test_constants_have_values(loads: Loads) -> None:
-    """Those that a model makes itself, which it may look at and change."""
+    """A model may read and change constants that it makes itself."""
     layer = fastconv.Conv2d(3, 64, 3)
 
     def model(x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def test_constants_have_values(loads: Loads) -> None:
 
 
 def test_a_block(loads: Loads) -> None:
-    """A step of two models: the same passes as by prepare, and nothing changes."""
+    """A step of two models has the same passes as with ``prepare``, and changes nothing."""
     model, critic = Block(), fastconv.Conv2d(64, 16, 5)
     targets = torch.randn(8, 16, 36, 36)
     before = _state(model) + _state(critic)
@@ -252,11 +252,11 @@ def test_a_block_under_autocast(loads: Loads) -> None:
     assert step.report is not None
     assert {one.dtype for one in step.report.passes} == {torch.bfloat16}
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert type(model(EXAMPLE)) is Tensor  # autocast has kept no weight without data
+        assert type(model(EXAMPLE)) is Tensor  # autocast keeps no weight without data
 
 
 def test_a_block_that_fails(loads: Loads) -> None:
-    """As this one does, whose numbers nobody knows."""
+    """It branches on a number of a fake tensor, which has none."""
     model = Block()
     with pytest.raises(RuntimeError), fastconv.preparing() as step:
         assert model(EXAMPLE).sum().backward() or model(EXAMPLE).sum() > 0
@@ -275,7 +275,7 @@ def test_progress(loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.endswith(f"\rfastconv: compiled {total} of {total} kernels\n")
 
 
-def test_what_needs_data() -> None:
+def test_a_model_that_needs_data() -> None:
     with pytest.raises(RuntimeError, match="cannot prepare the model, as it cannot be called with"):
         fastconv.prepare(lambda x: x.sum().item(), EXAMPLE)
 
@@ -298,6 +298,6 @@ def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
-def test_jobs_that_are_no_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_jobs_that_are_not_a_positive_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     with pytest.raises(ValueError, match="COMPILE_JOBS should be a positive number, but got"):
         _jobs(monkeypatch, value)()

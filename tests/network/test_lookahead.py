@@ -1,4 +1,4 @@
-"""Gradients' and next layers' kernels, compiled while others are. A CPU stands in."""
+"""Kernels of gradients and next layers, compiled in the background. A CPU stands in for a GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
 from fastconv.modules import FusedConv2d
-from fastconv.ops import ahead, devices, entries
-from fastconv.ops.ahead import begin  # which other tests do without
+from fastconv.network import lookahead
+from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
+from fastconv.ops import devices, entries
 from fastconv.ops.schema import OPERATORS
 
 
-class Noted(SimpleNamespace):
-    """Passes that were begun in the background, and those that were planned as they were needed."""
+class Passes(SimpleNamespace):
+    """Passes that were begun in the background, and those that were planned at their call."""
 
     begun: list[cuda.Need]
     needed: list[cuda.Need]
@@ -35,9 +36,9 @@ class Noted(SimpleNamespace):
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
-    """Tensors of a CPU get the plans of an H200's, by Python; nothing is compiled or computed."""
-    found = Noted(begun=[], needed=[])
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
+    """Plans tensors of a CPU as an H200's, by Python; nothing is compiled or computed."""
+    found = Passes(begun=[], needed=[])
     planned = cuda.planned
 
     def needed(need: cuda.Need) -> Any:
@@ -47,8 +48,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     prepared = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setattr(native, "conv2d", None)
     monkeypatch.setattr(native, "begin", lambda: None)
-    monkeypatch.setattr(ahead, "begin", begin)
-    monkeypatch.setattr(cuda, "before_forward", ahead.begin_layers)
+    monkeypatch.setattr(lookahead, "compile_gradients", compile_gradients)
+    monkeypatch.setattr(cuda, "before_forward", lookahead.compile_next_layers)
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
@@ -78,73 +79,73 @@ def _tensors(
 @pytest.mark.parametrize("precision", ["ieee", "tf32", None])
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(("size", "channels"), [(12, 16), (3, 16), (13, 1)])
-def test_what_is_begun_is_what_is_needed(
-    noted: Noted, format: torch.memory_format, size: int, channels: int, precision: Any
+def test_begun_passes_are_those_that_are_needed(
+    passes: Passes, format: torch.memory_format, size: int, channels: int, precision: Any
 ) -> None:
-    """Down to sizes of 1, of which strides do not tell the memory format."""
+    """Even for sizes of 1, whose strides do not show the memory format."""
     tensors = _tensors(format, size, channels)
     output = fastconv.conv2d(*tensors, stride=2, precision=precision)
-    assert len(noted.begun) == 2
-    assert not noted.gradients
+    assert len(passes.begun) == 2
+    assert not passes.gradients
     output.backward(torch.empty_like(output))
-    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
+    assert sorted(passes.begun, key=str) == sorted(passes.gradients, key=str)
 
 
 @pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
-def test_only_what_is_recorded(noted: Noted, wanted: tuple[int, ...]) -> None:
+def test_only_recorded_gradients(passes: Passes, wanted: tuple[int, ...]) -> None:
     tensors = [one.detach().requires_grad_(i in wanted) for i, one in enumerate(_tensors())]
     output = fastconv.conv2d(*tensors)
     if wanted:
         output.backward(torch.empty_like(output))
-    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
-    assert len(noted.begun) == (0 in wanted) + (1 in wanted)
+    assert sorted(passes.begun, key=str) == sorted(passes.gradients, key=str)
+    assert len(passes.begun) == (0 in wanted) + (1 in wanted)
 
 
-def test_autocast_and_views(noted: Noted) -> None:
+def test_autocast_and_views(passes: Passes) -> None:
     input, weight, bias = _tensors()
     with torch.autocast("cpu", torch.bfloat16):
         output = fastconv.conv2d(input[:, :, ::2], weight, bias, padding=1)
-    assert {need.dtype for need in noted.begun} == {torch.bfloat16}
+    assert {need.dtype for need in passes.begun} == {torch.bfloat16}
     output.backward(torch.empty_like(output))
-    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
+    assert sorted(passes.begun, key=str) == sorted(passes.gradients, key=str)
 
 
-def test_tensors_that_are_not_aligned(noted: Noted) -> None:
+def test_tensors_that_are_not_aligned(passes: Passes) -> None:
     input, weight, _ = _tensors()
     at_an_offset = torch.empty(input.numel() + 1)[1:].view_as(input).requires_grad_()
     output = fastconv.conv2d(at_an_offset, weight)
     output.backward(torch.empty_like(output))
-    assert sorted(noted.begun, key=str) == sorted(noted.gradients, key=str)
-    assert {need.plan: need.aligned for need in noted.begun} == {
+    assert sorted(passes.begun, key=str) == sorted(passes.gradients, key=str)
+    assert {need.plan: need.aligned for need in passes.begun} == {
         planner.input_grad: True,
         planner.weight_grad: False,
     }
 
 
-def test_once_for_a_form(noted: Noted) -> None:
+def test_once_for_a_form(passes: Passes) -> None:
     tensors = _tensors()
     for _ in range(3):
         fastconv.conv2d(*tensors)
-    assert len(noted.begun) == 2
+    assert len(passes.begun) == 2
     with torch.no_grad():
         fastconv.conv2d(*_tensors(size=20))  # planned, but not recorded
     fastconv.conv2d(*tensors)
-    assert len(noted.begun) == 2
+    assert len(passes.begun) == 2
 
 
-def test_not_what_is_ready(noted: Noted) -> None:
-    """After ``prepare``, say."""
+def test_ready_passes_are_not_begun(passes: Passes) -> None:
+    """They are ready after ``prepare``, for example."""
     tensors = _tensors()
     output = fastconv.conv2d(*tensors)
     output.backward(torch.empty_like(output))
-    noted.begun.clear()
-    for need in noted.gradients:
+    passes.begun.clear()
+    for need in passes.gradients:
         cuda.begin(need)
-    assert not noted.begun
+    assert not passes.begun
 
 
-@pytest.mark.parametrize("reason", ["a graph is captured", "forked", "in the midst of a trace"])
-def test_in_the_way(noted: Noted, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+@pytest.mark.parametrize("reason", ["a graph is captured", "forked", "torch.compile traces"])
+def test_no_background_work(passes: Passes, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     if reason == "forked":
         monkeypatch.setattr(native, "_forked", True)
     elif reason == "a graph is captured":
@@ -154,11 +155,11 @@ def test_in_the_way(noted: Noted, monkeypatch: pytest.MonkeyPatch, reason: str) 
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     args = (*_tensors(), (1, 1), (0, 0, 0, 0), (1, 1), 1, None)
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
-    begin(args, result, (True, True, True), planner.EVERY)
-    assert not noted.begun
+    compile_gradients(args, result, (True, True, True), planner.EVERY)
+    assert not passes.begun
 
 
-def test_nothing_is_raised(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_raised(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no such GPU")
 
@@ -166,19 +167,19 @@ def test_nothing_is_raised(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> Non
     fastconv.conv2d(*_tensors())
 
 
-def test_transforms(noted: Noted) -> None:
-    """Levels of functorch have tensors of their own: nothing is begun for these."""
+def test_transforms(passes: Passes) -> None:
+    """Transforms of torch.func wrap tensors: nothing is begun for wrappers."""
     input, weight, _ = (tensor.detach() for tensor in _tensors())
     torch.func.grad(lambda weight: fastconv.conv2d(input, weight).sum())(weight)
-    assert not noted.begun
+    assert not passes.begun
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+def test_entries_of_the_native_host_path(monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(ahead, "begin", lambda *told: begun.append(told))
+    monkeypatch.setattr(lookahead, "compile_gradients", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):
@@ -189,8 +190,8 @@ def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bo
 
 
 @pytest.fixture
-def compiled(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Programs as they "compile", in threads for real."""
+def compiled(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that were "compiled", in real threads."""
     found: list[str] = []
 
     def build(kernel: Any, arch: str) -> bytes:
@@ -213,25 +214,25 @@ def compiled(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_planned_and_compiled_once(noted: Noted, compiled: list[str]) -> None:
-    """Whether the backward pass comes after it all or amidst it."""
+def test_planned_and_compiled_once(passes: Passes, compiled: list[str]) -> None:
+    """Also if the backward pass begins while kernels are being compiled."""
     model = nn.Sequential(*(fastconv.Conv2d(8 * i, 8 * i + 8, 3, padding=1) for i in range(1, 7)))
     output = model(torch.randn(2, 8, 10, 10))
     output.backward(torch.empty_like(output))
     assert len(compiled) == len(set(compiled))
-    assert len(noted.needed) == len(set(noted.needed)) == 6 + 6 + 5
+    assert len(passes.needed) == len(set(passes.needed)) == 6 + 6 + 5
     assert not launch._workers._pieces
 
 
-def test_another_form_than_was_thought(noted: Noted, compiled: list[str]) -> None:
+def test_a_gradient_of_another_form_than_assumed(passes: Passes, compiled: list[str]) -> None:
     output = fastconv.conv2d(*_tensors())
     grad_output = torch.empty_like(output, memory_format=torch.channels_last)
     output.backward(grad_output)
-    assert {need.output_channels_last for need in noted.needed if need.bias_grad} == {False, True}
+    assert {need.output_channels_last for need in passes.needed if need.bias_grad} == {False, True}
 
 
 class Block(nn.Module):
-    """As in residual networks, the convolution of the shortcut is defined last."""
+    """A residual block, whose shortcut is defined last but called first."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -254,32 +255,34 @@ def _network() -> nn.Sequential:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_next_layers(noted: Noted, format: torch.memory_format, half: bool, recorded: bool) -> None:
-    """All but the first are there when they are asked for, and nothing else."""
+def test_next_layers(
+    passes: Passes, format: torch.memory_format, half: bool, recorded: bool
+) -> None:
+    """All layers but the first are begun before their calls, and nothing else is."""
     model = _network().to(memory_format=format)
-    images = torch.randn(2, 3, 45, 70)  # whose format is the output's only if the weight's is
+    images = torch.randn(2, 3, 45, 70)  # their format decides the output's only with the weight's
     with torch.autocast("cpu", torch.bfloat16, enabled=half), torch.set_grad_enabled(recorded):
         model(images)
-    needed = [need for need in noted.needed if need.plan is planner.forward]
+    needed = [need for need in passes.needed if need.plan is planner.forward]
     assert len(needed) == 9
-    assert set(noted.guesses) == set(needed[1:])
+    assert set(passes.guesses) == set(needed[1:])
     assert {need.dtype for need in needed} == {torch.bfloat16 if half else torch.float32}
 
 
-def test_how_far_it_looks(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At so many passes that are not there yet; the next one is begun last, to be done first."""
+def test_how_far_it_looks(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins a few passes that are not ready; the next one last, to be compiled first."""
     model = nn.Sequential(*(fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 9)))
     model[:2](torch.randn(1, 8, 6, 6))
-    noted.begun.clear()
-    monkeypatch.setattr(cuda, "_made", dict.fromkeys(noted.needed))
+    passes.begun.clear()
+    monkeypatch.setattr(cuda, "_made", dict.fromkeys(passes.needed))
     model(torch.randn(1, 8, 6, 6)[..., :5].contiguous())
-    channels = [need.problem.in_channels for need in noted.guesses]
-    assert channels[: ahead.LAYERS] == [40, 32, 24, 16]
+    channels = [need.problem.in_channels for need in passes.guesses]
+    assert channels[: lookahead.LAYERS] == [40, 32, 24, 16]
 
 
 @pytest.mark.parametrize("other", ["channels", "copied", "class", "fused", "computed"])
-def test_layers_that_cannot_be_guessed(noted: Noted, other: str) -> None:
-    """Their weights are not looked at, either: to compute them may change something."""
+def test_layers_that_cannot_be_guessed(passes: Passes, other: str) -> None:
+    """Their weights are not read, either: to compute them may change buffers."""
 
     class Other(fastconv.Conv2d):
         pass
@@ -296,11 +299,11 @@ def test_layers_that_cannot_be_guessed(noted: Noted, other: str) -> None:
     model[:2](torch.randn(1, 8, 9, 9))
     model.forward = model[:2].forward  # type: ignore[method-assign]
     model(torch.randn(1, 8, 10, 9))
-    assert not noted.guesses
+    assert not passes.guesses
     assert all(map(torch.equal, layer.buffers(), before))
 
 
-def test_weights_of_copied_layers_are_computed_once(noted: Noted) -> None:
+def test_weights_of_copied_layers_are_computed_once(passes: Passes) -> None:
     computed = nn.utils.parametrizations.spectral_norm(fastconv.Conv2d(8, 8, 1))
     model = nn.Sequential(computed, copy.deepcopy(computed))
     twins = copy.deepcopy(model)
@@ -310,7 +313,7 @@ def test_weights_of_copied_layers_are_computed_once(noted: Noted) -> None:
         torch.testing.assert_close(buffer, expected)
 
 
-def test_forwards_of_others_see_no_tensor_without_data(noted: Noted) -> None:
+def test_replaced_forwards_see_no_tensor_without_data(passes: Passes) -> None:
     model = _network()
     seen: list[Tensor] = []
     pool = model[1].forward
@@ -319,8 +322,8 @@ def test_forwards_of_others_see_no_tensor_without_data(noted: Noted) -> None:
     assert [x.device.type for x in seen] == ["cpu"]
 
 
-def test_networks_that_cannot_be_guessed(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, something pools between all layers: after some misses, nothing more is begun."""
+def test_networks_that_cannot_be_guessed(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions pool between all layers: after some misses, nothing more is begun."""
 
     class Pooling(nn.Module):
         def __init__(self) -> None:
@@ -335,15 +338,15 @@ def test_networks_that_cannot_be_guessed(noted: Noted, monkeypatch: pytest.Monke
     dropped: list[cuda.Need] = []
     monkeypatch.setattr(launch, "drop", dropped.append)
     Pooling()(torch.randn(1, 8, 30, 30))
-    misses = ahead.MOST_MISSES
-    assert len(noted.guesses) == misses  # layers are alike: one need each
+    misses = lookahead.MOST_MISSES
+    assert len(passes.guesses) == misses  # one for each layer, as the layers are equal
     model = Pooling()
     for size in (40, 41, 42):
         model(torch.randn(1, 8, size, 30))
-    assert len(noted.guesses) == 2 * misses
+    assert len(passes.guesses) == 2 * misses
 
 
-def test_what_was_guessed_wrongly_is_left(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_guesses_are_dropped(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[cuda.Need] = []
     monkeypatch.setattr(launch, "drop", dropped.append)
     layers = [fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 6)]
@@ -352,37 +355,39 @@ def test_what_was_guessed_wrongly_is_left(noted: Noted, monkeypatch: pytest.Monk
     assert {need.problem.input_size for need in dropped} == {(6, 6)}
 
 
-def test_a_wrong_guess_is_no_error(noted: Noted) -> None:
-    """A kernel larger than what the input is taken to be: here, something makes it larger."""
+def test_a_wrong_guess_is_no_error(passes: Passes) -> None:
+    """The kernel is larger than its assumed input, which a module enlarges."""
     layers = fastconv.Conv2d(4, 4, 3), nn.Upsample(scale_factor=4), fastconv.Conv2d(4, 4, 9)
     output = nn.Sequential(*layers)(torch.randn(1, 4, 9, 9))
     assert output.shape == (1, 4, 20, 20)
-    assert not noted.guesses
+    assert not passes.guesses
 
 
-def test_functions_have_no_next_layer(noted: Noted) -> None:
+def test_functions_have_no_next_layer(passes: Passes) -> None:
     model = _network()
     first = model[0]
     fastconv.conv2d(torch.randn(2, 3, 45, 70), first.weight, first.bias, 2, 3)
     first.forward(torch.randn(2, 3, 46, 70))
-    assert not noted.guesses
+    assert not passes.guesses
 
 
-def test_what_is_guessed_is_taken(noted: Noted, compiled: list[str]) -> None:
+def test_guessed_passes_are_used(passes: Passes, compiled: list[str]) -> None:
     model = _network()
     with torch.no_grad():
         model(torch.randn(2, 3, 45, 70))
     assert len(compiled) == len(set(compiled))
-    assert len(noted.needed) == len(set(noted.needed)) == 9
+    assert len(passes.needed) == len(set(passes.needed)) == 9
     assert not launch._workers._pieces
 
 
-def test_how_many_passes_are_noted_as_ready(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as are kept: with sizes that change all the time, the table has an end."""
+def test_the_table_of_ready_passes_is_bounded(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has as many as plans are kept, even if sizes change all the time."""
     monkeypatch.setattr(cuda, "MOST_READY", 3)
     with torch.no_grad():
         for size in range(10, 16):
             fastconv.conv2d(*_tensors(size=size))
-    assert [*cuda._made] == noted.needed[-3:]
-    assert all(map(cuda.is_ready, noted.needed[-3:]))
-    assert not cuda.is_ready(noted.needed[0])
+    assert [*cuda._made] == passes.needed[-3:]
+    assert all(map(cuda.is_ready, passes.needed[-3:]))
+    assert not cuda.is_ready(passes.needed[0])

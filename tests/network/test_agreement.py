@@ -1,4 +1,4 @@
-"""What counts as the same, and by how much roundings may make a fused layer differ."""
+"""Which results count as equal, and by how much rounding may make a fused layer differ."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastconv import agreement
-from fastconv.agreement import Rounding, difference
+from fastconv.network import agreement
+from fastconv.network.agreement import Rounding, difference
 
 NAN, INF = float("nan"), float("inf")
 
 
 @dataclass
 class Result:
-    """As some models return them."""
+    """A result as some models return it."""
 
     logits: Tensor
     name: str = ""
@@ -48,7 +48,7 @@ class Result:
         (None, 0),
     ],
 )
-def test_what_is_not_the_same(expected: Any, found: Any) -> None:
+def test_different_results(expected: Any, found: Any) -> None:
     words, _ = difference(expected, found)
     assert words
     assert difference(expected, expected) == (None, 0.0)
@@ -77,7 +77,7 @@ TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def rounded(layer: nn.Module, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A layer's results, computed in a type, and in double precision of the same numbers."""
+    """The results of a layer in a type, and in double precision with the same numbers."""
     made = layer.to(dtype)
     narrow = made(input.to(dtype))
     return narrow, made.double()(input.to(dtype).double()).to(dtype)
@@ -112,8 +112,8 @@ def test_roundings_pass_and_errors_do_not(layer: Any, dtype: torch.dtype, kind: 
 
 
 @torch.no_grad()
-def test_what_cancels_may_be_off_by_the_rounding_of_what_it_was() -> None:
-    """A BatchNorm's mean that is nearly all of the sum."""
+def test_terms_that_cancel() -> None:
+    """The bias nearly cancels the sum, whose rounding then is large beside the result."""
     layer = nn.Conv2d(8, 4, 1)
     input = torch.ones(1, 8, 4, 4)
     sums = layer(input)
@@ -127,7 +127,7 @@ def test_what_cancels_may_be_off_by_the_rounding_of_what_it_was() -> None:
 @torch.no_grad()
 def test_many_images_are_compared_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, input = nn.Conv2d(3, 4, 1), torch.randn(7, 3, 6, 6)
-    monkeypatch.setattr(agreement, "_AT_ONCE", 4 * 6 * 6 * 2)
+    monkeypatch.setattr(agreement, "_CHUNK", 4 * 6 * 6 * 2)
     rounding, expected = Rounding(layer, None, torch.float32, 1.0), layer(input)
     residual = torch.randn_like(expected)
     for other in (None, residual):

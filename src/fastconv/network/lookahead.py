@@ -1,9 +1,9 @@
-"""Has kernels compiled in the background that a network will ask for, before it does.
+"""Compiles kernels in the background that a network will need soon.
 
-Those of gradients: when a forward pass is planned whose gradients are recorded, a backward pass
-will come. What it will need is known but for the form of the output's gradient: that is taken to be
-the output's. And those of the next layers of a network, as far as they can be guessed. Where that
-is wrong, a pass is planned and compiled when it is asked for, as without this.
+Gradients: when a forward pass is planned while autograd records, a backward pass will follow. Its
+problems are known except for the form of the output's gradient, which is assumed to be the
+output's. Next layers: the forward passes of the layers behind the one that is being called, as far
+as they can be guessed. Where a guess is wrong, the pass is planned and compiled at its call.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from fastconv.kernels.planner import Pass, Switch
 from fastconv.ops import devices
 from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
 
-LAYERS = 4  # how far to look
-MOST_MISSES = 4  # after which nothing more of a network is guessed
+LAYERS = 4
+"""How many of the next layers are compiled at a time."""
+
+MOST_MISSES = 4
+"""After this many wrong guesses about a network, nothing more is guessed about it."""
 
 
-def begin_if_new(args: Sequence[Any], wanted: Sequence[bool]) -> None:
-    """:func:`begin`, if a forward pass with these arguments has just been planned, by this thread.
+def compile_gradients_if_planned(args: Sequence[Any], wanted: Sequence[bool]) -> None:
+    """:func:`compile_gradients`, if this thread has just planned a forward pass of these arguments.
 
-    For each call: where none has, it costs a look.
+    It runs at each call, and costs next to nothing where no pass has been planned.
     """
     need = cuda.take_latest()
     if need is None or torch._C._are_functorch_transforms_active():
@@ -42,23 +45,25 @@ def begin_if_new(args: Sequence[Any], wanted: Sequence[bool]) -> None:
     operator = OPERATORS["forward"]
     result = operator.describe(operator.known, *args)
     if need.problem == result.problem:
-        begin(args, result, wanted, need.switch)
+        compile_gradients(args, result, wanted, need.switch)
 
 
-def begin(args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch) -> None:
-    """Begins to plan and compile what gives the gradients of ``forward(*args)``.
+def compile_gradients(
+    args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch
+) -> None:
+    """Begins to plan and compile the gradients of ``forward(*args)`` in the background.
 
-    ``wanted`` says for input, weight and bias whether theirs are recorded. Does nothing where work
-    in the background would be in the way (:func:`native.in_the_way`), and raises nothing: the
-    backward pass would meet the same trouble, and tells of it.
+    ``wanted`` says for input, weight and bias whether autograd records their gradients. Does
+    nothing where background work would disturb (:func:`native.in_the_way`), and raises nothing: the
+    backward pass itself will raise the same error.
     """
     if not native.in_the_way():
         with suppress(Exception):
-            for need in _needs(args, result, wanted, switch):
+            for need in _gradient_needs(args, result, wanted, switch):
                 cuda.begin(need)
 
 
-def _needs(
+def _gradient_needs(
     args: Sequence[Any], result: Result, wanted: Sequence[bool], switch: Switch
 ) -> Iterator[cuda.Need]:
     input, weight = args[:2]
@@ -68,7 +73,7 @@ def _needs(
     grad_output = without_data(result.shape, memory_format=result.memory_format)
 
     def need(plan: Pass, other: Tensor, out: Tensor, bias: bool = False) -> Iterator[cuda.Need]:
-        # Copies would be made of what is not dense; as these, they are aligned.
+        # An operand that is not dense is copied before the launch, and a copy is aligned.
         aligned = other.data_ptr() % 16 == 0 or not cuda.is_dense(other)
         other = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device="meta")
         found = cuda.need(plan, problem, grad_output, other, out, args[PRECISION], bias, switch)
@@ -87,39 +92,39 @@ def _needs(
 
 
 def register() -> None:
-    cuda.before_forward = begin_layers
+    cuda.before_forward = compile_next_layers
 
 
-def begin_layers(need: cuda.Need) -> None:
-    """Begins to plan and compile the forward passes that may come after this one.
+def compile_next_layers(need: cuda.Need) -> None:
+    """Begins to plan and compile the forward passes that may follow this one.
 
-    If a layer of a network asks for it, that is being called now: the network says which layers it
-    has after this one. Raises nothing, as :func:`begin`.
+    If a layer of a network is being called, the layers defined after it in the network are assumed
+    to be called next. Raises nothing, as :func:`compile_gradients`.
     """
     if native.in_the_way() or torch._C._are_functorch_transforms_active():
         return
     with suppress(Exception):
-        running = _running()
+        running = _running_modules()
         if running and _is_plain(running[-1]):
             guesses = _guesses.setdefault(running[0], _Guesses())
             guesses.check(running[-1], need)
             if guesses.misses < MOST_MISSES:
                 following = _following(running[0].modules(), running[-1])
-                guesses.begin([*islice(_of_next_layers(following, need), LAYERS)])
+                guesses.compile([*islice(_next_needs(following, need), LAYERS)])
 
 
 class _Guesses:
-    """What a network's layers were taken to need when they are called, and how often wrongly."""
+    """What the layers of a network are assumed to need, and how often that was wrong."""
 
     def __init__(self) -> None:
         self.misses = 0
         self._needs: WeakKeyDictionary[nn.Module, cuda.Need] = WeakKeyDictionary()
 
     def check(self, layer: nn.Module, need: cuda.Need) -> None:
-        """Is told what a layer does need.
+        """Compares a guess with what a layer does need.
 
-        Where it was taken to need something else, so were those behind it: what nobody has got to
-        of that is left.
+        If it was wrong, so are those for layers behind it: work on them that has not begun is
+        dropped.
         """
         if self._needs.pop(layer, need) != need:
             self.misses += 1
@@ -127,8 +132,8 @@ class _Guesses:
                 cuda.drop(other)
             self._needs.clear()
 
-    def begin(self, found: list[tuple[nn.Module, cuda.Need]]) -> None:
-        for layer, need in reversed(found):  # what is begun last is done first
+    def compile(self, found: list[tuple[nn.Module, cuda.Need]]) -> None:
+        for layer, need in reversed(found):  # the pass that is queued last is compiled first
             self._needs[layer] = need
             cuda.begin(need)
 
@@ -136,12 +141,10 @@ class _Guesses:
 _guesses: WeakKeyDictionary[nn.Module, _Guesses] = WeakKeyDictionary()  # by network
 
 
-def _of_next_layers(
-    modules: Iterator[Any], need: cuda.Need
-) -> Iterator[tuple[nn.Module, cuda.Need]]:
-    """What layers need that is not there yet, if they are called in this order after that one.
+def _next_needs(modules: Iterator[Any], need: cuda.Need) -> Iterator[tuple[nn.Module, cuda.Need]]:
+    """What layers need that is not compiled, if they are called in this order after ``need``.
 
-    The input of a layer is taken to be the latest tensor of as many channels.
+    The input of a layer is assumed to be the latest tensor with as many channels.
     """
     problem = need.problem
     latest = problem.out_channels
@@ -151,7 +154,7 @@ def _of_next_layers(
         if type(module) in _POOLS:
             sizes[latest] = _pooled(module, sizes[latest])
         elif _is_plain(module) and module.in_channels in sizes:
-            one = _of_layer(module, sizes[module.in_channels], need)
+            one = _layer_need(module, sizes[module.in_channels], need)
             latest = module.out_channels
             sizes[latest] = one.problem.output_size
             if one not in found and not cuda.is_ready(one):
@@ -160,7 +163,7 @@ def _of_next_layers(
 
 
 def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Module]:
-    """Those that are defined after a layer."""
+    """The modules that are defined after a layer."""
     for module in modules:
         if module is layer:
             break
@@ -168,24 +171,24 @@ def _following(modules: Iterator[nn.Module], layer: nn.Module) -> Iterator[nn.Mo
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it is a layer whose call is known: of this class itself, with a plain parameter.
+    """Whether a module's calls can be guessed: exactly ``fastconv.Conv2d``, with a plain weight.
 
-    Not those whose weights are computed or elsewhere, or whose input is padded by a copy.
+    Weights of other layers are computed or elsewhere, or a copy pads their input.
     """
-    from fastconv.modules import Conv2d  # which imports this
+    from fastconv.modules import Conv2d  # that module imports this one
 
     plain = type(module) is Conv2d and module.padding_mode == "zeros"
     return plain and type(module._parameters.get("weight")) is nn.Parameter
 
 
 def _pooled(pool: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
-    # By its class: what somebody may have put in place of its forward is to see no such tensor.
+    # The forward of its class is called: one of the instance's own must not see a meta tensor.
     pooled = type(pool).forward(pool, torch.empty(1, 1, *size, device="meta"))
     return pooled.shape[2], pooled.shape[3]
 
 
-def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
-    """What a layer needs for images of this size, if they are as another one has left them."""
+def _layer_need(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
+    """What a layer needs for images of this size whose type and format are those of ``like``."""
     format = torch.channels_last if like.output_channels_last else torch.contiguous_format
     shape = (like.problem.batch, layer.in_channels, *size)
     input = torch.empty(shape, dtype=like.dtype, device="meta", memory_format=format)
@@ -198,12 +201,12 @@ def _of_layer(layer: Any, size: tuple[int, int], like: cuda.Need) -> cuda.Need:
     operator = OPERATORS["forward"]
     result = operator.describe(operator.check, *args)
     found = devices.need(operator, result, args, like.switch)
-    assert found is not None  # a network's layers have channels
+    assert found is not None  # it is None only for complex or empty tensors
     return found._replace(device=like.device)
 
 
-def _running() -> list[nn.Module]:
-    """The modules that this thread is calling just now, the outermost first."""
+def _running_modules() -> list[nn.Module]:
+    """The modules whose calls are on this thread's stack, the outermost first."""
     found = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""What a model's calls change is put back."""
+"""Snapshots: whatever a call of a model changes is put back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastconv import state
-from fastconv.state import State
+from fastconv.network.snapshot import Snapshot, same_random_numbers
 
 
 class Holder(nn.Module):
@@ -23,11 +22,11 @@ class Holder(nn.Module):
         self.value = value
 
 
-def _noted(model: nn.Module) -> State:
-    """The model's state, its tensors' values included."""
-    noted = State(values=True)
-    noted.take({"model": model})
-    return noted
+def _snapshot_of(model: nn.Module) -> Snapshot:
+    """A snapshot of the model, the numbers of its tensors included."""
+    snapshot = Snapshot(values=True)
+    snapshot.record({"model": model})
+    return snapshot
 
 
 def _quantized() -> torch.Tensor:
@@ -67,16 +66,16 @@ def _in_inference_mode(tensor: torch.Tensor) -> None:
 def test_tensors(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
     model = Holder(make())
     expected = repr(make())
-    noted = _noted(model)
-    assert not noted.changed()
+    snapshot = _snapshot_of(model)
+    assert not snapshot.changed_tensors()
     with torch.no_grad():
         change(model.value)
-    assert noted.changed()
+    assert snapshot.changed_tensors()
     same = model.value
-    noted.put_back()
+    snapshot.put_back()
     assert model.value is same
     assert repr(model.value) == expected
-    assert not noted.changed()
+    assert not snapshot.changed_tensors()
 
 
 @pytest.mark.parametrize(
@@ -94,10 +93,10 @@ def test_tensors(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
 )
 def test_containers(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
     model = Holder(make())
-    noted, same = _noted(model), model.value
+    snapshot, same = _snapshot_of(model), model.value
     change(model.value)
     assert model.value != make()
-    noted.put_back()
+    snapshot.put_back()
     assert model.value is same
     assert model.value == make()
     assert list(model.value) == list(make())
@@ -109,7 +108,7 @@ def test_attributes_layers_and_objects() -> None:
             self.count, self.seen = 0, []
 
     model = nn.Sequential(Holder(Meter()), nn.BatchNorm2d(3))
-    noted = _noted(model)
+    snapshot = _snapshot_of(model)
     model[0].value.count += 1
     model[0].value.seen.append(3)
     model[0].other = 3
@@ -118,7 +117,7 @@ def test_attributes_layers_and_objects() -> None:
     model.eval()
     model[1].train()(torch.randn(2, 3, 4, 4))
     del model[1].affine
-    noted.put_back()
+    snapshot.put_back()
     assert (model[0].value.count, model[0].value.seen) == (0, [])
     assert not hasattr(model[0], "other")
     assert [name for name, _ in model.named_children()] == ["0", "1"]
@@ -127,8 +126,8 @@ def test_attributes_layers_and_objects() -> None:
     assert model[1].affine
 
 
-def test_what_objects_have_is_not_followed_for_ever() -> None:
-    """A trainer, say, which has all the data."""
+def test_numbers_of_far_tensors_are_not_recorded() -> None:
+    """Such as those of a trainer, which has all the data."""
 
     class Data:
         def __init__(self) -> None:
@@ -139,72 +138,72 @@ def test_what_objects_have_is_not_followed_for_ever() -> None:
             self.data = Data()
 
     model = Holder(Trainer())
-    noted = _noted(model)
+    snapshot = _snapshot_of(model)
     model.value.data.images.add_(1)
-    assert not noted.changed()
-    noted.put_back()
+    assert not snapshot.changed_tensors()
+    snapshot.put_back()
     assert model.value.data.images.equal(torch.ones(3))
 
 
-def test_what_did_not_change_is_not_written() -> None:
-    """Who has saved a tensor for a backward pass would be told that it has changed."""
+def test_unchanged_tensors_are_not_written() -> None:
+    """If they were, autograd would refuse to use those that it saved for a backward pass."""
     model = nn.BatchNorm2d(3)
     versions = [one._version for one in (*model.parameters(), *model.buffers())]
-    noted = _noted(model)
-    noted.put_back()
+    snapshot = _snapshot_of(model)
+    snapshot.put_back()
     assert [one._version for one in (*model.parameters(), *model.buffers())] == versions
     model.running_mean.data.add_(1)
-    noted.put_back()
-    assert model.running_mean._version > versions[2]  # and what did is told
+    snapshot.put_back()
+    assert model.running_mean._version > versions[2]
 
 
-def test_methods_of_a_container_s_class_are_not_called() -> None:
+def test_overridden_methods_of_containers_are_not_called() -> None:
     class Stubborn(dict[str, int]):
         def clear(self) -> None:
             raise ValueError("not this one")
 
     model = Holder(Stubborn(a=1))
-    noted = _noted(model)
+    snapshot = _snapshot_of(model)
     model.value["b"] = 2
-    noted.put_back()
+    snapshot.put_back()
     assert model.value == {"a": 1}
 
 
-def test_what_cannot_be_put_back_does_not_keep_the_rest_from_it() -> None:
+def test_a_failure_to_put_back_one_object_does_not_stop_others() -> None:
     class Slotted:
         __slots__ = ("kept",)
 
     model = nn.Sequential(Holder(Slotted()), Holder([1]))
-    noted = _noted(model)
-    # Descriptors of the class that it had do not take it.
+    snapshot = _snapshot_of(model)
+    # The slots of its former class do not accept it.
     model[0].value.__class__ = type("Other", (), {"__slots__": ("kept",)})
     model[1].value.append(2)
     with pytest.raises(RuntimeError, match="the model is not as it was: "):
-        noted.put_back()
+        snapshot.put_back()
     assert model[1].value == [1]
 
 
-def test_what_autograd_knows_of_a_tensor() -> None:
-    """A leaf that was written to with gradients is one again, with its numbers."""
+def test_autograd_state_of_a_tensor() -> None:
+    """A leaf that was written to under autograd becomes a leaf again, with its numbers."""
     model, weight = Holder(torch.zeros(3)), torch.ones(3, requires_grad=True)
-    noted = _noted(model)
+    snapshot = _snapshot_of(model)
     model.value.add_(weight)
     assert model.value.requires_grad
-    noted.put_back()
+    snapshot.put_back()
     assert not model.value.requires_grad
     assert model.value.grad_fn is None
     assert model.value.equal(torch.zeros(3))
 
 
-def test_a_view_of_what_was_written_to() -> None:
-    """Autograd gives it another node, which is no change of its own."""
+def test_a_view_of_a_tensor_that_was_written_to() -> None:
+    """Autograd gives the view another node, which does not count as a change of the view."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(3, 2))
     model.row = model.weight[0]
-    noted = _noted(model)
+    snapshot = _snapshot_of(model)
     with torch.no_grad():
         model.weight.add_(1)
-    noted.put_back()
+    snapshot.put_back()
     assert model.row.equal(torch.zeros(2))
 
 
@@ -213,17 +212,17 @@ class _Shared:
         self.lock, self.found = threading.Lock(), dict[str, Any]()
 
 
-def test_what_is_shared_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much else a model leads to."""
-    monkeypatch.setattr(state, "LIMIT", 200)
+def test_shared_objects_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded however much else a model leads to."""
+    monkeypatch.setattr("fastconv.network.snapshot.LIMIT", 200)
     model: Any = nn.Module()
     model.objects = [_Shared()]
     many = [[number] for number in range(1000)]
     model.keep = lambda: many
-    noted, kept = State(), object()
-    noted.take({"model": model})
+    snapshot, kept = Snapshot(), object()
+    snapshot.record({"model": model})
     model.objects[0].found["x"] = kept
-    noted.put_back(lambda one: one is kept)
+    snapshot.put_back(lambda one: one is kept)
     assert model.objects[0].found == {}
 
 
@@ -231,11 +230,11 @@ def test_random_numbers() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    with state.same_random_numbers():
+    with same_random_numbers():
         first = draw()
     assert draw() == first
     seeded = []
     for _ in range(2):
-        with state.same_random_numbers(seed=3):
+        with same_random_numbers(seed=3):
             seeded.append(draw())
     assert seeded[0] == seeded[1] != first

@@ -1,4 +1,4 @@
-"""Whether two computations of the same thing agree: bit for bit, or as closely as types round."""
+"""Whether two computations of the same results agree: exactly, or but for rounding."""
 
 from __future__ import annotations
 
@@ -11,38 +11,44 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastconv import _precision, calls
-from fastconv.state import is_same
+from fastconv import _precision
+from fastconv.network import calls
+from fastconv.network.tensor_record import is_same
 
-# Units of rounding (half the distance between numbers from 1 to 2), by what products are made of.
+# The unit roundoff of each type: half the distance of neighbouring numbers between 1 and 2.
 _ROUNDING = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
 }
-_TF32 = 2.0**-11
+_TF32 = 2.0**-11  # unit roundoff
 _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32}
 
-# How many times its rounding a convolution may differ from another way to compute it: as a whole,
-# by the norm; and a single element. Both ways round (twice), in several steps (twice more).
-_OF_NORM, _OF_ELEMENT = 4.0, 16.0
-# The largest slope of an activation, hardswish's, but for LeakyReLU's, which is the user's.
+# How many times the estimated rounding two ways to compute a convolution may differ. For the norm:
+# twice, as both ways round, and twice again, as each rounds in several steps. Single elements may
+# differ by more.
+_NORM_FACTOR, _ELEMENT_FACTOR = 4.0, 16.0
+# The largest slope of an activation, which is hardswish's. LeakyReLU's slope is an argument.
 _SLOPE = 1.5
-_AT_ONCE = 1 << 23  # elements that are compared at a time
+# How many elements are compared at a time. It bounds the memory of comparisons.
+_CHUNK = 1 << 23
 
 
 # --- Results of models ----------------------------------------------------------------------------
 
 
 def difference(expected: Any, found: Any) -> tuple[str | None, float]:
-    """How two results of a model differ, in words, if in more than roundings; or by how much.
+    """How two results of a model differ.
 
-    The number is the largest difference of two tensors, as a share of their norm. NaN, infinities,
-    integers and whatever is no tensor have to be the same.
+    NaN, infinities, integers and values other than tensors have to be the same.
+
+    Returns:
+        A description of a difference that is more than rounding, or None; and the largest
+        difference of two tensors, as a share of their norm.
     """
     if isinstance(expected, Tensor):
-        return _of_tensors(expected, found)
+        return _tensor_difference(expected, found)
     if type(expected) is not type(found):
         return f"a {type(found).__name__} instead of a {type(expected).__name__}", 0.0
     if dataclasses.is_dataclass(expected):
@@ -67,8 +73,8 @@ def difference(expected: Any, found: Any) -> tuple[str | None, float]:
     return (None if same else f"{found!r} instead of {expected!r}"), 0.0
 
 
-def _of_tensors(expected: Tensor, found: Any) -> tuple[str | None, float]:
-    form, other = _form(expected), _form(found)
+def _tensor_difference(expected: Tensor, found: Any) -> tuple[str | None, float]:
+    form, other = _form_text(expected), _form_text(found)
     if form != other:
         return f"{other} instead of {form}", 0.0
     if expected.is_meta:
@@ -79,22 +85,22 @@ def _of_tensors(expected: Tensor, found: Any) -> tuple[str | None, float]:
         return None, 0.0
     if not (expected.is_floating_point() or expected.is_complex()) or expected.is_quantized:
         return f"other numbers of {expected.dtype}", 0.0
-    if (words := _unlike_in_kind(expected, found)) is not None:
+    if (words := _nonfinite_difference(expected, found)) is not None:
         return words, 0.0
     theirs, ours = (_finite(one) for one in (expected, found))
     gap, norm = float((theirs - ours).norm()), float(theirs.norm())
     return None, gap / norm if norm else (math.inf if gap else 0.0)
 
 
-def _form(value: Any) -> str:
+def _form_text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     layout = "" if value.layout is torch.strided else f" {value.layout}"
     return f"{list(value.shape)} of {value.dtype} on {value.device}{layout}"
 
 
-def _unlike_in_kind(expected: Tensor, found: Tensor) -> str | None:
-    """Says if numbers that are NaN or infinite are not the same in both."""
+def _nonfinite_difference(expected: Tensor, found: Tensor) -> str | None:
+    """How NaN and infinities of two tensors differ, if they do."""
     theirs, ours = expected.isnan(), found.isnan()
     if not torch.equal(theirs, ours):
         return f"{int(ours.sum())} NaN instead of {int(theirs.sum())}, or elsewhere"
@@ -112,7 +118,7 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def rounding_of(values: Any) -> float:
-    """The rounding of one operation, of that type among the values that has the fewest bits."""
+    """The rounding of one operation, for the type with the fewest bits among the values."""
     types = [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     units = (_ROUNDING.get(_REAL.get(dtype, dtype), 0.0) for dtype in types)
     return 2 * max(units, default=0.0)
@@ -123,43 +129,43 @@ def rounding_of(values: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """By how much a convolution with what follows it may differ from its parts.
+    """A bound of how much a fused convolution may differ from its parts.
 
-    In a sum, roundings of the terms add up as their squares do if they are independent of one
-    another, and to their share of the sum itself if they are not. So an element's scale is the root
-    of the sum of its terms' squares, and the magnitudes of the sum, of what BatchNorm and bias add
-    to it (which may cancel), of the residual and of the result.
+    In a sum, the squares of the terms' roundings add up if these are independent of one another;
+    otherwise they add up to their share of the sum itself. So an element's scale is the root of the
+    sum of its terms' squares, plus the magnitudes of the sum, of what BatchNorm and bias add to it
+    (which may cancel), of the residual and of the result.
     """
 
-    layer: Any  # its geometry, and the weights that BatchNorm is part of
-    shift: Tensor | None  # magnitudes of what is added to a channel's sum
-    dtype: torch.dtype  # of the products
-    slope: float  # of the activation
+    layer: Any  # has the geometry, and the weights with BatchNorm folded into them
+    shift: Tensor | None  # for each channel, the magnitudes of all that is added to its sums
+    dtype: torch.dtype  # the type of the factors
+    slope: float  # LeakyReLU's negative slope; 1 for other activations
 
     def disagreement(
         self, expected: Tensor, found: Tensor, input: Tensor, residual: Tensor | None
     ) -> str | None:
-        """Says how the results differ, if they do by more than rounding explains."""
-        if _form(expected) != _form(found):
-            return f"{_form(found)} instead of {_form(expected)}"
+        """How two results differ, if by more than rounding explains."""
+        if _form_text(expected) != _form_text(found):
+            return f"{_form_text(found)} instead of {_form_text(expected)}"
         if not expected.numel():
             return None
         tensors = expected, found, input, residual
         if input.dim() == 4:  # few images at a time, as double precision takes memory
-            images = max(1, _AT_ONCE * len(expected) // expected.numel())
+            images = max(1, _CHUNK * len(expected) // expected.numel())
             parts = [(None,) * len(expected) if one is None else one.split(images)
                      for one in tensors]  # fmt: skip
-            said = (self._of(*each) for each in zip(*parts, strict=False))
+            said = (self._part_disagreement(*each) for each in zip(*parts, strict=False))
         else:
-            said = (self._of(*each) for each in (tensors,))
+            said = (self._part_disagreement(*each) for each in (tensors,))
         return next((words for words in said if words is not None), None)
 
-    def _of(
+    def _part_disagreement(
         self, expected: Tensor, found: Tensor, input: Tensor, residual: Tensor | None
     ) -> str | None:
         if not (expected.is_floating_point() or expected.is_complex()):
             return None if torch.equal(expected, found) else f"other numbers of {expected.dtype}"
-        if (words := _unlike_in_kind(expected, found)) is not None:
+        if (words := _nonfinite_difference(expected, found)) is not None:
             return words
         theirs, ours = (_finite(one) for one in (expected, found))
         error = (theirs - ours).abs()
@@ -170,15 +176,15 @@ class Rounding:
         unit = self._unit(input.device) * slope
         least = torch.finfo(_REAL.get(expected.dtype, expected.dtype)).smallest_normal * unit
         overall = float(scale.square().mean().sqrt())
-        excess = float((error / ((scale + overall) * unit + least)).max()) / _OF_ELEMENT
-        share = float(error.norm() / (scale.norm() * unit + least)) / _OF_NORM
+        excess = float((error / ((scale + overall) * unit + least)).max()) / _ELEMENT_FACTOR
+        share = float(error.norm() / (scale.norm() * unit + least)) / _NORM_FACTOR
         if max(excess, share) <= 1:
             return None
         how = "as a whole" if share > 1 else "in an element"
         return f"{max(excess, share):.2g} times what rounding can do, {how}"
 
     def _unit(self, device: torch.device) -> float:
-        """The rounding of an element: of its products, and of the sum of them all."""
+        """The relative rounding of an element: of its products, and of their sum."""
         terms = math.prod(self.layer.weight.shape[1:])
         dtype = _REAL.get(self.dtype, self.dtype)
         of_sums = _ROUNDING[torch.promote_types(dtype, torch.float32)]
@@ -189,13 +195,14 @@ class Rounding:
         return of_products + math.sqrt(terms) * of_sums
 
     def _scale(self, input: Tensor) -> Tensor:
+        """For each element, the scale of its terms, their sum and what is added to it."""
         wide = torch.promote_types(input.dtype, torch.float32)
         input = torch.where(input.isfinite(), input, 0).to(wide)
         weight = self.layer.weight.detach().to(wide)
-        # Numbers are scaled to lie between -1 and 1: squares of others may be too large.
+        # Numbers are scaled to lie between -1 and 1: squares of larger ones may overflow.
         largest = [one.abs().max().clamp(min=1e-30) for one in (input, weight)]
         units = [one / most for one, most in zip((input, weight), largest, strict=True)]
-        squares = calls.sums(self.layer, *(one.abs().square() for one in units))
-        scale = calls.sums(self.layer, *units).abs().double() + squares.abs().double().sqrt()
+        squares = calls.convolved(self.layer, *(one.abs().square() for one in units))
+        scale = calls.convolved(self.layer, *units).abs().double() + squares.abs().double().sqrt()
         scale = scale * (largest[0].double() * largest[1].double())
         return scale if self.shift is None else scale + self.shift.double()[:, None, None]
