@@ -12,8 +12,8 @@ from fastconv.kernels.family import GEOMETRY, Constant
 
 
 def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
-    halves = c["halves"] or c["Scalar"] != "float"
-    chunk = 2 * c["k_steps"] * (8 if halves else 4)  # channels
+    is_16_bit = c["halves"] or c["Scalar"] != "float"
+    chunk = 2 * c["k_steps"] * (8 if is_16_bit else 4)  # channels
     common = gcd(c["stride_height"], c["dilation_height"])
     row_residues = c["stride_height"] // common
     column_residues = c["stride_width"] // gcd(c["stride_width"], c["dilation_width"])
@@ -26,7 +26,7 @@ def _halo(c: Mapping[str, Any]) -> dict[str, Constant]:
     pixels = c["block_rows"] * c["tile_columns"]
     return {
         "16 bits": c["Scalar"] != "float",
-        "folded": c["fold_height"] * c["fold_width"] > 1,
+        "space-to-depth": c["fold_height"] * c["fold_width"] > 1,
         "grouped": c["groups"] > 1,
         "residues": row_residues * column_residues > 1,
         "row step": c["dilation_height"] > common,
@@ -67,7 +67,7 @@ HALO = Anatomy(
     parts={
         "load": (
             "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
-            "folded", "residues", "repairs", "whole chunks", "whole batches",
+            "space-to-depth", "residues", "repairs", "whole chunks", "whole batches",
             "several batches",
         ),
         "multiply": (
@@ -80,7 +80,7 @@ HALO = Anatomy(
             "few rows", "output step", "stores", "idle pixels",
         ),
         "pack": (
-            "Scalar", "parts", "halves", "transposed", "folded", "repairs", "grouped",
+            "Scalar", "parts", "halves", "transposed", "space-to-depth", "repairs", "grouped",
             "ties_to_even",
         ),
     },
@@ -88,17 +88,17 @@ HALO = Anatomy(
 
 
 def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
-    halves = c["Scalar"] != "float"
+    is_16_bit = c["Scalar"] != "float"
     common = gcd(c["stride_height"], c["dilation_height"])
-    row_pairs = halves and c["strip_columns"] % 16 == 8
+    row_pairs = is_16_bit and c["strip_columns"] % 16 == 8
     one_tap_column = c["tile_columns"] == 1
     unit = c["stride_width"] if one_tap_column else gcd(c["stride_width"], c["dilation_width"])
     tile_weights = c["tile_channels"] * c["tile_rows"] * c["tile_columns"]
     return {
-        "16 bits": halves,
+        "16 bits": is_16_bit,
         "grouped": c["groups"] > 1,
-        "input through registers": halves and (not c["in_channels_last"] or c["in_vector"] == 1),
-        "gradient through registers": halves and c["grad_vector"] == 1,
+        "input through registers": is_16_bit and (not c["in_channels_last"] or c["in_vector"] == 1),
+        "gradient through registers": is_16_bit and c["grad_vector"] == 1,
         "row step": c["dilation_height"] > common,
         "skipped rows": c["stride_height"] // common > c["tile_rows"],
         "skipped columns": unit > 1,

@@ -87,7 +87,7 @@ PLANES = Anatomy(
         "load": ("copied in vectors", "rows copied", "image", "several planes", "several inputs"),
         "weights": ("Scalar", "transposed", "outputs"),
         "multiply": ("transposed", "rows read", "columns read", "window"),
-        "sum": ("outputs", "several inputs", "two_level"),
+        "accumulate": ("outputs", "several inputs", "two_level"),
         "store": ("Scalar", "stored in vectors", "outputs"),
     },
 )
@@ -120,7 +120,7 @@ PIXELS = Anatomy(
         "load": ("copied in vectors", "image", "several images"),
         "weights": ("transposed", "channels", "several inputs", "weights in vectors"),
         "multiply": ("transposed", "rows read", "columns read"),
-        "sum": ("channels", "several inputs", "two_level"),
+        "accumulate": ("channels", "several inputs", "two_level"),
         "store": ("Scalar", "channels", "idle threads"),
     },
 )
@@ -173,7 +173,7 @@ WEIGHT_GRAD_PLANES = Anatomy(
     parts={
         "load": ("copied in vectors", "rows copied", "image", "several images"),
         "multiply": ("rows read", "columns read", "window", "whole columns"),
-        "sum": ("taps", "several rounds", "bias"),
+        "accumulate": ("taps", "several rounds", "bias"),
         "reduce": ("Scalar", "bias", "many splits", "several inputs"),
     },
 )
@@ -191,7 +191,7 @@ WEIGHT_GRAD_PIXELS = Anatomy(
     parts={
         "load": ("copied in vectors", "image", "several images"),
         "multiply": ("rows read", "columns read", "channels", "whole columns"),
-        "sum": ("taps", "several rounds", "channels", "bias"),
+        "accumulate": ("taps", "several rounds", "channels", "bias"),
         "reduce": ("Scalar", "bias", "many splits", "several inputs"),
     },
 )

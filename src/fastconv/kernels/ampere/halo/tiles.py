@@ -34,27 +34,27 @@ BATCH_REGISTERS = {8: 96, 12: 48, 16: 32}
 
 # Parameters of the cost model: cycles of a consumer warp.
 STAGE_CYCLES = 90.0  # from a stage of weights to the next
-FLUSH_CYCLES = {False: 1.2, True: 6.0}  # to flush an accumulator, by whether it is compensated
-TILE_CYCLES = 900.0  # to end a tile
-ACCUMULATOR_CYCLES = 2.0  # to store an accumulator
-VECTOR_CYCLES = 14.0  # to store a vector of outputs
+FLUSH_CYCLES = {False: 1.2, True: 6.0}  # a flush of an accumulator, by whether it is compensated
+TILE_CYCLES = 900.0  # the end of a tile
+ACCUMULATOR_CYCLES = 2.0  # the epilogue of an accumulator
+VECTOR_CYCLES = 14.0  # the store of a vector of outputs
 EXPOSED = {4: 1.0, 8: 0.6}  # share of these that no warp of the same scheduler hides, by consumers
 # Shares of the times that MMAs, by parts, and reads of their operands take alone.
 MMA_SHARE = {1: 0.84, 2: 0.9}
 OPERAND_SHARE = 0.49
 SHARED_BYTES = 128.0  # bytes of shared memory that an SM reads in a cycle
 # Cycles of a producer warp of input.
-COPY_CYCLES = 6.0  # for a vector that is copied as it is
-VECTOR_LOAD_CYCLES = 50.0  # for a vector that is loaded to registers
-PIXEL_CYCLES = 60.0  # for two vectors of a pixel whose numbers are loaded one by one
-NUMBER_CYCLES = 10.0  # for each number of these
-SPLIT_CYCLES = 14.0  # more for a number that is split in two parts
-HALVES_CYCLES = 4.0  # more for a number of scaled fp16
+COPY_CYCLES = 6.0  # a vector that is copied as it is
+VECTOR_LOAD_CYCLES = 50.0  # a vector that is loaded to registers
+PIXEL_CYCLES = 60.0  # two vectors of a pixel whose numbers are loaded one by one
+NUMBER_CYCLES = 10.0  # each number of a loaded vector or pixel
+SPLIT_CYCLES = 14.0  # extra for a number that is split in two parts
+HALVES_CYCLES = 4.0  # extra for a number of scaled fp16
 LATENCY_CYCLES = 1200.0  # latency of memory
 # Extra cost of stores that begin or end within a sector of memory, in bytes.
 SECTOR = 32
 PARTIAL_BYTES = 150.0
-CUT_BYTES = 50.0  # for a sector that two warps of a block write
+CUT_BYTES = 50.0  # extra cost of a sector that two warps of a block write
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,18 @@ ISSUE = 4.0  # instructions that an SM issues in a cycle
 # shared memory were measured to be faster even with more MMAs; and the same for copies from memory.
 OVERLAP_LOSS = 0.35
 COPY_LOSS = 0.1
-SPLIT_INSTRUCTIONS = 8.0  # to split a number of the input, for every MMA that reads it
-CONVERT_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # to round or split a number in shared memory, by parts
-TASK_INSTRUCTIONS = 10.0  # for an asynchronous copy
-CONVERT_TASK_INSTRUCTIONS = 5.0  # to convert the numbers of a copy, beside those for each number
+SPLIT_INSTRUCTIONS = 8.0  # splits a number of the input, once for every MMA that reads it
+CONVERT_INSTRUCTIONS = {1: 2.0, 2: 7.0}  # rounds or splits a number in shared memory, by parts
+TASK_INSTRUCTIONS = 10.0  # starts an asynchronous copy
+CONVERT_TASK_INSTRUCTIONS = 5.0  # converts a copy, beside what each of its numbers takes
 SHARED_BYTES_PER_CYCLE = 128.0
-REGISTER_INSTRUCTIONS = 60.0  # for a copy through registers
+REGISTER_INSTRUCTIONS = 60.0  # copies through registers
 SLICE_INSTRUCTIONS = 20.0
-UNIT_INSTRUCTIONS = 5.0  # to compute the address of a unit
+UNIT_INSTRUCTIONS = 5.0  # computes the address of a unit
 BYTES_PER_CYCLE = 14.0  # bytes that an SM gets from memory if all SMs load
 LATENCY_CYCLES = 900.0  # latency of memory
 STEP_CYCLES = 150.0
-BLOCK_CYCLES = 6000.0  # to start and to end a block
+BLOCK_CYCLES = 6000.0  # start and end of a block
 SWAP_BYTES = 10.0  # bytes of the workspace that an SM writes, and reads again, in a cycle
 
 
