@@ -25,11 +25,11 @@ from fastconv.kernels.planning.layers import forward_ways, input_grad_ways, view
 from fastconv.problem import Problem
 
 EXPLAINED = 5  # tiles that a plan's explanation lists
-# Shares of a pass's time that launches add to it: those of each layer (one for each residue), and
-# those of scaled fp16 that find the scales.
+# Shares of a pass's time that launches add to it: those of each layer (a residue of a stride is a
+# layer of its own), and the additional ones of scaled fp16.
 LAYER_COST = 0.05
 HALVES_COST = 0.05
-# Fewest cycles of an image with scaled fp16: its share of the launches that find the scales.
+# Fewest cycles that an image takes with scaled fp16: its share of these launches.
 HALVES_CYCLES = 2.5e5
 
 # Constants that device code shared with Hopper's halo kernel reads, for options that only that has.

@@ -86,7 +86,7 @@ __device__ __forceinline__ Scalar weight_at(const Scalar* weight, int output, in
 // overflow; then it is divided by the weights' factor, so that the products do not change.
 //
 // The magnitude of the largest weight is the three leading bits of its exponent. The last magnitude
-// is that of infinity and NaN; next to it, no input is multiplied by 2^13, so that an infinite
+// is that of infinity and NaN; next to it, nothing is multiplied by 2^13, so that an infinite
 // weight's high part times a low part of the input is finite.
 constexpr int kEnlarged = 13;
 constexpr int kHuge = kMagnitudes - 2, kInfinite = kMagnitudes - 1;
