@@ -100,7 +100,7 @@ def choose_tile(
     """The tile that is estimated to take least, and no more than ``most_cycles``.
 
     Raises:
-        Declined: there is none.
+        Declined: no tile fits and takes so little.
     """
     tiles = [*_weight_tiles(as_one_row(problem), operands)]
     # Small tiles are for input that would not fit shared memory otherwise.

@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(Config::reduce_threads)
   using namespace fastconv::depthwise;
   const int row = static_cast<int>(threadIdx.x) / kReduceEntries;
   const int entry = static_cast<int>(blockIdx.x) * kReduceEntries +
-                   static_cast<int>(threadIdx.x) % kReduceEntries;
+                    static_cast<int>(threadIdx.x) % kReduceEntries;
   Sum total = entry < kSplitEntries ? sum_splits(workspace, entry, row) : Sum(0);
   if constexpr (C::reduce_rows > 1) {
     Sum* const partial = reinterpret_cast<Sum*>(fastconv::shared_memory());
