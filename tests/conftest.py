@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from fastconv import native, timing
 from fastconv.backends import cuda
 from fastconv.bench import limits, row_timing
-from fastconv.jit import launch
+from fastconv.jit import launch, loading
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
@@ -102,7 +102,7 @@ class Loads(list[Kernel]):
         super().__init__()
         self.begun: set[Kernel] = set()
 
-    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
+    def compile_ahead(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
         assert arch == H200.architecture
         self.begun.update(kernels)
 
@@ -114,16 +114,16 @@ class Loads(list[Kernel]):
                 show(done + 1, len(new))
         return len(new)
 
-    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
+    def load_launches(self, launches: list[Launch], device: Any, names: Any) -> None:
         assert all(launch.kernel in self for launch in launches), "compiled one after the other"
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
     found = Loads()
-    monkeypatch.setattr(launch, "load", found.load)
-    monkeypatch.setattr(launch, "begin", found.begin)
-    monkeypatch.setattr(launch, "prepare", found.prepare)
+    monkeypatch.setattr(loading, "load", found.load)
+    monkeypatch.setattr(loading, "compile_ahead", found.compile_ahead)
+    monkeypatch.setattr(launch, "load_launches", found.load_launches)
     monkeypatch.setattr(preparation, "_GPU", "cpu")
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(native, "begin", lambda: None)

@@ -134,7 +134,7 @@ DECLINED: dict[str, tuple[Planner, Problem, str, Gpu, str]] = {
     ),
     "many phases": (
         planner.input_grad, _problem((8, 48, 64, 64), (64, 48, 5, 5), stride=(4, 5)), "tf32", H200,
-        "input gradients of 20 phases, more than 16",
+        "input gradients of 20 residues, more than 16",
     ),
     "vast image": (
         planner.forward, _problem((1, 16, 8192, 8192), (64, 16, 3, 3)), "bfloat16", H200,
@@ -219,7 +219,7 @@ def test_few_input_channels_have_a_kernel_of_their_own(case: tuple[str, str, boo
         workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
     }
     plan = planner.weight_grad(problem, _operands(problem, mode), H200)
-    assert (plan.launches[0].kernel.entry == "collect") == expected
+    assert (plan.launches[0].kernel.entry == "wgrad_few_inputs") == expected
     assert plan.scratch_bytes <= 64 << 20
 
 
@@ -227,7 +227,7 @@ def test_few_input_channels_of_an_odd_batch() -> None:
     """Boxes have pairs of images."""
     (problem,) = (workload.problem for workload in FOUNDING if workload.name == "square3x3")
     plan = planner.weight_grad(replace(problem, batch=15), _operands(problem, "bfloat16"), H200)
-    assert plan.launches[0].kernel.entry == "collect"
+    assert plan.launches[0].kernel.entry == "wgrad_few_inputs"
 
 
 @pytest.mark.parametrize(("gpu", "family"), [(H200, "hopper"), (A100, "ampere"), (T4, "direct")])
@@ -775,7 +775,7 @@ def test_any_weight_gradient_has_a_legal_plan(**case: Any) -> None:
 def test_phases_of_far_strides() -> None:
     """As many as taps reach, whatever the stride; the time it takes is that of the taps."""
     problem = _problem((1, 1, 1, 20), (1, 1, 1, 3), stride=(1, 10**9), padding=(0, 0, 1, 0))
-    placings = [phase.placing for phase in layers.phases(problem, 1)]
+    placings = [residue.placing for residue in layers.residues(problem, 1)]
     assert [placing[:4] for placing in placings] == [
         (10**9, 0, 0, 1),
         (10**9, 1, 1, 2),
@@ -806,9 +806,9 @@ def test_phases_are_the_gradient(
         for out, tap in product(range(out_width), range(kernel))
         if 0 <= (at := out * stride + tap * dilation - padding[0]) < width
     )
-    phases = layers.phases(problem, 1)
-    wholes = (layers.interleaved(phases), layers.folded(problem, 1))
-    for way in (phases, *([whole] for whole in wholes if whole is not None)):
+    residues = layers.residues(problem, 1)
+    wholes = (layers.interleaved(residues), layers.depth_to_space(problem, 1))
+    for way in (residues, *([whole] for whole in wholes if whole is not None)):
         terms, written = [], []
         for phase in way:
             to = phase.placing
@@ -826,12 +826,12 @@ def test_phases_are_the_gradient(
 
 def test_folded_steps_begin_where_taps_are_fewest() -> None:
     """With AlexNet's padding: 3 taps instead of 4, for 57 positions instead of 56."""
-    early = layers.folded(ALEXNET, 0)
+    early = layers.depth_to_space(ALEXNET, 0)
     assert early is not None
     assert (early.placing.begin, early.taps, early.size) == (-2, 3, 57)
     # ResNet's are as few where the image begins.
     problem = _problem((1, 3, 224, 224), (64, 3, 7, 7), stride=(2, 2), padding=(3, 3, 3, 3))
-    late = layers.folded(problem, 0)
+    late = layers.depth_to_space(problem, 0)
     assert late is not None
     assert (late.placing.begin, late.taps, late.size) == (0, 4, 112)
 

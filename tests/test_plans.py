@@ -57,7 +57,7 @@ def test_made_once() -> None:
     assert noted.calls == 1
     assert [entry.kind for entry in cache.entries()] == ["plan"]
     (entry,) = cache.entries()
-    assert cache.about(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
+    assert cache.metadata(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
 
 
 @pytest.mark.parametrize(

@@ -250,8 +250,8 @@ def word_of(chosen: Planner) -> str:
 # The constants that say which tile it is.
 NAMES = {
     "hopper/wgrad_halo/kernel.cuh": (
-        "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "stage_columns", "strip_stages", "plane_classes",
+        "channel_groups", "kernel_rows", "mma_taps", "mma_octets", "segments",
+        "interleaved_images", "stage_columns", "strip_stages", "plane_classes",
     ),
     "ampere/wgrad_halo/kernel.cuh": (
         "row_tiles", "warps_out", "warps_units", "warps_pixels", "tile_channels", "tile_rows",
@@ -264,7 +264,7 @@ NAMES = {
     implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
     implicit_gemm_nchw.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
     wgrad_implicit_gemm.SOURCE: (
-        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
+        "row_groups", "column_groups", "mma_columns", "depth", "blocks", "whole", "cluster",
         "teams", "team_warps",
     ),
 }  # fmt: skip

@@ -36,6 +36,7 @@ from emulator.works import (
 )
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
+from fastconv.kernels.hopper.wgrad_halo import tiles
 from fastconv.problem import Problem
 
 PRECISIONS = ("tf32", "ieee")
@@ -105,7 +106,7 @@ def test_works_cover_all_branches() -> None:
     assert all(one["repairs"] and not one["halves"] and not one["bias"] for one in second)
     for name, parts in product(("bias", "grad_bulk", "vector_input"), (1, 2)):
         assert {one[name] for one in first if one["parts"] == parts} == {False, True}, name
-    assert {one["phase_images"] for one in first} == {1, 8}
+    assert {one["interleaved_images"] for one in first} == {1, 8}
     assert {one["channel_groups"] for one in first} == {1, 2}
     assert {one["lead"] for one in first} >= {0, 2}
     boxes = {(one["stage_columns"], one["lead"] > 0) for one in first if one["grad_boxes"]}
@@ -367,7 +368,7 @@ def test_tiles_in_rounds() -> None:
     work = _work(case, "tf32")
     tile = by_tiles.choose_tile(case.problem, _operands(case), GPU, halves=True)
     assert tile.count > 1
-    with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tile.block_bytes):
+    with mock.patch.object(tiles, "WORKSPACE_BYTES", tile.block_bytes):
         planned = work.plan
         assert len(planned.launches) == 1 + 2 * 2 * tile.count
         tensors = Tensors.random(work)
@@ -385,8 +386,8 @@ def test_numbers_are_counted_once() -> None:
     tensors = Tensors.random(work)
     tensors.grad_output[:, 4, :, ::5] *= 2.0**-30
     counts = []
-    for tiles in (1, 2, tile.count):
-        with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tiles * tile.block_bytes):
+    for count in (1, 2, tile.count):
+        with mock.patch.object(tiles, "WORKSPACE_BYTES", count * tile.block_bytes):
             counts.append(Halves.of(work, tensors).lossy[80:])
     assert all(count.equal(counts[0]) for count in counts)
     assert counts[0].nonzero().tolist() == [[4]]

@@ -352,8 +352,8 @@ MUTANTS = [
         "sm_90a/1 forward float32 nchw/nchw: 2x4x8x8 4x1x3x3 padding=1,1 groups=4",
         Fault(
             "device/epilogue.cuh",
-            "narrow<Scalar>(activated(sums[i], residual.element[i]));",
-            "narrow<Scalar>(activated(sums[i], residual.element[(i + 1) % kCount]));",
+            "narrow<Scalar>(activated(accs[i], residual.element[i]));",
+            "narrow<Scalar>(activated(accs[i], residual.element[(i + 1) % kCount]));",
         ),
         Epilogue("relu", 0.0, True),
     ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastconv
 from fastconv.backends import cuda
-from fastconv.jit import launch
+from fastconv.jit import pool
 from fastconv.network import lookahead
 from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
 
@@ -51,7 +51,7 @@ def test_nothing_is_left_to_compile(
     def fails(*_: object) -> None:
         raise AssertionError("compiled after all")
 
-    monkeypatch.setattr(launch, "build_all", fails)
+    monkeypatch.setattr(pool, "build_all", fails)
     misses = cuda._ready.cache_info().misses
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         for _ in range(2):
@@ -107,14 +107,14 @@ def test_backward_finds_its_kernels(
     ours = fastconv.Conv2d(37, 59, 3, padding=1).cuda().to(memory_format=layout)
     images = torch.randn(3, 37, 29, 31, device="cuda").to(memory_format=layout).requires_grad_()
     output = ours(images)
-    while launch._workers._threads:
+    while pool._workers._threads:
         time.sleep(0.01)
 
     def fails(*_: object) -> None:
         raise AssertionError("compiled after all")
 
-    monkeypatch.setattr(launch, "build", fails)
-    monkeypatch.setattr(launch, "kept", fails)
+    monkeypatch.setattr(pool, "build", fails)
+    monkeypatch.setattr(pool, "cached_cubin", fails)
     monkeypatch.setattr(cuda, "planned", fails)
     grad_output = torch.randn_like(output)
     output.backward(grad_output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fastconv
+from effort import PATIENCE_S
 from fastconv import native
 from fastconv.backends import cuda
-from fastconv.jit import launch
+from fastconv.jit import launch, pool
 from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
@@ -53,8 +55,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     monkeypatch.setattr(cuda, "planned", needed)
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(cuda, "_made", {})
-    monkeypatch.setattr(launch, "prepare", lambda *_: prepared)
-    monkeypatch.setattr(launch, "begin_work", lambda need, work: found.begun.append(need))
+    monkeypatch.setattr(launch, "load_launches", lambda *_: prepared)
+    monkeypatch.setattr(pool, "run_ahead", lambda need, work: found.begun.append(need))
     for name, kernels, on in (
         ("forward", devices.forward_kernels, devices._forward_on),
         ("input_grad", devices.input_grad_kernels, devices._input_grad_on),
@@ -163,7 +165,7 @@ def test_nothing_is_raised(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise RuntimeError("no such GPU")
 
-    monkeypatch.setattr(launch, "begin_work", fail)
+    monkeypatch.setattr(pool, "run_ahead", fail)
     fastconv.conv2d(*_tensors())
 
 
@@ -198,20 +200,28 @@ def compiled(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(kernel.text)
         return b"cubin"
 
-    def prepare(launches: Any, *_: Any) -> Any:
-        launch.build_all([one.kernel for one in launches], H200.architecture)
+    def load_launches(launches: Any, *_: Any) -> Any:
+        pool.build_all([one.kernel for one in launches], H200.architecture)
         return SimpleNamespace(run=lambda *_: None)
 
-    def begin_work(key: Any, work: Callable[[], Any]) -> None:
-        launch._workers.begin(key, work, 4)
+    def run_ahead(key: Any, work: Callable[[], Any]) -> None:
+        pool._workers.submit_ahead(key, work, 4)
 
-    monkeypatch.setattr(launch, "_workers", Workers())
-    monkeypatch.setattr(launch, "begin_work", begin_work)
-    monkeypatch.setattr(launch, "build", build)
-    monkeypatch.setattr(launch, "kept", lambda *_: None)
-    monkeypatch.setattr(launch, "prepare", prepare)
-    monkeypatch.setattr(launch, "compile_threads", 4)
+    monkeypatch.setattr(pool, "_workers", Workers())
+    monkeypatch.setattr(pool, "run_ahead", run_ahead)
+    monkeypatch.setattr(pool, "build", build)
+    monkeypatch.setattr(pool, "cached_cubin", lambda *_: None)
+    monkeypatch.setattr(launch, "load_launches", load_launches)
+    monkeypatch.setattr(pool, "compile_threads", 4)
     return found
+
+
+def _wait_for_threads() -> None:
+    """A thread sets a result before it removes the task from the table."""
+    until = time.monotonic() + PATIENCE_S
+    while pool._workers._threads:
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_planned_and_compiled_once(passes: Passes, compiled: list[str]) -> None:
@@ -221,7 +231,8 @@ def test_planned_and_compiled_once(passes: Passes, compiled: list[str]) -> None:
     output.backward(torch.empty_like(output))
     assert len(compiled) == len(set(compiled))
     assert len(passes.needed) == len(set(passes.needed)) == 6 + 6 + 5
-    assert not launch._workers._pieces
+    _wait_for_threads()
+    assert not pool._workers._tasks
 
 
 def test_a_gradient_of_another_form_than_assumed(passes: Passes, compiled: list[str]) -> None:
@@ -336,7 +347,7 @@ def test_networks_that_cannot_be_guessed(passes: Passes, monkeypatch: pytest.Mon
             return x
 
     dropped: list[cuda.Need] = []
-    monkeypatch.setattr(launch, "drop", dropped.append)
+    monkeypatch.setattr(pool, "cancel_ahead", dropped.append)
     Pooling()(torch.randn(1, 8, 30, 30))
     misses = lookahead.MOST_MISSES
     assert len(passes.guesses) == misses  # one for each layer, as the layers are equal
@@ -348,7 +359,7 @@ def test_networks_that_cannot_be_guessed(passes: Passes, monkeypatch: pytest.Mon
 
 def test_wrong_guesses_are_dropped(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[cuda.Need] = []
-    monkeypatch.setattr(launch, "drop", dropped.append)
+    monkeypatch.setattr(pool, "cancel_ahead", dropped.append)
     layers = [fastconv.Conv2d(8 * i, 8 * i + 8, 1) for i in range(1, 6)]
     nn.Sequential(layers[0], nn.Upsample(scale_factor=2), *layers[1:])(torch.randn(1, 8, 6, 6))
     assert {need.problem.in_channels for need in dropped} == {24, 32, 40}
@@ -377,7 +388,8 @@ def test_guessed_passes_are_used(passes: Passes, compiled: list[str]) -> None:
         model(torch.randn(2, 3, 45, 70))
     assert len(compiled) == len(set(compiled))
     assert len(passes.needed) == len(set(passes.needed)) == 9
-    assert not launch._workers._pieces
+    _wait_for_threads()
+    assert not pool._workers._tasks
 
 
 def test_the_table_of_ready_passes_is_bounded(

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import fastconv
 from conftest import Loads
 from fastconv.backends import cuda
-from fastconv.jit import launch
+from fastconv.jit import pool
 from fastconv.kernels import planner
 from fastconv.kernels.family import Operands
 from fastconv.network.preparation import Preparation, needs_of
@@ -287,8 +287,8 @@ def test_no_example(example: tuple[Any, ...]) -> None:
 
 
 def _jobs(monkeypatch: pytest.MonkeyPatch, value: str) -> Callable[[], int | None]:
-    monkeypatch.setenv(launch.JOBS_VARIABLE, value)
-    return launch.compile_jobs
+    monkeypatch.setenv(pool.JOBS_VARIABLE, value)
+    return pool.compile_jobs
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
 from fastconv.backends.epilogue import applied
-from fastconv.jit import launch
+from fastconv.jit import launch, loading, pool
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
@@ -182,7 +182,7 @@ _TENSORS: dict[Pass, tuple[str, ...]] = {
 class Ready(NamedTuple):
     """A plan whose kernels are on the device."""
 
-    launches: launch.Prepared
+    launches: launch.LoadedLaunches
     scratch_bytes: int
     family: str
     packs: int
@@ -266,9 +266,9 @@ def _ready(*fields: Any) -> Ready:
     if plan is None:
         if need.plan is planner.forward and before_forward is not None:
             before_forward(need)
-        plan = launch.claim(need) or planned(need)
+        plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
-    prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
+    prepared = launch.load_launches(plan.launches, device, _TENSORS[need.plan])
     _note_made(need)
     _latest.need = need if need.plan is planner.forward else None
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
@@ -307,19 +307,19 @@ def begin(need: Need) -> None:
     """Has a pass planned and its kernels compiled in the background, for :func:`ready` to find."""
     if not is_ready(need):
         gpu(need.device)  # is asked here, once, and not in the background
-        launch.begin_work(need, partial(begun, need))
+        pool.run_ahead(need, partial(begun, need))
 
 
 def drop(need: Need) -> None:
     """Leaves what was begun, if nobody has got to it yet."""
-    launch.drop(need)
+    pool.cancel_ahead(need)
 
 
 def begun(need: Need) -> Plan:
     """The plan; its kernels are compiled in the background, while others are planned."""
     plan = planned(need)
     kernels = (one.kernel for one in plan.launches)
-    launch.begin(kernels, gpu(need.device).architecture, need.device)
+    loading.compile_ahead(kernels, gpu(need.device).architecture, need.device)
     return plan
 
 
@@ -377,7 +377,7 @@ def gpu(index: int) -> Gpu:
     """What planning needs to know of this device."""
     properties = torch.cuda.get_device_properties(index)
     return Gpu(
-        launch.architecture(torch.device("cuda", index)),
+        loading.architecture(torch.device("cuda", index)),
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         properties.shared_memory_per_multiprocessor,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastconv import tables
 from fastconv.backends import cuda
-from fastconv.jit import launch
+from fastconv.jit import loading
 from fastconv.kernels.family import Kernel, Plan
 from fastconv.network.dry_run import (
     DryRun,
@@ -181,7 +181,7 @@ def load_kernels(plans: Mapping[cuda.Need, Plan], show: Show | None = None) -> t
     kernels: dict[int, dict[Kernel, None]] = defaultdict(dict)  # by device, each kernel once
     for need, plan in plans.items():
         kernels[need.device].update((one.kernel, None) for one in plan.launches)
-    new = sum(launch.load(of, device, show) for device, of in kernels.items())
+    new = sum(loading.load(of, device, show) for device, of in kernels.items())
     for need, plan in plans.items():
         cuda.ready(need, plan)
     return sum(map(len, kernels.values())), new

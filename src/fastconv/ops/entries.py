@@ -18,9 +18,9 @@ from fastconv.ops.schema import BIAS, OPERATORS, Operator, Result
 class Entry(NamedTuple):
     """How calls of one form are computed; ``host.cc`` has a struct of that name.
 
-    They are done by ``launches`` (see ``Prepared.description``), or by ``fill``, which is called
-    with the operator's two tensors, the bias or its gradient (or None), the residual (or None), the
-    result and the precision.
+    They are done by ``launches`` (see ``LoadedLaunches.description``), or by ``fill``, which is
+    called with the operator's two tensors, the bias or its gradient (or None), the residual (or
+    None), the result and the precision.
     """
 
     shape: tuple[int, ...]

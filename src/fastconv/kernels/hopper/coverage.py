@@ -168,7 +168,7 @@ COLLECT = Anatomy(
 def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
     vector, last = _vector(c), c["grad_channels_last"]
     phases, row_step = _axis(c, "height")
-    next_tap = c["product_octets"] == 1 and c["product_taps"] > 1
+    next_tap = c["mma_octets"] == 1 and c["mma_taps"] > 1
     return {
         "16 bits": vector == 8,
         "grouped": c["groups"] > 1,
@@ -182,13 +182,13 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
         "whole pixels": last
         and c["groups"] == 1
         and c["group_out"] == c["channel_groups"] * OUTPUTS,
-        "across": "taps" if next_tap else "octets" if c["product_octets"] > 1 else "one",
+        "across": "taps" if next_tap else "octets" if c["mma_octets"] > 1 else "one",
         "whole planes": c["segments"] % c["kernel_rows"] == 0,
         "several segments": c["segments"] > 1,
         "phases": "both"
-        if c["phase_images"] > 1 < c["phase_strips"]
+        if c["interleaved_images"] > 1 < c["interleaved_strips"]
         else "images"
-        if c["phase_images"] > 1
+        if c["interleaved_images"] > 1
         else "strips",
         "whole stages": c["out_width"] % c["stage_columns"] == 0,
     }
@@ -197,9 +197,9 @@ def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
 WEIGHT_GRAD = Anatomy(
     sizes=GEOMETRY
     | {
-        "grad_vector", "lead", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "phase_strips", "steps", "stage_columns", "strip_stages", "strip_weight",
-        "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
+        "grad_vector", "lead", "kernel_rows", "mma_taps", "mma_octets", "segments",
+        "interleaved_images", "interleaved_strips", "steps", "stage_columns", "strip_stages",
+        "strip_weight", "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
         "producer_registers", "consumer_registers", "shared_bytes", "slots_at",
     },
     chosen=_weight_grad,
@@ -342,13 +342,13 @@ def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
     group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
     unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
     tap_columns = ceil_div(group_in, unit) * unit
-    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["product_columns"]
+    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["mma_columns"]
     of_image = c["input_copied"] and not c["channels_last"]
     products = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
     return {
         "several rows": c["row_groups"] > 1,
         "several columns": c["column_groups"] > 1,
-        "boxes": min(ceil_div(c["product_columns"], 64), 3),
+        "boxes": min(ceil_div(c["mma_columns"], 64), 3),
         "several taps": taps > 1,
         "several tiles": min(ceil_div(group_out, rows), 2)
         * min(ceil_div(taps * tap_columns, columns), 2),
@@ -374,7 +374,7 @@ def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
 GEMM_WEIGHTS = Anatomy(
     sizes=GEOMETRY
     | {
-        "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
+        "joined", "row_groups", "column_groups", "mma_columns", "blocks", "stages",
         "flush_steps", "cluster", "team_warps", "weight_start", "aligned",
     },
     chosen=_gemm_weights,

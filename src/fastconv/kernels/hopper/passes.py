@@ -93,7 +93,7 @@ def _tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
 
 
 def _collect(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    way = wgrad_few_inputs.collect_of(problem, operands, gpu)
+    way = wgrad_few_inputs.layer_of(problem, operands, gpu)
     return way.cycles(gpu), partial(wgrad_few_inputs.plan, way, gpu)
 
 
