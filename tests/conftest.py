@@ -20,7 +20,7 @@ from fastconv.jit import launch
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
-from fastconv.ops import ahead
+from fastconv.ops import ahead, hooks
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -77,6 +77,7 @@ def _no_plan_but_its_own() -> Iterator[None]:
     with (
         mock.patch.object(plans, "kept", make),
         mock.patch.object(ahead, "begin"),
+        mock.patch.object(hooks, "forward_prepared"),
         mock.patch.object(cuda, "before_forward", None),
     ):
         yield

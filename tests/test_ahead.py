@@ -20,7 +20,7 @@ from fastconv.jit.workers import Workers
 from fastconv.kernels import planner
 from fastconv.kernels.gpus import H200
 from fastconv.modules import FusedConv2d
-from fastconv.ops import ahead, devices, entries
+from fastconv.ops import ahead, devices, entries, hooks
 from fastconv.ops.ahead import begin  # which other tests do without
 from fastconv.ops.schema import OPERATORS
 
@@ -178,7 +178,7 @@ def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bo
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(ahead, "begin", lambda *told: begun.append(told))
+    monkeypatch.setattr(hooks, "forward_prepared", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):

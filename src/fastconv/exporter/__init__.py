@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastconv import files
+from fastconv.exporter.common import DTYPES, ExportError
+
 __all__ = ["DTYPES", "ExportError", "export"]
-
-DTYPES = ("float32", "float16", "bfloat16")
-"""What exported files compute in."""
-
-
-class ExportError(ValueError):
-    """What cannot be exported; says what, and what can."""
 
 
 def export(
@@ -46,7 +42,6 @@ def export(
         >>> fastconv.export("dilated5x9", output="model.py")
     """
     # Planning is no part of convolving: `import fastconv` does without.
-    from fastconv import files
     from fastconv.exporter import file, subject
 
     path = None if output is None else Path(output)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple, Protocol
 
-from fastconv import native
+from fastconv import bypass
 from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
 from fastconv.kernels.ampere.classes import ANATOMIES as AMPERE
 from fastconv.kernels.depthwise.classes import ANATOMIES as DEPTHWISE
@@ -191,13 +191,13 @@ def only(family: str, limits: str | None = None) -> Iterator[None]:
     switch = _checked(family, limits)
     with _lock:
         _active.append(switch)
-        native.bypass(True)
+        bypass.switch(True)
     try:
         yield
     finally:
         with _lock:
             _active.remove(switch)
-            native.bypass(bool(_active))
+            bypass.switch(bool(_active))
 
 
 _active: list[Switch] = []

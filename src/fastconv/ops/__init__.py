@@ -11,13 +11,14 @@ formulas do.
 recorded, it is made of ``forward`` and PyTorch's elementwise operators, which have derivatives.
 """
 
+from fastconv import native
 from fastconv.ops import (
-    ahead,
     autocast,
     autograd,
     batching,
     decomposition,
     devices,
+    entries,
     flops,
     sharding,
 )
@@ -26,7 +27,7 @@ from fastconv.ops.schema import forward, fused, input_grad, weight_grad
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
-ahead.register()
+native.register(entries.prepare)
 autograd.register()
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

@@ -24,7 +24,8 @@ from fastconv import native
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.ops import devices
+from fastconv.modules import Conv2d
+from fastconv.ops import devices, hooks
 from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
 
 LAYERS = 4  # how far to look
@@ -88,6 +89,8 @@ def _needs(
 
 def register() -> None:
     cuda.before_forward = begin_layers
+    hooks.forward_recorded = begin_if_new
+    hooks.forward_prepared = begin
 
 
 def begin_layers(need: cuda.Need) -> None:
@@ -172,8 +175,6 @@ def _is_plain(module: nn.Module) -> bool:
 
     Not those whose weights are computed or elsewhere, or whose input is padded by a copy.
     """
-    from fastconv.modules import Conv2d  # which imports this
-
     plain = type(module) is Conv2d and module.padding_mode == "zeros"
     return plain and type(module._parameters.get("weight")) is nn.Parameter
 

@@ -24,7 +24,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from fastconv.backends.epilogue import applied
-from fastconv.ops import ahead, devices
+from fastconv.ops import devices, hooks
 from fastconv.ops.schema import (
     OPERATORS,
     Check,
@@ -70,7 +70,7 @@ class FastconvConv2d(_Function):
         input, weight, _, *ctx.geometry = inputs
         ctx.output_shape = output.shape
         _save(ctx, input, weight)
-        ahead.begin_if_new(inputs, ctx.needs_input_grad[:3])
+        hooks.forward_recorded(inputs, ctx.needs_input_grad[:3])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

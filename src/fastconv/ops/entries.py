@@ -10,7 +10,7 @@ from torch import Tensor, channels_last
 
 from fastconv.backends import cuda
 from fastconv.kernels import planner
-from fastconv.ops import ahead, autograd, devices
+from fastconv.ops import autograd, devices, hooks
 from fastconv.ops.schema import BIAS, OPERATORS, Operator, Result
 
 
@@ -48,7 +48,7 @@ def prepare(name: str, *args: Any) -> Entry:
     entry = _entry(operator, result, args)
     if name == "forward" and entry.launches and torch.is_grad_enabled():
         wanted = [_wants_gradient(tensor) for tensor in args[:3]]
-        ahead.begin(args, result, wanted, planner.of_process())
+        hooks.forward_prepared(args, result, wanted, planner.of_process())
     return entry
 
 
