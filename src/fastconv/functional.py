@@ -110,9 +110,9 @@ def conv2d(
         )  # fmt: skip
         return output.squeeze(0)
     if not epilogue:
-        return autograd.forward_here(input, weight, bias, stride, sides, dilation, groups, mode)
+        return autograd.forward_here(input, weight, bias, (stride, sides, dilation, groups, mode))
     return autograd.fused_here(
-        _convolution, input, weight, bias, residual, stride, sides, dilation, groups, mode,
+        _convolution, input, weight, bias, residual, (stride, sides, dilation, groups, mode),
         *activation_of(activation),
     )  # fmt: skip
 
