@@ -153,7 +153,7 @@ def test_layers(
 @by_python
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the CPU computes one after the other, cut along every dimension."""
-    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 1 << 12)
+    monkeypatch.setattr(cpu.scratch, "SCRATCH_BYTES", 1 << 12)
     for input, weight, options in CASES.values():
         some = _tensors(input, weight)
         residual = torch.randn_like(oracle.conv2d(*some, **options))
@@ -207,7 +207,7 @@ def test_integers(dtype: torch.dtype) -> None:
         ("relu6", sums.clamp(0, 6)),
     ):
         assert conv2d(input, weight, None, residual, activation).equal(expected)
-    with pytest.raises(NotImplementedError, match=r"gelu .* torch.u?int\d+, .* identity, relu, r"):
+    with pytest.raises(NotImplementedError, match=r"gelu .* torch.u?int\d+; .* identity, relu, r"):
         conv2d(input, weight)
 
 
