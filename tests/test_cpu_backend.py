@@ -182,9 +182,8 @@ def test_any_geometry(
     given = tensors(problem, dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu.scratch, "SCRATCH_BYTES", scratch)
-        patch.setattr(
-            cpu.tiling, "EFFICIENT_POSITIONS", efficient_positions
-        )  # 0: thin layers by tap
+        # 0: thin layers are computed tap by tap.
+        patch.setattr(cpu.tiling, "EFFICIENT_POSITIONS", efficient_positions)
         results = run(problem, given, memory_format)
     check(results, exact_results(problem, given))
 

@@ -353,7 +353,7 @@ def test_what_is_more_than_launches(launched: list[Any]) -> None:
         (("leaky_relu", "steep"), r"but got \('leaky_relu', 'steep'\)"),
         ((3, 0.5), r"but got \(3, 0.5\)"),
         (["relu"], r"but got \['relu'\]"),
-        (("relu", 0.5), "leaky_relu's, and finite, but got 0.5 for relu"),
+        (("relu", 0.5), "which should be finite, but got 0.5 for relu"),
         (("leaky_relu", float("inf")), "but got inf for leaky_relu"),
         (("leaky_relu", float("nan")), "but got nan for leaky_relu"),
     ],

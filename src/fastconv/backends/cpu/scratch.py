@@ -79,7 +79,7 @@ class Scratch:
         return joined.view(kernel.shape), 0
 
     def has_layout_of(self, block: Tensor) -> bool:
-        """Whether channels (or columns, if channels come first) are neighbours in ``block``'s memory."""
+        """Whether channels (columns, if channels come first) are contiguous in ``block``."""
         return block.stride(-1 if self.channels_last else 2) == 1
 
     def is_plain(self, tensor: Tensor) -> bool:

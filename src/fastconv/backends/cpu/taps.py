@@ -31,8 +31,9 @@ def forward(
     (source,), target = by_channel(input, groups), by_channel(out, groups)
     first = None if bias is None else by_group(bias, 0, groups).t()
     added = None if residual is None else by_channel(residual, groups)
-    axes = axes(problem)
-    _convolve(target, source, by_tap(weight, groups), first, *axes, scratch, added, epilogue)
+    rows, columns = axes(problem)
+    kernel = by_tap(weight, groups)
+    _convolve(target, source, kernel, first, rows, columns, scratch, added, epilogue)
 
 
 def input_grad(

@@ -11,10 +11,10 @@ from fastconv.backends.cpu.scratch import Scratch
 from fastconv.problem import Problem
 
 EFFICIENT_DEPTH = 128
-"""Depth from which on a matrix product is efficient; shallower ones take all kernel rows at once."""
+"""The least depth of an efficient matrix product; below it, one takes all kernel rows at once."""
 
 EFFICIENT_POSITIONS = 2048
-"""Positions from which on an image is read in place; smaller images share a block."""
+"""The fewest positions of an image that is read in place; smaller images share a block."""
 
 
 class Extent(NamedTuple):
@@ -112,11 +112,11 @@ def _spans(size: int, length: int) -> list[slice]:
 
 def lowered_tiling(problem: Problem, scratch: Scratch, kernel_copies: int) -> Tiling:
     """Cuts the forward pass or the weight gradient, computed by matrix products."""
-    axes = axes(problem)
+    row_axis, column_axis = axes(problem)
 
     def elements(block: Extent) -> int:
-        rows = axes[0]._replace(outputs=block.rows, taps=block.tap_rows)
-        columns = axes[1]._replace(outputs=block.columns, taps=block.tap_columns)
+        rows = row_axis._replace(outputs=block.rows, taps=block.tap_rows)
+        columns = column_axis._replace(outputs=block.columns, taps=block.tap_columns)
         shared = shares_rows(rows, columns, block.depth)
         lowered_rows = rows.span if shared else rows.outputs * rows.taps
         inputs = rows.span * columns.span + lowered_rows * columns.outputs * columns.taps
