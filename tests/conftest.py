@@ -75,7 +75,7 @@ def _no_plan_but_its_own() -> Iterator[None]:
     """Tests change what plans are made by: none is taken from the disk, or made for later."""
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
-        mock.patch.object(plans, "kept", make),
+        mock.patch.object(plans, "find_or_make", make),
         mock.patch.object(ahead, "begin"),
         mock.patch.object(hooks, "forward_prepared"),
         mock.patch.object(cuda, "before_forward", None),

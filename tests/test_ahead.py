@@ -182,7 +182,7 @@ def test_the_native_path_s_entries(monkeypatch: pytest.MonkeyPatch, recorded: bo
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):
-        assert entries.prepare("forward", *args) is entry
+        assert entries.make_entry("forward", *args) is entry
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
     told = [(args, result, [False, True, True], planner.of_process())]
     assert begun == (told if recorded else [])

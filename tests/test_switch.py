@@ -191,7 +191,8 @@ def test_entries_are_the_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sources() -> set[str]:
         arguments = (input, weight, None, (1, 1), (1, 1, 1, 1), (1, 1), 1, "ieee")
-        entry = entries._entry(OPERATORS["forward"], result, arguments)  # type: ignore[arg-type]
+        given = OPERATORS["forward"].arguments(*arguments)
+        entry = entries._entry(OPERATORS["forward"], result, given)  # type: ignore[arg-type]
         return {launch.kernel.source.split("/")[0] for launch in entry.launches}
 
     with planner.only("direct"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -254,12 +254,16 @@ def _begin_at_multiples(of_bytes: int, *tensors: Tensor | None) -> bool:
     return not any(tensor.data_ptr() % of_bytes for tensor in tensors if tensor is not None)
 
 
-def family(plan: Pass, problem: Problem, *operands: Any) -> str:
-    """Returns the family whose kernels compute a pass.
-
-    ``operands`` are the rest of :func:`_need`'s arguments.
-    """
-    return ready(_need(plan, problem, *operands)).family
+def family(
+    plan: Pass,
+    problem: Problem,
+    input: Tensor,
+    output: Tensor,
+    weight: Tensor,
+    precision: str | None,
+) -> str:
+    """Returns the family whose kernels compute a pass; tensors have the roles in ``Operands``."""
+    return ready(_need(plan, problem, input, output, weight, precision)).family
 
 
 MOST_READY = 4096
@@ -338,7 +342,7 @@ def planned(need: Need) -> Plan:
     """Returns the plan of a pass, from the disk or made anew."""
     operands = operands_for(need)
     _check_sizes(need.problem)
-    return plans.kept(need.plan, need.problem, operands, gpu(need.device), need.switch)
+    return plans.find_or_make(need.plan, need.problem, operands, gpu(need.device), need.switch)
 
 
 def operands_for(need: Need) -> Operands:
@@ -373,14 +377,34 @@ def _check_sizes(problem: Problem) -> None:
             )
 
 
-def operands_of(dtype: torch.dtype, *layout: Any) -> Operands:
-    """Returns operands of this type; ``layout`` is the rest of their fields, in order."""
+def operands_of(
+    dtype: torch.dtype,
+    input_channels_last: bool,
+    output_channels_last: bool,
+    weight_strides: tuple[int, ...],
+    aligned: bool,
+    precision: str = "ieee",
+    bias_grad: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE,
+    aligned_bias: bool = True,
+) -> Operands:
+    """Returns operands of this type and layout."""
     if dtype not in _SCALARS:
         raise NotImplementedError(
             f"fastconv is not implemented for {dtype} on a GPU; "
             "it takes float16, bfloat16, float32, float64 and the complex types"
         )
-    return Operands(*_SCALARS[dtype], *layout)
+    return Operands(
+        *_SCALARS[dtype],
+        input_channels_last,
+        output_channels_last,
+        weight_strides,  # type: ignore[arg-type]  # a weight has four dimensions
+        aligned,
+        precision,
+        bias_grad,
+        epilogue,
+        aligned_bias,
+    )
 
 
 @cache

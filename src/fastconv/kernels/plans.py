@@ -34,7 +34,9 @@ _CLASSES = {one.__name__: one for one in (Plan, Launch, Kernel, TensorMap, Im2co
 _CLASS = "class"
 
 
-def kept(plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Switch) -> Plan:
+def find_or_make(
+    plan: Pass, problem: Problem, operands: Operands, gpu: Gpu, switch: Switch
+) -> Plan:
     """Returns the plan of a pass from the disk, or makes it and stores it there."""
     asked = repr((plan.__name__, problem, operands, gpu, switch))
     key = disk.key(asked, {}, (_sources(), repr(tuned.table())), _FORMAT)

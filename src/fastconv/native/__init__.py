@@ -55,7 +55,7 @@ _reason = _NOT_YET  # why Python serves calls
 _begun = False  # whether begin() has looked for the library
 _forked = False  # whether this process is a fork of one that had imported fastconv
 _frozen = False  # whether frozen_weights is active
-_prepare: Callable[..., Any] | None = None  # makes the entries of the library's table
+_make_entry: Callable[..., Any] | None = None  # makes the entries of the library's table
 _module: Any = None  # the loaded library
 _background: threading.Thread | None = None  # waits for the compiler
 _lock = threading.RLock()
@@ -150,14 +150,14 @@ def make(
     return path, build.build(again, show)
 
 
-def register(prepare: Callable[..., Any]) -> None:
+def register(make_entry: Callable[..., Any]) -> None:
     """Hands over the function that makes the entries of the library's table.
 
-    ``prepare(operator's name, *its arguments)`` returns an object with the attributes of
+    ``make_entry(operator's name, *its arguments)`` returns an object with the attributes of
     ``fastconv.ops.entries.Entry``. The library calls it at the first call of each form.
     """
-    global _prepare
-    _prepare = prepare
+    global _make_entry
+    _make_entry = make_entry
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def load() -> Callable[..., Any]:
     """
     global _module
     _module = build.load()
-    _module.set_prepare(_prepare)
+    _module.set_make_entry(_make_entry)
     _module.freeze(_frozen)
     _module.bypass(bypass.is_on())
     call: Callable[..., Any] = _module.call

@@ -98,7 +98,7 @@ inline Key key_of(const Call& call, Precision precision) {
   return key;
 }
 
-inline PyObject* prepare = nullptr;  // the function of ops/entries.py, never released
+inline PyObject* make_entry = nullptr;  // the function of ops/entries.py, never released
 
 // Calls Python from any thread. A Python error is rethrown in a form that threads of autograd can
 // pass on.
@@ -146,23 +146,23 @@ inline Launch launch_of(const py::tuple& description) {
   return launch;
 }
 
-inline std::shared_ptr<const Entry> entry_of(const py::object& prepared) {
+inline std::shared_ptr<const Entry> entry_of(const py::object& made) {
   const auto entry = std::shared_ptr<Entry>(new Entry, [](Entry* entry) {
     py::gil_scoped_acquire gil;  // an entry holds Python objects
     delete entry;
   });
-  entry->shape = prepared.attr("shape").cast<std::vector<int64_t>>();
-  entry->format = prepared.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
-                                                              : at::MemoryFormat::Contiguous;
-  entry->bias_elements = prepared.attr("bias_elements").cast<int64_t>();
-  entry->copied = prepared.attr("copied").cast<std::array<bool, 2>>();
-  entry->scratch_bytes = prepared.attr("scratch_bytes").cast<int64_t>();
-  for (const auto& launch : prepared.attr("launches")) {
+  entry->shape = made.attr("shape").cast<std::vector<int64_t>>();
+  entry->format = made.attr("channels_last").cast<bool>() ? at::MemoryFormat::ChannelsLast
+                                                          : at::MemoryFormat::Contiguous;
+  entry->bias_elements = made.attr("bias_elements").cast<int64_t>();
+  entry->copied = made.attr("copied").cast<std::array<bool, 2>>();
+  entry->scratch_bytes = made.attr("scratch_bytes").cast<int64_t>();
+  for (const auto& launch : made.attr("launches")) {
     entry->launches.push_back(launch_of(py::reinterpret_borrow<py::tuple>(launch)));
   }
-  entry->packs = prepared.attr("packs").cast<size_t>();
-  entry->fill = prepared.attr("fill");
-  entry->trouble = prepared.attr("trouble");
+  entry->packs = made.attr("packs").cast<size_t>();
+  entry->fill = made.attr("fill");
+  entry->trouble = made.attr("trouble");
   return entry;
 }
 
@@ -182,9 +182,9 @@ inline py::tuple arguments_of(const Call& call, const py::object& precision) {
   return common + py::make_tuple(call.bias_grad, format);
 }
 
-inline std::shared_ptr<const Entry> prepared(const Call& call, Precision precision) {
+inline std::shared_ptr<const Entry> new_entry(const Call& call, Precision precision) {
   return in_python([&] {
-    const py::object answer = py::handle(prepare)(
+    const py::object answer = py::handle(make_entry)(
         kOperators[call.pass], *arguments_of(call, py::str(kPrecisions[precision])));
     return entry_of(answer);
   });
@@ -203,7 +203,7 @@ inline std::shared_ptr<const Entry> find(const Call& call, Precision precision) 
     const std::shared_lock lock(mutex);
     if (const auto found = table.find(key); found != table.end()) return found->second;
   }
-  auto entry = prepared(call, precision);
+  auto entry = new_entry(call, precision);
   Table dropped;  // destroyed after the lock is released, because its entries need the GIL
   const std::unique_lock lock(mutex);
   if (table.size() >= kMost) table.swap(dropped);

@@ -2,7 +2,7 @@
 //
 // The form of a call (shapes, strides, types, devices, alignment, geometry, precision) is the key
 // of a table (entry.h), whose entries say what to allocate and what to launch (launch.h). Python
-// makes an entry at the first call of a form (`prepare` in ops/entries.py): it checks arguments,
+// makes an entry at the first call of a form (`make_entry` in ops/entries.py): it checks arguments,
 // plans, compiles, and raises all errors.
 //
 // Calls that are not plain go through PyTorch's dispatcher; `is_plain` defines which these are.
@@ -404,7 +404,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   torch::autograd::registerCppFunction(typeid(Conv2dBackward), &node_class);
   const auto classes = py::module_::import("torch._C").attr("_functions");
   classes.attr(kNodeName) = py::handle(reinterpret_cast<PyObject*>(&node_class));
-  module.def("set_prepare", [](const py::object& function) { prepare = function.inc_ref().ptr(); });
+  module.def("set_make_entry",
+             [](const py::object& function) { make_entry = function.inc_ref().ptr(); });
   module.def(
       "freeze", [](bool is_so) { store.freeze(is_so); }, py::call_guard<py::gil_scoped_release>());
   module.def("bypass", [](bool on) { bypassed = on; });

@@ -27,7 +27,7 @@ from fastconv.ops.schema import forward, fused, input_grad, weight_grad
 __all__ = ["forward", "fused", "input_grad", "weight_grad"]
 
 devices.register()
-native.register(entries.prepare)
+native.register(entries.make_entry)
 autograd.register()
 autocast.register("cpu", "AutocastCPU")
 autocast.register("cuda", "AutocastCUDA")

@@ -11,6 +11,7 @@ from torch import Tensor, channels_last
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.ops import autograd, devices, hooks
+from fastconv.ops.arguments import Arguments, WeightGradArguments
 from fastconv.ops.schema import OPERATORS, Operator, Result
 
 
@@ -33,22 +34,23 @@ class Entry(NamedTuple):
     trouble: Callable[[int, int, int, int, bool], None] | None = None  # handles a failed launch
 
 
-def prepare(name: str, *args: Any) -> Entry:
+def make_entry(name: str, *args: Any) -> Entry:
     """Makes the entry for an operator's arguments, and for all arguments of the same form.
 
     Raises whatever the operator would.
     """
     operator = OPERATORS[name]
-    result = operator.describe(operator.known, *args)
-    if operator.plan is not planner.forward or any(_wants_gradient(tensor) for tensor in args[:3]):
+    given = operator.arguments(*args)
+    result = operator.describe(operator.known, *given)
+    if operator.plan is not planner.forward or any(map(_wants_gradient, given[:3])):
         autograd.wait_at_exit(result.device.index)
     # A weight gradient without elements may still come with a bias's gradient that has some.
     if 0 in result.shape and operator.plan is not planner.weight_grad:
         return _empty(result)
-    entry = _entry(operator, result, args)
+    entry = _entry(operator, result, given)
     if name == "forward" and entry.launches and torch.is_grad_enabled():
-        wanted = [_wants_gradient(tensor) for tensor in args[:3]]
-        hooks.forward_prepared(args, result, wanted, planner.of_process())
+        wanted = [_wants_gradient(tensor) for tensor in given[:3]]
+        hooks.forward_prepared(given, result, wanted, planner.of_process())
     return entry
 
 
@@ -61,8 +63,8 @@ def _empty(result: Result) -> Entry:
     return Entry(result.shape, result.memory_format == channels_last, 0)
 
 
-def _entry(operator: Operator, result: Result, args: tuple[Any, ...]) -> Entry:
-    bias_grad = operator.plan is planner.weight_grad and operator.arguments(*args).bias
+def _entry(operator: Operator, result: Result, given: Arguments) -> Entry:
+    bias_grad = isinstance(given, WeightGradArguments) and given.bias
     entry = _empty(result)._replace(
         bias_elements=result.problem.out_channels if bias_grad else 0, fill=_fill(operator, result)
     )
@@ -70,12 +72,12 @@ def _entry(operator: Operator, result: Result, args: tuple[Any, ...]) -> Entry:
         return entry
     # The entry stays in the table, so it is planned by the process's own switch: one that
     # planner.only has set, perhaps in another thread, ends before.
-    need = devices.need(operator, result, args, planner.of_process())
+    need = devices.need(operator, result, given, planner.of_process())
     if need is None:
         return entry
     ready = cuda.ready(need)
     return entry._replace(
-        copied=(not cuda.is_dense(args[0]), not cuda.is_dense(args[1])),
+        copied=(not cuda.is_dense(given[0]), not cuda.is_dense(given[1])),
         scratch_bytes=ready.scratch_bytes,
         launches=ready.launches.description,
         packs=ready.packs,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastconv.kernels.planner import Switch
+from fastconv.ops.arguments import ForwardArguments
 from fastconv.ops.schema import Result
 
 
@@ -24,7 +25,7 @@ Arguments: those of the operator ``forward``; and for input, weight and bias, wh
 is recorded.
 """
 
-forward_prepared: Callable[[Sequence[Any], Result, Sequence[bool], Switch], None] = _ignore
+forward_prepared: Callable[[ForwardArguments, Result, Sequence[bool], Switch], None] = _ignore
 """Is called when the native host path is given launches for a forward pass, with gradients enabled.
 
 Arguments: as above, with the checked result between them; and the switch the pass is planned by.
