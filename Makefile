@@ -18,6 +18,7 @@ lint: .venv/ready
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	find src tests -name '*.cuh' -o -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/python tests/check_markdown.py
 
 types: .venv/ready
 	$(BIN)/mypy
@@ -25,7 +26,8 @@ types: .venv/ready
 # Two lanes of about equal length. What the first says comes last. A shell has what runs in the
 # background ignore Ctrl-C, which test_command and test_jit are about: they are in the other lane.
 # Dry runs look through all objects of their process, so those tests have a small one of their own.
-DRY_RUNS := tests/test_dry_runs.py tests/test_preparation.py tests/test_bench_networks.py
+DRY_RUNS := $(wildcard tests/network/test_dry_run_*.py) tests/network/test_preparation.py \
+  tests/test_bench_networks.py
 FIRST_LANE := tests/emulator $(DRY_RUNS)
 test-cpu: .venv/ready
 	@log=$$(mktemp); ($(BIN)/pytest -m "not gpu" tests/emulator; emulator=$$?; \

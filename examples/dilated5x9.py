@@ -50,7 +50,7 @@ from torch.utils import cpp_extension
 
 SOURCES = {}
 
-SOURCES["hopper/correlate/correlate.cuh"] = r"""
+SOURCES["hopper/halo/kernel.cuh"] = r"""
 // Convolution on Hopper's tensor cores: forward passes, and input gradients, which are forward
 // convolutions with flipped and transposed weights: one, or one for each phase of a stride, which
 // has every stride-th of the output's rows and columns, and some of the taps.
@@ -102,17 +102,17 @@ SOURCES["hopper/correlate/correlate.cuh"] = r"""
 // row of all channels: then a block walks down the image, and each row is loaded once.
 //
 // Where float16 has the range, float32 is multiplied as such (`halves`), and images where it has
-// not are computed once more by a kernel without (`repairs`): see tensor/scale.cuh.
+// not are computed once more by a kernel without (`repairs`): see device/tensor/scale.cuh.
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa, and x y = low_x high_y +
 // high_x low_y + high_x high_y: three products, and low_x low_y in short sums. The tensor core
 // truncates as it accumulates, so sums move to registers of their own after every stage of weights.
-#include "hopper/correlate/multiply.cuh"
-#include "hopper/correlate/stage.cuh"
-#include "hopper/correlate/store.cuh"
-#include "hopper/correlate/store_phases.cuh"
-#include "tensor/load.cuh"
-#include "tensor/weights.cuh"
+#include "hopper/halo/multiply.cuh"
+#include "hopper/halo/stage.cuh"
+#include "hopper/halo/store.cuh"
+#include "hopper/halo/store_residues.cuh"
+#include "device/tensor/load.cuh"
+#include "device/tensor/weights.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -235,32 +235,32 @@ __global__ void __launch_bounds__(384, 1)
 }
 """
 
-SOURCES["ampere/correlate.cuh"] = r"""
+SOURCES["ampere/halo/kernel.cuh"] = r"""
 // Convolution on the tensor cores of a warp (mma.sync), from sm_80 on: forward passes, and input
 // gradients, which are forward convolutions with flipped and transposed weights: one, or one for
 // each phase of a stride.
 //
 // A warp multiplies product_rows output channels by `pixels` output pixels, 32 bytes of input
 // channels at a time, and adds up over taps. Both operands lie in shared memory as on Hopper
-// (tensor/tile.cuh), in rows of 16 bytes. ldmatrix takes the address of each row from a lane, so
+// (device/tensor/tile.cuh), in rows of 16 bytes. ldmatrix takes the address of each row from a lane, so
 // that a tap is nothing but another start address, and a tile's pixels may lie anywhere in it:
 // several short rows are as good as a long one.
 //
 // One block per processor, whose warps work at the same time:
 //   one streams packed weights through a ring of stages, by asynchronous copies
 //   3, 7 or 11 load input pixels, round or split them, and write them to a ring of input stages,
-//   each of which has the halo tile of a chunk of channels (tensor/load.cuh)
+//   each of which has the halo tile of a chunk of channels (device/tensor/load.cuh)
 //   4 or 8 multiply, and store their sums through shared memory
 //
 // float32 with `parts` = 2: x = high + low, both with TF32's mantissa. A thread keeps the sums of
 // high parts' products, which it adds to totals after every flush_taps taps, for the tensor core
 // truncates as it accumulates; and those of products with a low part, which are so small that it
 // does no harm.
-#include "ampere/correlate_multiply.cuh"
-#include "ampere/correlate_store.cuh"
-#include "ampere/correlate_weights.cuh"
-#include "tensor/load.cuh"
-#include "tensor/weights.cuh"
+#include "ampere/halo/multiply.cuh"
+#include "ampere/halo/store.cuh"
+#include "ampere/halo/weights.cuh"
+#include "device/tensor/load.cuh"
+#include "device/tensor/weights.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(fastconv::ampere::kThreads, 1)
 }
 """
 
-SOURCES["hopper/weight_grad/weight_grad.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/kernel.cuh"] = r"""
 // Weight gradient on Hopper's tensor cores.
 //
 // grad[m, i, tap] = sum over images and output pixels of
@@ -433,11 +433,11 @@ SOURCES["hopper/weight_grad/weight_grad.cuh"] = r"""
 // With `bias`, consumers also add up what they load of grad_output, as it is before it is rounded:
 // the gradient of the bias. All of them do, since they have no time for conditions; the second
 // kernel takes the sums of one of those that see the same channels.
-#include "hopper/weight_grad/copy.cuh"
-#include "hopper/weight_grad/load.cuh"
-#include "hopper/weight_grad/multiply.cuh"
-#include "hopper/weight_grad/reduce.cuh"
-#include "hopper/weight_grad/scale.cuh"
+#include "hopper/wgrad_halo/copy.cuh"
+#include "hopper/wgrad_halo/load.cuh"
+#include "hopper/wgrad_halo/multiply.cuh"
+#include "hopper/wgrad_halo/reduce.cuh"
+#include "hopper/wgrad_halo/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(1024)
 }
 """
 
-SOURCES["ampere/weight_grad.cuh"] = r"""
+SOURCES["ampere/wgrad_halo/kernel.cuh"] = r"""
 // Weight gradient on the tensor cores that all GPUs since Ampere have (mma.sync).
 //
 // grad[m, i, tap] = sum over images and output pixels of
@@ -535,7 +535,7 @@ SOURCES["ampere/weight_grad.cuh"] = r"""
 //
 // With `bias`, the blocks of the first weights also add up the output's gradient, as it is in
 // shared memory before it is rounded.
-#include "ampere/weight_grad_reduce.cuh"
+#include "ampere/wgrad_halo/reduce.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -670,7 +670,7 @@ __global__ void __launch_bounds__(256)
 }
 """
 
-SOURCES["direct/correlate.cuh"] = r"""
+SOURCES["direct/forward/kernel.cuh"] = r"""
 // Forward convolution and input gradient on plain CUDA cores.
 //
 // Both are a correlation: out[m, o] = bias[m] + sum over channels k and taps j of
@@ -696,7 +696,7 @@ SOURCES["direct/correlate.cuh"] = r"""
 // With `two_level`, sums are added to a second set of registers every flush_channels channels;
 // where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
 // kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
-#include "include/epilogue.cuh"
+#include "device/epilogue.cuh"
 
 namespace fastconv {
 namespace correlate {
@@ -1235,7 +1235,7 @@ __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_
 }
 """
 
-SOURCES["direct/weight_grad.cuh"] = r"""
+SOURCES["direct/wgrad/kernel.cuh"] = r"""
 // Weight gradient on plain CUDA cores.
 //
 // grad[m, i, tap] = sum over images and output pixels of
@@ -1262,7 +1262,7 @@ SOURCES["direct/weight_grad.cuh"] = r"""
 // With `bias`, a thread also adds up the output's gradient that it loads, in sums of their own
 // behind the others: the gradient of the bias. The second kernel takes those of one of the threads
 // that saw the same channels and pixels.
-#include "include/tile.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 namespace weight_grad {
@@ -1619,7 +1619,7 @@ SOURCES["direct/bias_grad.cuh"] = r"""
 // value of its block's share, then the block's threads add theirs pairwise. A second kernel adds
 // the blocks' sums in order: no atomics, the same bits every time. For weight gradients that do not
 // see the output's gradient as it is, and for exported files.
-#include "include/scalar.cuh"
+#include "device/scalar.cuh"
 
 namespace fastconv {
 namespace bias_grad {
@@ -1669,14 +1669,14 @@ __global__ void __launch_bounds__(fastconv::bias_grad::kThreads)
 }
 """
 
-SOURCES["hopper/correlate/stage.cuh"] = r"""
+SOURCES["hopper/halo/stage.cuh"] = r"""
 // Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
 //
 // Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
 // transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
 // 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
 // rows may begin anywhere.
-#include "tensor/load.cuh"
+#include "device/tensor/load.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -1926,14 +1926,14 @@ __device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* i
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate/store_phases.cuh"] = r"""
+SOURCES["hopper/halo/store_residues.cuh"] = r"""
 // Outputs of a strided gradient whose phases are channels: from a consumer's registers through
 // shared memory to global memory, in lines.
 //
 // A line is a row of the image: of one channel, or of all if they are neighbours. A position has
 // `interleave` elements of it, and all positions of a row lie side by side: so 64 rows of a product
 // are some lines, each of which is staged as it lies in memory, and leaves in one piece.
-#include "hopper/correlate/store.cuh"
+#include "hopper/halo/store.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -2083,11 +2083,11 @@ __device__ __forceinline__ void store_phases(const float (&sums)[kSums], const F
 }  // namespace fastconv
 """
 
-SOURCES["tensor/weights.cuh"] = r"""
+SOURCES["device/tensor/weights.cuh"] = r"""
 // Weights, packed as the tensor cores want them, with the kernels that do it. Before they are
 // packed as float16, a kernel finds the input channels' scales; the one that packs them finds those
 // of output channels and of images.
-#include "tensor/input.cuh"
+#include "device/tensor/input.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -2414,13 +2414,13 @@ __global__ void __launch_bounds__(256)
 }
 """
 
-SOURCES["tensor/load.cuh"] = r"""
+SOURCES["device/tensor/load.cuh"] = r"""
 // Warps that load input, chunk by chunk, for others to multiply: to registers and from there to
 // shared memory, transposed, rounded or split; or copied asynchronously as it is.
 //
 // A family's `Input` tells where: its stages are a ring, each of which loaders wait for until it is
 // empty, and show when it is full. Warp 0 has other things to do; loaders are those after it.
-#include "tensor/input.cuh"
+#include "device/tensor/input.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -2641,10 +2641,10 @@ __device__ __forceinline__ void copy_input(const Scalar* input, const Items& ite
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate/store.cuh"] = r"""
+SOURCES["hopper/halo/store.cuh"] = r"""
 // Outputs: from a consumer's registers through shared memory to global memory.
-#include "hopper/correlate/multiply.cuh"
-#include "tensor/target.cuh"
+#include "hopper/halo/multiply.cuh"
+#include "device/tensor/target.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -3035,10 +3035,10 @@ __device__ __forceinline__ void store_pixels(const float (&sums)[kSums], const F
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate/multiply.cuh"] = r"""
+SOURCES["hopper/halo/multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply what is in shared memory.
-#include "hopper/correlate/tile.cuh"
-#include "include/wgmma.cuh"
+#include "hopper/halo/tile.cuh"
+#include "device/wgmma.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -3308,10 +3308,10 @@ struct Consumer {
 }  // namespace fastconv
 """
 
-SOURCES["tensor/target.cuh"] = r"""
+SOURCES["device/tensor/target.cuh"] = r"""
 // Outputs: where sums go, and what becomes of them before.
-#include "include/epilogue.cuh"
-#include "tensor/scale.cuh"
+#include "device/epilogue.cuh"
+#include "device/tensor/scale.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -3480,10 +3480,10 @@ __device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& ite
 }  // namespace fastconv
 """
 
-SOURCES["hopper/correlate/tile.cuh"] = r"""
+SOURCES["hopper/halo/tile.cuh"] = r"""
 // What a block of correlate.cuh has in shared memory beside the tile itself.
-#include "include/wgmma.cuh"
-#include "tensor/tile.cuh"
+#include "device/wgmma.cuh"
+#include "device/tensor/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -3586,7 +3586,7 @@ __device__ __forceinline__ Watch& watch() {
   return *reinterpret_cast<Watch*>(shared_memory() + kWatch);
 }
 
-// The ring of input stages, for those who load it (tensor/load.cuh).
+// The ring of input stages, for those who load it (device/tensor/load.cuh).
 struct Input {
   static constexpr int kStages = C::input_stages;
   static constexpr bool kPowersCopied = hopper::kPowersCopied;
@@ -3614,10 +3614,10 @@ struct Input {
 }  // namespace fastconv
 """
 
-SOURCES["include/wgmma.cuh"] = r"""
+SOURCES["device/wgmma.cuh"] = r"""
 // The tensor cores' product, for each of its 32 widths. Assembly takes its registers one by one, so
 // they are listed, each list by the one before.
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 
 namespace fastconv {
 
@@ -3810,9 +3810,9 @@ __device__ __forceinline__ void wgmma(Bfloat16, float (&d)[kColumns / 2], const 
 }  // namespace fastconv
 """
 
-SOURCES["include/sm90.cuh"] = r"""
+SOURCES["device/sm90.cuh"] = r"""
 // The instructions of sm_90a, one function each. The emulator has a twin of this file too.
-#include "include/sm80.cuh"
+#include "device/sm80.cuh"
 
 namespace fastconv {
 
@@ -4189,14 +4189,14 @@ __device__ __forceinline__ void allow_later_launch() {
 }  // namespace fastconv
 """
 
-SOURCES["include/epilogue.cuh"] = r"""
+SOURCES["device/epilogue.cuh"] = r"""
 // What a forward pass does to its sums before it stores them: activation(sum + residual), where the
 // sum has its bias already. In the type of sums; what is stored is rounded once, behind it.
 //
 // Config has `activation`, one of these types, and `residual`; a pass that stores its sums as they
 // are has neither. A residual is one more parameter of a kernel, the last one: as the preprocessor
 // has to know of it, FASTCONV_RESIDUAL is defined where Config has it.
-#include "include/tile.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 
@@ -4430,9 +4430,9 @@ struct Epilogue {
 }  // namespace fastconv
 """
 
-SOURCES["tensor/input.cuh"] = r"""
+SOURCES["device/tensor/input.cuh"] = r"""
 // Input: where the pixels of a tile lie in memory, and how a thread loads some of their channels.
-#include "tensor/scale.cuh"
+#include "device/tensor/scale.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -4645,7 +4645,7 @@ struct Source {
 }  // namespace fastconv
 """
 
-SOURCES["tensor/scale.cuh"] = r"""
+SOURCES["device/tensor/scale.cuh"] = r"""
 // float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
 //
 // Numbers are scaled by powers of two: those of an input channel by one that the size of its
@@ -4663,8 +4663,8 @@ SOURCES["tensor/scale.cuh"] = r"""
 // If an image does not fit, it is marked, and a second kernel (`repairs`) computes it once more, in
 // TF32; if weights do not, it computes all images, and the first none. Nothing but an image's own
 // numbers and the weights decides.
-#include "tensor/powers.cuh"
-#include "tensor/vector.cuh"
+#include "device/tensor/powers.cuh"
+#include "device/tensor/vector.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -4762,11 +4762,11 @@ struct Items {
 }  // namespace fastconv
 """
 
-SOURCES["tensor/vector.cuh"] = r"""
+SOURCES["device/tensor/vector.cuh"] = r"""
 // Vectors of channels: 16 bytes of an operand, from registers to memory as the tensor core wants
 // them.
-#include "tensor/powers.cuh"
-#include "tensor/tile.cuh"
+#include "device/tensor/powers.cuh"
+#include "device/tensor/tile.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -4969,10 +4969,10 @@ __device__ __forceinline__ void store_input(unsigned char* target, int part_byte
 }  // namespace fastconv
 """
 
-SOURCES["tensor/powers.cuh"] = r"""
+SOURCES["device/tensor/powers.cuh"] = r"""
 // Powers of two that bring numbers into float16's range, and what a block's threads find together
 // to choose them.
-#include "tensor/operand.cuh"
+#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -5050,7 +5050,7 @@ __device__ __forceinline__ float scale_to(float number, int exponent) {
 }  // namespace fastconv
 """
 
-SOURCES["tensor/tile.cuh"] = r"""
+SOURCES["device/tensor/tile.cuh"] = r"""
 // The tile that correlations on tensor cores share: its halo in shared memory, and how blocks walk
 // over an image. A family's own header has what else it keeps there.
 //
@@ -5058,9 +5058,9 @@ SOURCES["tensor/tile.cuh"] = r"""
 //
 //   input   [16 bytes of channels][row][pixel][16 bytes]     a halo tile, loaded once for all taps
 //   weights [tap][2][product_rows output channels][16 bytes]
-#include "include/tile.cuh"
-#include "tensor/operand.cuh"
-#include "tensor/ring.cuh"
+#include "device/tile.cuh"
+#include "device/tensor/operand.cuh"
+#include "device/tensor/ring.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -5223,9 +5223,9 @@ struct UnfoldedChannel {
 }  // namespace fastconv
 """
 
-SOURCES["include/tile.cuh"] = r"""
+SOURCES["device/tile.cuh"] = r"""
 // Small pieces that every kernel on plain CUDA cores uses: vectors of four, tiles of rows.
-#include "include/scalar.cuh"
+#include "device/scalar.cuh"
 
 namespace fastconv {
 
@@ -5293,10 +5293,10 @@ __device__ __forceinline__ void copy_elements(T* shared, const T* global, bool v
 }  // namespace fastconv
 """
 
-SOURCES["tensor/operand.cuh"] = r"""
+SOURCES["device/tensor/operand.cuh"] = r"""
 // What a kernel's tensors have for elements, and which of the tensor core's types that is.
-#include "include/scalar.cuh"
-#include "include/sm80.cuh"
+#include "device/scalar.cuh"
+#include "device/sm80.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -5385,7 +5385,7 @@ __device__ __forceinline__ unsigned load_bits(const Half* element, bool valid) {
 }  // namespace fastconv
 """
 
-SOURCES["tensor/ring.cuh"] = r"""
+SOURCES["device/tensor/ring.cuh"] = r"""
 // Stages of shared memory that are filled and emptied in turn.
 
 namespace fastconv {
@@ -5410,9 +5410,9 @@ struct Ring {
 }  // namespace fastconv
 """
 
-SOURCES["include/scalar.cuh"] = r"""
+SOURCES["device/scalar.cuh"] = r"""
 // The element types of tensors, and the type each is summed in.
-#include "include/ptx.cuh"
+#include "device/ptx.cuh"
 
 namespace fastconv {
 
@@ -5477,10 +5477,10 @@ struct Bits<16> {
 }  // namespace fastconv
 """
 
-SOURCES["include/sm80.cuh"] = r"""
+SOURCES["device/sm80.cuh"] = r"""
 // Instructions from sm_80 on, one function each, as ptx.cuh has those of every GPU. The emulator
 // has a twin of this file too.
-#include "include/ptx.cuh"
+#include "device/ptx.cuh"
 
 namespace fastconv {
 
@@ -5683,7 +5683,7 @@ __device__ __forceinline__ void load_transposed(unsigned (&fragments)[4], const 
 }  // namespace fastconv
 """
 
-SOURCES["include/ptx.cuh"] = r"""
+SOURCES["device/ptx.cuh"] = r"""
 // Every hardware instruction we use, one function each. Nothing else in the kernels is assembly, so
 // that a host twin of this one file (tests/emulator) lets the same kernels run on a CPU.
 
@@ -5835,10 +5835,10 @@ __device__ __forceinline__ void come_to(int barrier, int threads) {
 }  // namespace fastconv
 """
 
-SOURCES["ampere/correlate_store.cuh"] = r"""
+SOURCES["ampere/halo/store.cuh"] = r"""
 // Outputs: from a warp's registers through shared memory to global memory.
-#include "ampere/correlate_multiply.cuh"
-#include "tensor/target.cuh"
+#include "ampere/halo/multiply.cuh"
+#include "device/tensor/target.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -6050,10 +6050,10 @@ __device__ __forceinline__ void store(const Sums& sums, const Finishes& finishes
 }  // namespace fastconv
 """
 
-SOURCES["ampere/correlate_weights.cuh"] = r"""
+SOURCES["ampere/halo/weights.cuh"] = r"""
 // Weights on their way to shared memory.
-#include "ampere/correlate_tile.cuh"
-#include "tensor/scale.cuh"
+#include "ampere/halo/tile.cuh"
+#include "device/tensor/scale.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -6114,9 +6114,9 @@ __device__ __forceinline__ void stream_weights(const unsigned char* packed, cons
 }  // namespace fastconv
 """
 
-SOURCES["ampere/correlate_multiply.cuh"] = r"""
+SOURCES["ampere/halo/multiply.cuh"] = r"""
 // A warp's products of what is in shared memory.
-#include "ampere/correlate_tile.cuh"
+#include "ampere/halo/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -6372,11 +6372,11 @@ __device__ __forceinline__ void flush(Sums& totals, Sums& sums, Sums& low) {
 }  // namespace fastconv
 """
 
-SOURCES["ampere/correlate_tile.cuh"] = r"""
+SOURCES["ampere/halo/tile.cuh"] = r"""
 // What a block of correlate.cuh is made of, and what it has in shared memory.
-#include "include/mma.cuh"
-#include "include/sm80.cuh"
-#include "tensor/tile.cuh"
+#include "device/mma.cuh"
+#include "device/sm80.cuh"
+#include "device/tensor/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -6455,7 +6455,7 @@ using InputStages = Stages<1, C::input_stages, C::loaders>;
 constexpr int kWeightLaps = C::resident ? 1 : C::weight_stages;
 using WeightStages = Stages<1 + 2 * C::input_stages, kWeightLaps, 32>;
 
-// The ring of input stages, for those who load it (tensor/load.cuh).
+// The ring of input stages, for those who load it (device/tensor/load.cuh).
 struct Input {
   static constexpr int kStages = C::input_stages;
   static constexpr bool kPowersCopied = C::halves;
@@ -6476,12 +6476,12 @@ struct Input {
 }  // namespace fastconv
 """
 
-SOURCES["include/mma.cuh"] = r"""
+SOURCES["device/mma.cuh"] = r"""
 // Products of small matrices by the tensor cores of a warp, from sm_80 on: all lanes take part.
 //
 // What lane 4 g + t holds of a matrix of 8 rows of 16 bytes, a fragment of 4 bytes: bytes 4 t to
 // 4 t + 3 of row g. These are two elements of 16 bits, or one of TF32.
-#include "include/sm80.cuh"
+#include "device/sm80.cuh"
 
 namespace fastconv {
 
@@ -6513,10 +6513,10 @@ __device__ __forceinline__ void mma(Bfloat16, float (&sums)[4], const unsigned (
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad/load.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/load.cuh"] = r"""
 // The input: loaded to registers, transposed, rounded or split, and written to shared memory.
-#include "hopper/weight_grad/copy.cuh"
-#include "hopper/weight_grad/scale.cuh"
+#include "hopper/wgrad_halo/copy.cuh"
+#include "hopper/wgrad_halo/scale.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -6775,9 +6775,9 @@ __device__ __forceinline__ void load_input(const Scalar* input, const Tables& ta
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad/reduce.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/reduce.cuh"] = r"""
 // The second kernel: adds up what the blocks have left in the workspace.
-#include "hopper/weight_grad/multiply.cuh"
+#include "hopper/wgrad_halo/multiply.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -6908,10 +6908,10 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad/multiply.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/multiply.cuh"] = r"""
 // Consumers: warpgroups that multiply, and add their sums to a workspace.
-#include "hopper/weight_grad/copy.cuh"
-#include "hopper/weight_grad/scale.cuh"
+#include "hopper/wgrad_halo/copy.cuh"
+#include "hopper/wgrad_halo/scale.cuh"
 #include "hopper/workspace.cuh"
 
 namespace fastconv {
@@ -7430,9 +7430,9 @@ __device__ __forceinline__ void consume(const Grad& grad_output, const Tables& t
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad/copy.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/copy.cuh"] = r"""
 // The output's gradient: copied to shared memory as it is.
-#include "hopper/weight_grad/tile.cuh"
+#include "hopper/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -7843,7 +7843,7 @@ __device__ __forceinline__ int misalignment(const TensorMap&) { return 0; }
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad/scale.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/scale.cuh"] = r"""
 // float32 multiplied as float16: half the time of TF32, the same mantissa, but a smaller range.
 //
 // Each channel of either tensor, of all images, is multiplied by a power of two that a sample of
@@ -7854,8 +7854,8 @@ SOURCES["hopper/weight_grad/scale.cuh"] = r"""
 //
 // Numbers above 65504 become infinite, and so, or NaN, does every sum that they are a part of: such
 // filters are marked, too.
-#include "hopper/weight_grad/tile.cuh"
-#include "tensor/powers.cuh"
+#include "hopper/wgrad_halo/tile.cuh"
+#include "device/tensor/powers.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -8031,8 +8031,8 @@ __device__ __forceinline__ bool is_marked(const Tables& tables, const Tile& tile
 
 SOURCES["hopper/workspace.cuh"] = r"""
 // What wgmma's sums need on their way to the workspace.
-#include "include/sm90.cuh"
-#include "tensor/workspace.cuh"
+#include "device/sm90.cuh"
+#include "device/tensor/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -8054,10 +8054,10 @@ __device__ __forceinline__ void flush(float (&sums)[kRows][kSums], float4* slots
 }  // namespace fastconv
 """
 
-SOURCES["tensor/workspace.cuh"] = r"""
+SOURCES["device/tensor/workspace.cuh"] = r"""
 // Sums of weight gradients on their way out: each thread has slots of its own in a workspace, four
 // sums each and its neighbours' side by side, which a second kernel adds up in a fixed order.
-#include "tensor/operand.cuh"
+#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace tensor {
@@ -8131,12 +8131,12 @@ __device__ __forceinline__ long long weight_offset(int output, int input, int ro
 }  // namespace fastconv
 """
 
-SOURCES["hopper/weight_grad/tile.cuh"] = r"""
+SOURCES["hopper/wgrad_halo/tile.cuh"] = r"""
 // The tile: what a block of weight_grad.cuh computes, how it walks through images, and what lies
 // where in shared memory.
-#include "include/tile.cuh"
-#include "include/wgmma.cuh"
-#include "tensor/operand.cuh"
+#include "device/tile.cuh"
+#include "device/wgmma.cuh"
+#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {
@@ -8445,9 +8445,9 @@ struct Ring {
 }  // namespace fastconv
 """
 
-SOURCES["ampere/weight_grad_reduce.cuh"] = r"""
+SOURCES["ampere/wgrad_halo/reduce.cuh"] = r"""
 // The second kernel: adds up what the blocks have left in the workspace.
-#include "ampere/weight_grad_multiply.cuh"
+#include "ampere/wgrad_halo/multiply.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -8532,10 +8532,10 @@ __device__ __forceinline__ void reduce_bias(const float4* workspace, Scalar* bia
 }  // namespace fastconv
 """
 
-SOURCES["ampere/weight_grad_multiply.cuh"] = r"""
+SOURCES["ampere/wgrad_halo/multiply.cuh"] = r"""
 // The products of a warp, and its sums.
-#include "ampere/weight_grad_load.cuh"
-#include "tensor/workspace.cuh"
+#include "ampere/wgrad_halo/load.cuh"
+#include "device/tensor/workspace.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -8771,12 +8771,12 @@ __device__ __forceinline__ long long bias_slots(int blocks, int block) {
 }  // namespace fastconv
 """
 
-SOURCES["ampere/weight_grad_load.cuh"] = r"""
+SOURCES["ampere/wgrad_halo/load.cuh"] = r"""
 // Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
 // 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
 // is loaded before the slice is multiplied, and written after that. What has been copied of float32
 // is converted in place, by the thread that copied it.
-#include "ampere/weight_grad_tile.cuh"
+#include "ampere/wgrad_halo/tile.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -9300,12 +9300,12 @@ struct Loader {
 }  // namespace fastconv
 """
 
-SOURCES["ampere/weight_grad_tile.cuh"] = r"""
+SOURCES["ampere/wgrad_halo/tile.cuh"] = r"""
 // What a block of weight_grad.cuh computes, how it walks through images, and what lies where in
 // shared memory.
-#include "include/mma.cuh"
-#include "include/tile.cuh"
-#include "tensor/operand.cuh"
+#include "device/mma.cuh"
+#include "device/tile.cuh"
+#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace ampere {
@@ -9943,7 +9943,7 @@ def correlation_plan(geometry: Geometry, operands: Operands, transposed: bool) -
         * round_up(rows.taps, tap_rows)
         * round_up(columns.taps, tap_columns)
     )
-    code = ("direct/correlate.cuh", tuple(constants.items()))
+    code = ("direct/forward/kernel.cuh", tuple(constants.items()))
     launches = [helper_launch(code, "pack", packed, ("weight", "scratch"))]
     if not (rows.reaches_all and columns.reaches_all):
         elements = math.prod(geometry.input)
@@ -10058,7 +10058,7 @@ def weight_grad_plan(geometry: Geometry, operands: Operands, processors: int) ->
         "shared_bytes": shared_bytes,
         "blocks_per_sm": 512 // threads,
     }
-    code = ("direct/weight_grad.cuh", tuple(constants.items()))
+    code = ("direct/wgrad/kernel.cuh", tuple(constants.items()))
     tiles = (
         groups
         * ceil_div(group_out, channels)
@@ -10210,27 +10210,27 @@ SM_90A_FORWARD_FLOAT_TF32_1 = config(
 TUNED["sm_90a", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "scale", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=32, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=72, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_0,
             grid=128, block=384, shared_bytes=223824,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_1,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_1,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=223120,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10263,27 +10263,27 @@ SM_80_FORWARD_FLOAT_TF32_1 = config(
 TUNED["sm_80", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_80_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "scale", SM_80_FORWARD_FLOAT_TF32_0,
             grid=32, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "pack", SM_80_FORWARD_FLOAT_TF32_0,
             grid=72, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_0,
             grid=share(108), block=384, shared_bytes=153792,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "pack", SM_80_FORWARD_FLOAT_TF32_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_TF32_1,
             grid=share(108), block=384, shared_bytes=153600,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10302,27 +10302,27 @@ SM_86_FORWARD_FLOAT_TF32_1 = config(
 TUNED["sm_86", "forward", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_86_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "scale", SM_86_FORWARD_FLOAT_TF32_0,
             grid=32, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "pack", SM_86_FORWARD_FLOAT_TF32_0,
             grid=72, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_0,
             grid=share(82), block=256, shared_bytes=100544,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "pack", SM_86_FORWARD_FLOAT_TF32_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_TF32_1,
             grid=share(82), block=256, shared_bytes=100352,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10345,27 +10345,27 @@ SM_90A_INPUT_GRAD_FLOAT_TF32_1 = config(
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate/correlate.cuh", "scale", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "scale", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=230776,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_TF32_1,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_TF32_1,
             grid=216, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_TF32_1,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=230152,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10387,27 +10387,27 @@ SM_80_INPUT_GRAD_FLOAT_TF32_1 = config(
 TUNED["sm_80", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_TF32_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_TF32_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_0,
             grid=share(108), block=384, shared_bytes=103872,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_TF32_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_TF32_1,
             grid=share(108), block=384, shared_bytes=144384,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10425,27 +10425,27 @@ SM_86_INPUT_GRAD_FLOAT_TF32_1 = config(
 TUNED["sm_86", "input_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_TF32_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_TF32_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_0,
             grid=share(82), block=384, shared_bytes=94656,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_TF32_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_TF32_1,
             grid=share(82), block=384, shared_bytes=94208,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10474,12 +10474,12 @@ SM_90A_WEIGHT_GRAD_FLOAT_TF32_1 = config(
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "scale", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
+            "hopper/wgrad_halo/kernel.cuh", "scale", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=96, block=1024, shared_bytes=128,
             arguments=("grad_output", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
+            "hopper/wgrad_halo/kernel.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=132, block=384, shared_bytes=226464,
             arguments=(
                 TensorMap(
@@ -10496,12 +10496,12 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             ),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
+            "hopper/wgrad_halo/kernel.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 2, 66),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
+            "hopper/wgrad_halo/kernel.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
             grid=132, block=384, shared_bytes=226496,
             arguments=(
                 TensorMap(
@@ -10518,7 +10518,7 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
             ),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
+            "hopper/wgrad_halo/kernel.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_TF32_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 2, 66),
         ),
@@ -10540,12 +10540,12 @@ SM_80_WEIGHT_GRAD_FLOAT_TF32_0 = config(
 TUNED["sm_80", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/weight_grad.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_TF32_0,
+            "ampere/wgrad_halo/kernel.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=3 * share(36), block=256, shared_bytes=130944,
             arguments=("grad_output", "input", "scratch", 0, 3, share(36), 8),
         ),
         Launch(
-            "ampere/weight_grad.cuh", "reduce", SM_80_WEIGHT_GRAD_FLOAT_TF32_0,
+            "ampere/wgrad_halo/kernel.cuh", "reduce", SM_80_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 3, share(36)),
         ),
@@ -10560,12 +10560,12 @@ SM_86_WEIGHT_GRAD_FLOAT_TF32_0 = config(
 TUNED["sm_86", "weight_grad", EXPORTED, "float", "tf32"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/weight_grad.cuh", "weight_grad", SM_86_WEIGHT_GRAD_FLOAT_TF32_0,
+            "ampere/wgrad_halo/kernel.cuh", "weight_grad", SM_86_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=3 * share(82), block=256, shared_bytes=84864,
             arguments=("grad_output", "input", "scratch", 0, 3, share(82), 8),
         ),
         Launch(
-            "ampere/weight_grad.cuh", "reduce", SM_86_WEIGHT_GRAD_FLOAT_TF32_0,
+            "ampere/wgrad_halo/kernel.cuh", "reduce", SM_86_WEIGHT_GRAD_FLOAT_TF32_0,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 3, share(82)),
         ),
@@ -10586,27 +10586,27 @@ SM_90A_FORWARD_FLOAT_IEEE_1 = config(
 TUNED["sm_90a", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate/correlate.cuh", "scale", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "scale", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=32, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=72, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_0,
             grid=128, block=384, shared_bytes=227904,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_1,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=180, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_1,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_FORWARD_FLOAT_IEEE_1,
             grid=132, block=384, shared_bytes=227408,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10626,27 +10626,27 @@ SM_80_FORWARD_FLOAT_IEEE_1 = config(
 TUNED["sm_80", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_80_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "scale", SM_80_FORWARD_FLOAT_IEEE_0,
             grid=32, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_0,
             grid=72, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_0,
             grid=share(108), block=384, shared_bytes=145600,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "pack", SM_80_FORWARD_FLOAT_IEEE_1,
             grid=180, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_FORWARD_FLOAT_IEEE_1,
             grid=share(108), block=256, shared_bytes=145408,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10664,27 +10664,27 @@ SM_86_FORWARD_FLOAT_IEEE_1 = config(
 TUNED["sm_86", "forward", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_86_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "scale", SM_86_FORWARD_FLOAT_IEEE_0,
             grid=32, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_0,
             grid=72, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_0,
             grid=share(82), block=384, shared_bytes=96448,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "pack", SM_86_FORWARD_FLOAT_IEEE_1,
             grid=180, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_FORWARD_FLOAT_IEEE_1,
             grid=share(82), block=384, shared_bytes=94208,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10707,27 +10707,27 @@ SM_90A_INPUT_GRAD_FLOAT_IEEE_1 = config(
 TUNED["sm_90a", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/correlate/correlate.cuh", "scale", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "scale", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=229664,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,
+            "hopper/halo/kernel.cuh", "pack", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,
             grid=432, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/correlate/correlate.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,
+            "hopper/halo/kernel.cuh", "correlate", SM_90A_INPUT_GRAD_FLOAT_IEEE_1,
             grid=132, block=384, shared_bytes=211032,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10748,27 +10748,27 @@ SM_80_INPUT_GRAD_FLOAT_IEEE_1 = config(
 TUNED["sm_80", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "scale", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_0,
             grid=share(108), block=384, shared_bytes=155840,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "pack", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
             grid=180, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_80_INPUT_GRAD_FLOAT_IEEE_1,
             grid=share(108), block=384, shared_bytes=131072,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10787,27 +10787,27 @@ SM_86_INPUT_GRAD_FLOAT_IEEE_1 = config(
 TUNED["sm_86", "input_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/correlate.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "scale", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=64, block=1024, shared_bytes=128,
             arguments=("weight", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=40, block=256, shared_bytes=32,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_0,
             grid=share(82), block=384, shared_bytes=92608,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "pack", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
             grid=180, block=256, shared_bytes=0,
             arguments=("weight", "input", "scratch", 8),
         ),
         Launch(
-            "ampere/correlate.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
+            "ampere/halo/kernel.cuh", "correlate", SM_86_INPUT_GRAD_FLOAT_IEEE_1,
             grid=share(82), block=384, shared_bytes=98304,
             arguments=("input", "scratch", "bias", "output", 8),
         ),
@@ -10828,12 +10828,12 @@ SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1 = config(
 TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "scale", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "hopper/wgrad_halo/kernel.cuh", "scale", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=96, block=1024, shared_bytes=128,
             arguments=("grad_output", "input", "scratch", 8),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "hopper/wgrad_halo/kernel.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=132, block=384, shared_bytes=228448,
             arguments=(
                 TensorMap(
@@ -10850,12 +10850,12 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             ),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "hopper/wgrad_halo/kernel.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=108, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 6, 22),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
+            "hopper/wgrad_halo/kernel.cuh", "weight_grad", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
             grid=130, block=384, shared_bytes=222376,
             arguments=(
                 TensorMap(
@@ -10872,7 +10872,7 @@ TUNED["sm_90a", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
             ),
         ),
         Launch(
-            "hopper/weight_grad/weight_grad.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
+            "hopper/wgrad_halo/kernel.cuh", "reduce", SM_90A_WEIGHT_GRAD_FLOAT_IEEE_1,
             grid=90, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 5, 26),
         ),
@@ -10887,12 +10887,12 @@ SM_80_WEIGHT_GRAD_FLOAT_IEEE_0 = config(
 TUNED["sm_80", "weight_grad", EXPORTED, "float", "ieee"] = lambda share: Plan(
     launches=(
         Launch(
-            "ampere/weight_grad.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "ampere/wgrad_halo/kernel.cuh", "weight_grad", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=6 * share(18), block=256, shared_bytes=154624,
             arguments=("grad_output", "input", "scratch", 0, 6, share(18), 8),
         ),
         Launch(
-            "ampere/weight_grad.cuh", "reduce", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
+            "ampere/wgrad_halo/kernel.cuh", "reduce", SM_80_WEIGHT_GRAD_FLOAT_IEEE_0,
             grid=96, block=256, shared_bytes=0,
             arguments=("scratch", "output", "bias_grad", 0, 6, share(18)),
         ),
@@ -10960,8 +10960,8 @@ def device_code(kernels: tuple[Kernel, ...]) -> str:
     """The kernels, each with its constants in a namespace of its own: kernels_0, kernels_1, ..."""
     code = []
     for number, (source, constants) in enumerate(configurations(kernels)):
-        seen = {"include/scalar.cuh"}
-        types = with_headers("include/scalar.cuh", seen)
+        seen = {"device/scalar.cuh"}
+        types = with_headers("device/scalar.cuh", seen)
         members = "\n".join(member(name, value) for name, value in constants)
         text = with_headers(source, seen)
         condition = CONDITIONS.get(source.split("/")[0])

@@ -12,15 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fastconv import native, preparation, timing
+from fastconv import native, timing
 from fastconv.backends import cuda
-from fastconv.bench import limits
-from fastconv.bench import timing as bench_timing
-from fastconv.jit import launch
+from fastconv.bench import limits, row_timing
+from fastconv.jit import launch, loading
 from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
-from fastconv.ops import ahead, hooks
+from fastconv.network import lookahead, preparation
+from fastconv.ops import hooks
 
 with suppress(ImportError):  # where PyTorch's own tests could not run either
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -62,11 +62,11 @@ def host_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings of tiny products and copies: what they are does not matter here."""
+    """Ceilings are measured with tiny matrices and copies: their values do not matter in tests."""
     monkeypatch.setitem(limits.MATRIX_SIDE, "cpu", 32)
     monkeypatch.setitem(limits.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(limits, "HASHED_BYTES", 1 << 12)
-    monkeypatch.setattr(bench_timing, "CPU_CACHE_BYTES", 1 << 10)
+    monkeypatch.setattr(row_timing, "CPU_CACHE_BYTES", 1 << 10)
     monkeypatch.setattr(timing, "WARM_UP_MS", 0.0)
 
 
@@ -76,7 +76,7 @@ def _no_plan_but_its_own() -> Iterator[None]:
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
         mock.patch.object(plans, "find_or_make", make),
-        mock.patch.object(ahead, "begin"),
+        mock.patch.object(lookahead, "compile_gradients"),
         mock.patch.object(hooks, "forward_prepared"),
         mock.patch.object(cuda, "before_forward", None),
     ):
@@ -104,7 +104,7 @@ class Loads(list[Kernel]):
         super().__init__()
         self.begun: set[Kernel] = set()
 
-    def begin(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
+    def compile_ahead(self, kernels: Iterable[Kernel], arch: str, index: int) -> None:
         assert arch == H200.architecture
         self.begun.update(kernels)
 
@@ -116,16 +116,16 @@ class Loads(list[Kernel]):
                 show(done + 1, len(new))
         return len(new)
 
-    def prepare(self, launches: list[Launch], device: Any, names: Any) -> None:
+    def load_launches(self, launches: list[Launch], device: Any, names: Any) -> None:
         assert all(launch.kernel in self for launch in launches), "compiled one after the other"
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterable[Loads]:
     found = Loads()
-    monkeypatch.setattr(launch, "load", found.load)
-    monkeypatch.setattr(launch, "begin", found.begin)
-    monkeypatch.setattr(launch, "prepare", found.prepare)
+    monkeypatch.setattr(loading, "load", found.load)
+    monkeypatch.setattr(loading, "compile_ahead", found.compile_ahead)
+    monkeypatch.setattr(launch, "load_launches", found.load_launches)
     monkeypatch.setattr(preparation, "_GPU", "cpu")
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(native, "begin", lambda: None)

@@ -1,5 +1,5 @@
 // A kernel that does nothing but warps' products of small matrices: tests/small_products.py.
-#include "include/mma.cuh"
+#include "device/mma.cuh"
 
 namespace fastconv {
 

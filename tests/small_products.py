@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastconv.bench import products
+from fastconv.bench import mma_rate
 from fastconv.kernels.family import Kernel, Launch
 
 SOURCE = Path(__file__).with_suffix(".cuh")
@@ -71,23 +71,23 @@ class Rounds:
 
     @property
     def launch(self) -> Launch:
-        return products.launch_of(self.kind, self.warps, self.blocks, self.rounds)
+        return mma_rate.launch_of(self.kind, self.warps, self.blocks, self.rounds)
 
     def tensors(self) -> dict[str, Tensor]:
-        like = products.matrices(self.kind, torch.device("cpu"))
+        like = mma_rate.matrices(self.kind, torch.device("cpu"))
         generator = torch.Generator().manual_seed(self.warps)
         matrices = torch.randint(-9, 10, like.shape, generator=generator).to(like)
-        totals = products.totals(self.launch, torch.device("cpu")).fill_(torch.nan)
+        totals = mma_rate.totals(self.launch, torch.device("cpu")).fill_(torch.nan)
         return {"matrices": matrices, "totals": totals}
 
     def expected(self, tensors: dict[str, Tensor]) -> Tensor:
         rows = tensors["matrices"].float()
-        left, right = rows.split((16 * products.LEFT, 8 * products.RIGHT))
+        left, right = rows.split((16 * mma_rate.LEFT, 8 * mma_rate.RIGHT))
         total = left.unflatten(0, (-1, 16)).sum(0) @ right.unflatten(0, (-1, 8)).sum(0).T
         return (self.rounds * total).expand_as(tensors["totals"])
 
 
-ROUNDS = [Rounds(kind) for kind in products.KINDS]
+ROUNDS = [Rounds(kind) for kind in mma_rate.KINDS]
 CASES = [
     Case(kind, gap, transposed)
     for kind in KINDS

@@ -1,6 +1,6 @@
 // A kernel that does nothing but a warpgroup's product of matrices that are swizzled, over 128
 // bytes of each row: tests/swizzled_products.py.
-#include "include/wgmma.cuh"
+#include "device/wgmma.cuh"
 
 namespace fastconv {
 

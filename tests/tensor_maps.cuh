@@ -1,5 +1,5 @@
 // Kernels that do nothing but tensor copies, one box in each block: tests/tensor_maps.py.
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 
 namespace fastconv {
 

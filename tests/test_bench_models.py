@@ -1,4 +1,4 @@
-"""``fastconv bench --model``: the layers of networks, by name; sums over them."""
+"""``fastconv bench --model``: the layers of a named network, and sums over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastconv.bench import models, report, results
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Limit
 from fastconv.bench.results import Results, Row
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.workloads import Workload, WorkloadError, from_dict, to_dict
 
 FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0"]
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("_small_ceilings")
 
 
 class Network(nn.Module):
-    """Two first layers alike, three layers alike behind them, and a head for training alone."""
+    """Two equal first layers, three equal layers behind them, and a head only for training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_distinct_layers_are_counted() -> None:
 
 
 class Called(nn.Module):
-    """Calls functions as it likes."""
+    """A network that calls the given function."""
 
     def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_networks_without_layers_are_explained(network: nn.Module, named: str) -
 
 
 class FakeTorchvision(SimpleNamespace):
-    """As much of torchvision.models as is used; whatever would download fails."""
+    """The part of torchvision.models that is used; arguments that would download fail."""
 
     @staticmethod
     def _resnet(*, weights: Any = "trained") -> nn.Module:
@@ -156,7 +156,7 @@ TIMM = SimpleNamespace(
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the fakes, or nothing, imported."""
+    """Installs the given fake libraries, and hides the real ones."""
 
     def put(torchvision: Any = None, timm: Any = None) -> None:
         monkeypatch.setitem(sys.modules, "torchvision", torchvision)
@@ -205,7 +205,7 @@ def test_a_broken_library_is_told(
         assert cli.main([*BENCH, "own_size"]) == 2
         said = capsys.readouterr().err
         assert said == f"fastconv: timm is installed, but cannot be imported: {named}\n"
-    assert models.workloads("resnet50", 1, 8)  # which needs no timm
+    assert models.workloads("resnet50", 1, 8)  # It needs no timm.
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_broken_library_is_told(
         ((TORCHVISION, None), ["resnet5"],
          "no model 'resnet5' in torchvision (timm is not installed): the closest are resnet50"),
         ((None, TIMM), ["zzz"],
-         "no model 'zzz' in timm (torchvision is not installed): no name there is like it"),
+         "no model 'zzz' in timm (torchvision is not installed): no similar name is known"),
         ((TORCHVISION, TIMM), ["own-size"],
          "no model 'own-size' in torchvision or timm: the closest are own_size"),
         ((TORCHVISION, TIMM), ["deeplabv3_resnet50", "--image", "4"],
@@ -254,7 +254,7 @@ def test_models_are_measured_and_summed(
     shown = capsys.readouterr().out
     found = results.read(path)
     assert len(found.rows) == 4 * 3
-    assert {row.case.workload.input[0] for row in found.rows} == {2}  # nothing is scaled
+    assert {row.case.workload.input[0] for row in found.rows} == {2}  # Models are not scaled down.
     contents = json.loads(path.read_text())
     assert contents["rows"][0]["workload"]["count"] == 2
     sums = {(one.model, one.direction): one for one in found.sums}
@@ -269,7 +269,7 @@ def test_models_are_measured_and_summed(
     assert cli.main(["report", str(path), "--quiet", "--markdown", str(table)]) == 0
     for text in (shown, table.read_text(encoding="utf-8")):
         assert text.count("resnet50: sum") == 3
-        assert "count: how often the model has the layer" in " ".join(text.split())
+        assert "count: how many such layers the model has" in " ".join(text.split())
 
 
 def _row(layer: Workload, ours: float, peer: float, spread: float = 0.01) -> Row:
@@ -313,7 +313,7 @@ def test_counts_are_kept_and_checked() -> None:
     entry = json.loads(json.dumps(to_dict(stem)))
     assert from_dict(entry) == stem
     plain = to_dict(Workload("plain", "", (1, 1, 8, 8), (1, 1, 3, 3)))
-    assert not plain.keys() & {"model", "count", "first"}  # as older versions wrote and read it
+    assert not plain.keys() & {"model", "count", "first"}  # Older versions do not read these keys.
     for wrong, named in (
         ({"count": 0}, "count takes whole numbers from 1"),
         ({"first": -1}, "first takes whole numbers from 0"),

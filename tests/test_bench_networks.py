@@ -1,4 +1,4 @@
-"""``fastconv bench --networks``: whole networks. A CPU stands in for the GPU."""
+"""``fastconv bench --networks``: whole networks, with a CPU in place of a GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from conftest import Loads
-from fastconv import calls, cli, preparation, timing
+from fastconv import cli, timing
 from fastconv.bench import models, networks, report, results
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.networks import INFERENCE, MODES, TRAINING, UNet
 from fastconv.bench.results import NetworkResults, NetworkRow, Optimized, Overall
-from fastconv.bench.timing import Timing
-from test_optimization import Clock, ResNet, stand_in
+from fastconv.bench.row_timing import Timing
+from fastconv.network import calls, preparation
+from network.helpers import Clock, ResNet, stand_in
 from test_report import _damaged
 
 FLOAT32, BFLOAT16 = (one.name for one in networks.CONFIGURATIONS.values())
@@ -30,7 +31,7 @@ FAST = ["--device", "cpu", "--repeats", "1", "--row-seconds", "0", "--batch", "2
 
 
 class Heads(nn.Module):
-    """Two heads in training, as networks for segmentation have them, and a count."""
+    """In training it has two heads, as networks for segmentation do; it also returns a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Heads(nn.Module):
 
 
 class Watched(nn.Module):
-    """Notes the circumstances of its calls."""
+    """Records how it is called: mode, types, memory formats, and settings of PyTorch."""
 
     seen: set[Any]
 
@@ -57,7 +58,7 @@ class Watched(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         assert all(parameter.grad is None for parameter in self.parameters())
         found: Tensor = self.conv(images)
-        if type(images) is Tensor:  # with data
+        if type(images) is Tensor:  # Only calls with data are recorded.
             self.seen.add(
                 (
                     self.training,
@@ -75,7 +76,7 @@ class Watched(nn.Module):
 
 
 class Fails(nn.Module):
-    """Has too many images, and a reference to itself."""
+    """Runs out of memory, and has a reference to itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Has models of these names, and no others."""
+    """Returns a function that replaces all models by those given by name."""
 
     def install(**made: Callable[[], nn.Module]) -> None:
         def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
@@ -274,7 +275,7 @@ def test_one_failing_network_loses_no_other(
     assert fails["error"] == "out of memory: a smaller --batch than 2 may fit"
     assert absent["skipped"] == "absent needs torchvision"
     assert heads["speedup"] > 0
-    assert measured(capsys, "absent", "--dtype", "bfloat16")  # which is no failure
+    assert measured(capsys, "absent", "--dtype", "bfloat16")  # A skipped row is no failure.
 
 
 def test_networks_are_freed_before_the_next(
@@ -338,8 +339,8 @@ def test_a_cpu_is_refused(
         (["--networks", "--host"], "not allowed with"),
         (["--networks", "--dry-run"], "not allowed with"),
         (["--networks", "--compare", "a.json", "b.json"], "not allowed with"),
-        (["--mode", "training"], "--mode is that of --networks, which are not asked for"),
-        (["--host", "--mode", "training"], "--mode is that of --networks"),
+        (["--mode", "training"], "--mode applies to --networks, which is not given"),
+        (["--host", "--mode", "training"], "--mode applies to --networks"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -460,7 +461,7 @@ def test_a_plot_and_no_page(path: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["report", str(path), "--quiet", "--plots", str(folder)]) == 0
     assert {one.name for one in folder.iterdir()} == {"speedups.png", "speedups.svg"}
     assert cli.main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 2
-    assert "holds times of networks, of which --html makes nothing" in capsys.readouterr().err
+    assert "holds times of networks, which --html cannot show" in capsys.readouterr().err
     assert cli.main(["bench", "--compare", str(path), str(path)]) == 2
     assert "its format is 'fastconv bench --networks 1'" in capsys.readouterr().err
 

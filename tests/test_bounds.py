@@ -18,12 +18,12 @@ from fastconv.bench import population
 from fastconv.kernels.family import Declined, Operands
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import passes
-from fastconv.kernels.hopper.correlate import correlate
-from fastconv.kernels.hopper.correlate.tiles import tiles_of
+from fastconv.kernels.hopper.halo import plan as halo
+from fastconv.kernels.hopper.halo.tiles import tiles_of
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
-from fastconv.kernels.hopper.weight_grad import weight_grad
-from fastconv.kernels.tensor.layers import views
-from fastconv.kernels.tensor.limits import ROUNDING
+from fastconv.kernels.hopper.wgrad_halo import plan as wgrad_halo
+from fastconv.kernels.planning.layers import views
+from fastconv.kernels.planning.limits import ROUNDING
 from fastconv.problem import Problem
 
 MODES = (("float", 4, "tf32"), ("float", 4, "ieee"), ("fastconv::bfloat16", 2, "ieee"))
@@ -65,9 +65,9 @@ def test_a_correlation_might_take_what_it_takes() -> None:
     count = 0
     for way in (way for seed in SEEDS for way in _ways(seed)):
         with suppress(Declined):
-            taken = correlate.image_cycles([way], H200)
-            assert correlate.may_take_less(way, taken * 1.001)
-            assert not correlate.may_take_less(way, 0.0)
+            taken = halo.image_cycles([way], H200)
+            assert halo.may_take_less(way, taken * 1.001)
+            assert not halo.may_take_less(way, 0.0)
             count += 1
     assert count > len(SEEDS)
 
@@ -77,24 +77,24 @@ def test_plans_do_not_depend_on_what_is_left_out(direction: str) -> None:
     left_out = 0
     for seed in SEEDS:
         arguments = (*_drawn(Random(f"{seed} {direction}")), H200)
-        with suppress(Declined), mock.patch.object(correlate, "tiles_of", wraps=tiles_of) as asked:
+        with suppress(Declined), mock.patch.object(halo, "tiles_of", wraps=tiles_of) as asked:
             planned = getattr(passes, direction)(*arguments)
             few = asked.call_count
-            with mock.patch.object(correlate, "may_take_less", return_value=True):
+            with mock.patch.object(halo, "may_take_less", return_value=True):
                 assert getattr(passes, direction)(*arguments) == planned
             left_out += asked.call_count > few  # what is kept is not asked for again
     assert left_out > 0
 
 
-def _segments(group: weight_grad.Tile) -> Iterator[weight_grad.Tile]:
+def _segments(group: wgrad_halo.Tile) -> Iterator[wgrad_halo.Tile]:
     for segments in range(1, group.segments + 1):
         yield replace(group, segments=segments)
 
 
 def test_no_products_of_a_weight_gradient_take_less_than_their_group() -> None:
-    layers = (layer for seed in SEEDS for layer in weight_grad._layers(*_drawn(Random(seed)), None))
+    layers = (layer for seed in SEEDS for layer in wgrad_halo._layers(*_drawn(Random(seed)), None))
     for layer in layers:
-        for group in weight_grad._groups(layer, H200):
+        for group in wgrad_halo._groups(layer, H200):
             for grad_cycles in (0.0, 1e3, 1e6):
                 bound = group.least_group_cycles(H200, grad_cycles)
                 least = min(one.least_cycles(H200, grad_cycles) for one in _segments(group))
@@ -104,11 +104,11 @@ def test_no_products_of_a_weight_gradient_take_less_than_their_group() -> None:
 def test_products_of_a_weight_gradient_come_in_order() -> None:
     for seed in SEEDS:
         problem, operands = _drawn(Random(seed))
-        found = list(weight_grad._by_bounds(problem, operands, H200, None))
+        found = list(wgrad_halo._by_bounds(problem, operands, H200, None))
         bounds = [bound for bound, _ in found]
         assert bounds == sorted(bounds)
-        layers = weight_grad._layers(problem, operands, None)
-        groups = [group for layer in layers for group in weight_grad._groups(layer, H200)]
+        layers = wgrad_halo._layers(problem, operands, None)
+        groups = [group for layer in layers for group in wgrad_halo._groups(layer, H200)]
         every = [one for group in groups for one in _segments(group)]
         assert len(found) == sum(one.least_grad_cycles < math.inf for one in every)
         assert {tile for _, tile in found} <= set(every)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,15 +18,15 @@ from fastconv import workloads
 from fastconv.backends import cuda
 from fastconv.bench import population
 from fastconv.kernels import depthwise, gpus, planner
-from fastconv.kernels.depthwise import plain
+from fastconv.kernels.depthwise.fma import plan as fma
 from fastconv.kernels.depthwise.layer import Layer
 from fastconv.kernels.depthwise.tiles import best
+from fastconv.kernels.depthwise.wgrad import plan as weight_grad
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
 from nvrtc import compiled
 
-weight_grad = importlib.import_module(depthwise.weight_grad.__module__)
 PASSES = (depthwise.forward, depthwise.input_grad, depthwise.weight_grad)
 LAYERS = workloads.suite("depthwise")
 MOST_CALLS = 100_000  # of functions, to plan a pass: about 30 ms
@@ -90,7 +89,7 @@ def _drawn(channels_last: bool, transposed: bool) -> Iterator[tuple[Layer, Gpu]]
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_no_tile_takes_less_than_its_bound(transposed: bool | None, channels_last: bool) -> None:
     """Or the best one, the first of those that take least, might not be looked at."""
-    kind = weight_grad if transposed is None else plain
+    kind = weight_grad if transposed is None else fma
     tiles = vars(kind)[("_" if kind is weight_grad else "") + ("planes", "pixels")[channels_last]]
     count = 0
     for layer, gpu in _drawn(channels_last, bool(transposed)):
@@ -143,7 +142,7 @@ def test_large_kernels_take_tensor_cores(plan: planner.Planner, channels_last: b
     problem = next(layer.problem for layer in LAYERS if layer.name == "replknet31")
     for dtype, gpu in product((torch.float32, torch.bfloat16, torch.float64), GPUS.values()):
         planned = plan(problem, _operands(problem, dtype, channels_last), gpu)
-        on_tensor_cores = planned.launches[-1].kernel.source.startswith("depthwise/bands_")
+        on_tensor_cores = planned.launches[-1].kernel.source.startswith("depthwise/toeplitz/")
         if dtype == torch.float64 or gpus.number(gpu) < 80:
             assert not on_tensor_cores
         elif dtype == torch.bfloat16 or gpu is H200:

@@ -17,18 +17,14 @@ import fastconv
 
 PACKAGE = Path(fastconv.__file__).parent
 FLOORS = (
-    {"problem", "_precision", "_version", "bypass", "tables", "timing", "state"},
+    {"problem", "_precision", "_version", "bypass", "tables", "timing"},
     {"kernels", "jit", "native", "files"},
     {
         "backends",
         "ops",
         "functional",
         "modules",
-        "preparation",
-        "calls",
-        "agreement",
-        "fusion",
-        "optimization",
+        "network",
         "_frozen",
         "__init__",
     },
@@ -42,8 +38,8 @@ UPWARDS = {("__init__", "exporter")}  # fastconv.export is public API
 LATE = {
     ("exporter/__init__.py", "exporter/file.py"): "`import fastconv` does not wait for it",
     ("exporter/__init__.py", "exporter/subject.py"): "`import fastconv` does not wait for it",
-    ("commands.py", "bench/page.py"): "only one option needs it: the command starts sooner",
-    ("commands.py", "bench/plots.py"): "it needs matplotlib, an optional dependency",
+    ("commands/report.py", "bench/page.py"): "only one option needs it: the command starts sooner",
+    ("commands/report.py", "bench/plots.py"): "it needs matplotlib, an optional dependency",
 }
 """All imports inside functions of fastconv's own files, each with its reason."""
 

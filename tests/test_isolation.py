@@ -1,6 +1,6 @@
-"""Isolation: patterns say exactly what changes, and results that read what is not theirs are found.
+"""Isolation: patterns predict exactly what changes, and faulty kernels are found.
 
-Nothing here compares with float64 results but the patterns themselves.
+Only the tests of the patterns themselves compare with float64 results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Compute = Callable[[Trial, Data], Results]
 
 
 def problems(count: int) -> Iterator[Problem]:
-    """Small ones of all kinds."""
+    """Small random problems of all kinds."""
     draw = Random(0)
     kinds = (population.workload, population.narrow, population.practical)
     for number in range(count):
@@ -95,12 +95,13 @@ def test_patterns_say_exactly_what_changes(direction: str) -> None:
         for pattern, is_nan in isolation.patterns(problem, direction, draw):
             assert not is_nan or pattern.whole_planes
             after = plain(problem, direction, made_loud(pattern, given))
-            # Loud numbers are so much larger that no rounding of a sum hides one, and what is equal
-            # but for the order of a sum counts as equal.
+            # The tolerance ignores another order of summation; a loud number exceeds it by far.
             changed = (after - before).abs() > 1e-9 * before.abs()
             unchanged = pattern.unchanged.mask(CPU)
             rows, columns = pattern.reading
-            reads = rows[:, None] & columns | (direction == "forward")  # a bias, a residual
+            reads = rows[:, None] & columns | (
+                direction == "forward"
+            )  # Bias and residual may be loud too.
             assert (changed == (~unchanged & reads)).all(), (problem, pattern.describe())
             some_change += int(changed.sum())
             some_stay += int((~changed).sum())
@@ -112,8 +113,8 @@ def test_patterns_say_exactly_what_changes(direction: str) -> None:
     assert some_stay > 1000
 
 
-def test_what_reads_nothing_is_told_apart() -> None:
-    """Outputs that see padding alone have no reason to change."""
+def test_outputs_that_read_only_padding_are_told_apart() -> None:
+    """Outputs that read only padding must not be required to change."""
     problem = parse_shape("1x1x1x1 1x1x1x1 padding=2,0").problem
     (pattern, _), *_ = isolation.patterns(problem, "forward", Random(0))
     assert pattern.reading[0].tolist() == [False, False, True, False, False]
@@ -123,7 +124,7 @@ def test_what_reads_nothing_is_told_apart() -> None:
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_patterns_are_of_all_kinds(direction: str) -> None:
-    """Some keep whole images, some whole channels, some ends of rows or of columns."""
+    """Patterns restrict rows, columns, both or neither, and some make whole images loud."""
     problem = parse_shape("4x6x9x8 4x6x3x3 padding=1,1").problem
     draw = Random(0)
     seen = [isolation.drawn(problem, direction, draw) for _ in range(300)]
@@ -154,7 +155,7 @@ def break_kernels(
 
 
 def complaints(one: Trial, seeds: int = 12) -> list[str]:
-    """What is found with so many seeds."""
+    """The complaints about the trial with different seeds."""
     found = (isolation.check(replace(one, seed=seed), CPU).complaint for seed in range(seeds))
     return [text for text in found if text is not None]
 
@@ -168,8 +169,8 @@ def test_right_results_pass(direction: str, mode: str, format: str) -> None:
         assert complaints(one, seeds=3) == []
 
 
-def test_activations_of_a_cpu_may_round_as_their_neighbours_do() -> None:
-    """PyTorch's error function takes another way for a vector that has a large number."""
+def test_rounding_of_cpu_activations_may_depend_on_neighbours() -> None:
+    """PyTorch's error function takes another path for a vector with a large number."""
     one = trial(shape="1x32x28x28 320x32x1x1", bias=True, seed=862999647)
     given = isolation._given(one, CPU, Random(f"{one.seed} isolation"))
     assert given.activation == "gelu"
@@ -183,32 +184,32 @@ def test_random_trials_pass() -> None:
 
 
 def test_all_that_a_trial_reads_has_loud_numbers_around_it() -> None:
-    """Before and behind a tensor, or between its rows; an aligned one is aligned as before."""
+    """Loud numbers lie before and behind a tensor, or between its rows; alignment is kept."""
     kinds = set()
     for seed in range(40):
         one = trial(seed=seed, bias=True, misaligned=("weight",))
         draw = Random(f"{one.seed} isolation")
         given = isolation._given(one, CPU, draw)
         data = isolation._data(one, given, {}, torch.nan)
-        kinds.add((given.apart, data.activation != "identity", data.residual is not None))
+        kinds.add((given.with_gaps, data.activation != "identity", data.residual is not None))
         for tensor in filter(torch.is_tensor, data[:4]):
             storage = tensor.new_empty(0).set_(tensor.untyped_storage())
             assert tensor.isfinite().all()
             assert int(storage.isnan().sum()) == storage.numel() - tensor.numel() > 0
-        if given.apart != "weight":
+        if given.with_gaps != "weight":
             assert data.second.data_ptr() % 16 == data.second.element_size()
-        if given.apart != "input":
+        if given.with_gaps != "input":
             assert data.first.data_ptr() % 16 == 0
-    assert {apart for apart, *_ in kinds} == {"", "input", "weight"}
+    assert {with_gaps for with_gaps, *_ in kinds} == {"", "input", "weight"}
     assert any(activated and residual for _, activated, residual in kinds)
 
 
 SHARE = 2.0**-10
-"""Of what a faulty result adds: far less than any float64 check of 16-bit types could see."""
+"""A faulty result adds this share of another: no float64 check of 16-bit types could see it."""
 
 
 def shifted(tensor: Tensor, dim: int) -> Tensor:
-    """Each element's neighbour, and nothing for the last."""
+    """Each element's next neighbour along a dimension, and zero for the last."""
     out = torch.zeros_like(tensor)
     size = tensor.shape[dim] - 1
     out.narrow(dim, 0, size).copy_(tensor.narrow(dim, 1, size))
@@ -220,7 +221,7 @@ def shifted(tensor: Tensor, dim: int) -> Tensor:
 def test_what_a_neighbour_reads_is_found(
     direction: str, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result that has a little of the next one's sum: image or channel, row, column or tap."""
+    """Each result has a small share of the next image, channel, row, column or tap added."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         results = right(trial, data)
@@ -229,7 +230,7 @@ def test_what_a_neighbour_reads_is_found(
     break_kernels(monkeypatch, broken)
     found = complaints(trial(direction, shape="3x6x9x8 4x6x3x2 padding=1,2 stride=2,1"))
     assert len(found) >= 6
-    assert all("of what reads nothing loud have changed" in text for text in found)
+    assert all("results that read no loud element have changed" in text for text in found)
 
 
 @pytest.mark.parametrize("direction", PASSES)
@@ -239,7 +240,7 @@ def test_what_a_neighbour_reads_is_found(
 def test_memory_around_a_tensor_is_found(
     direction: str, operand: str, behind: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if a single number of it counts next to nothing."""
+    """A single number next to a tensor is found even if it counts little."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         tensor: Tensor = getattr(data, operand)
@@ -252,24 +253,24 @@ def test_memory_around_a_tensor_is_found(
         return results
 
     break_kernels(monkeypatch, broken)
-    # Where results of which this is none may not change, it is not seen.
+    # Patterns in which this result may change do not find it.
     assert len(complaints(trial(direction, mode))) >= 4
 
 
 def test_numbers_between_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that take a tensor for dense, whose rows lie apart."""
-    found_apart = []
+    """A kernel treats a tensor as dense although its rows have gaps between them."""
+    found_gaps = []
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         first = data.first
         if not first.is_contiguous():
-            found_apart.append(True)
+            found_gaps.append(True)
             first = first.as_strided(first.shape, torch.empty(first.shape).stride())
         return right(trial, data._replace(first=first))
 
     break_kernels(monkeypatch, broken)
     found = complaints(trial(), seeds=30)
-    assert found_apart
+    assert found_gaps
     assert found
 
 
@@ -278,7 +279,7 @@ def test_numbers_between_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_results_that_are_not_written_are_found(
     direction: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN, or what does not hear anything."""
+    """An element keeps a constant, or NaN."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         results = right(trial, data)
@@ -287,14 +288,14 @@ def test_results_that_are_not_written_are_found(
 
     break_kernels(monkeypatch, broken)
     found = complaints(trial(direction))
-    is_nan = value != value  # seen among results that may not change alone
+    is_nan = value != value  # NaN is found only among results that may not change.
     assert len(found) >= (3 if is_nan else 6)
     if not is_nan:
-        assert all("of what reads loud elements are as they were" in text for text in found)
+        assert all("results that read loud elements have not changed" in text for text in found)
 
 
-def test_what_a_result_does_not_hear_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column of taps left out: what only these have in reach is not heard."""
+def test_operands_that_a_result_ignores_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of taps is left out, so that elements that only these taps read have no effect."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         second = data.second.clone()
@@ -336,8 +337,8 @@ def test_the_neighbours_bias_gradient_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert all("bias gradient: " in text for text in found)
 
 
-def test_it_is_told_beside_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One number behind the input, which is zero but for isolation: no other check sees it."""
+def test_isolation_is_one_of_the_checks_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number behind the input is zero except in isolation: no other check finds its use."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         results = right(trial, data)

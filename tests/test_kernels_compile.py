@@ -26,7 +26,7 @@ import tensor_maps
 from emulator import net
 from fastconv import jit
 from fastconv.jit import compile
-from fastconv.jit.launch import compile_jobs
+from fastconv.jit.pool import compile_jobs
 from fastconv.kernels import ampere, direct, gpus, planner
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS

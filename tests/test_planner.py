@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from effort import calls
 from fastconv.backends import cuda
-from fastconv.kernels import gpus, hopper, planner
+from fastconv.kernels import gpus, hopper, planner, tuned
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper.correlate import correlate, tuned
-from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
+from fastconv.kernels.hopper.halo import plan as halo
+from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
 from fastconv.kernels.planner import Planner
-from fastconv.kernels.tensor import launches, layers
+from fastconv.kernels.planning import launches, layers
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 
@@ -96,8 +96,8 @@ def _layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:
     launches = [launch for launch in plan.launches if launch.kernel.entry != "scale"]
     packs, correlates = launches[::2], launches[1::2]
     return [
-        (pack, correlate, dict(correlate.kernel.constants))
-        for pack, correlate in zip(packs, correlates, strict=True)
+        (pack, halo, dict(halo.kernel.constants))
+        for pack, halo in zip(packs, correlates, strict=True)
     ]
 
 
@@ -371,16 +371,16 @@ def _assert_legal(plan: Plan, gpu: Gpu) -> None:
     assert plan.scratch_bytes == sum(packed) + 4 * (channels + columns + batch * (columns + 2))
 
 
-def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu: Gpu) -> int:
+def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu) -> int:
     """What ``correlate.cuh`` asserts, and what it relies on without a word.
 
     Returns the bytes of workspace that the layer needs.
     """
-    assert pack.kernel.constants == correlate.kernel.constants
+    assert pack.kernel.constants == main.kernel.constants
     assert pack.grid[0] in range(1, 2**16)
-    assert correlate.grid[0] in range(1, gpu.processors + 1)
-    assert pack.grid[1:] == correlate.grid[1:] == (1, 1)
-    assert correlate.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
+    assert main.grid[0] in range(1, gpu.processors + 1)
+    assert pack.grid[1:] == main.grid[1:] == (1, 1)
+    assert main.shared_bytes == c["shared_bytes"] <= gpu.shared_bytes_per_block
 
     scalar_bytes = 4 if c["Scalar"] == "float" else 2
     vector = 16 // scalar_bytes
@@ -506,8 +506,8 @@ def _legal_packed_bytes(pack: Launch, correlate: Launch, c: dict[str, Any], gpu:
     # 32-bit numbers: of work items, and of elements within an image.
     tiles = ceil_div(ceil_div(c["out_height"], row_step), rows)
     segments = ceil_div(tiles, c["segment_tiles"])
-    items = outputs * strips * segments * row_step * c["groups"] * correlate.arguments[-1]
-    assert correlate.grid[0] <= items < 2**31
+    items = outputs * strips * segments * row_step * c["groups"] * main.arguments[-1]
+    assert main.grid[0] <= items < 2**31
     assert packed_bytes // 16 < 2**31
     folded = c["fold_height"] * c["fold_width"]
     for size, channels in (("in", c["group_in"] // folded), ("image", out_channels)):
@@ -755,7 +755,7 @@ any_geometry = given(
 @any_geometry
 def test_any_geometry_has_a_legal_plan(**case: Any) -> None:
     _check(PASSES, **case)
-    with mock.patch.object(correlate, "HALVES_CYCLES", 0.0):  # float16 for small images, too
+    with mock.patch.object(halo, "HALVES_CYCLES", 0.0):  # float16 for small images, too
         _check(PASSES, **case)
 
 
@@ -913,7 +913,7 @@ def test_strided_gradients_run_in_phases(mode: str) -> None:
     for channels_last, counts in ((False, {"3x3": 2, "1x1": 1}), (True, {"3x3": 4, "1x1": 1})):
         for name, problem in DOWNSAMPLING.items():
             ways = input_grad_ways(problem, _operands(problem, mode, channels_last))
-            plan, *others = correlate.alternatives(ways, H200, 4)
+            plan, *others = halo.alternatives(ways, H200, 4)
             assert len(_layers(plan)) == counts[name]
             assert len(_layers(others[-1])) == counts[name]
             assert {other.key for other in others} == {plan.key}
@@ -966,13 +966,13 @@ def test_a_block_counts_on_from_its_last_tile() -> None:
             (images, 8, rows, columns), (64, 8, 1, 1), (rows, columns), (0,) * 4, (1, 1), 1
         )
         operands = _operands(problem, "bfloat16", channels_last=True)
-        layer = gemm_pixels.layer_of(problem, operands, H200, transposed=True)
+        layer = implicit_gemm_nhwc.layer_of(problem, operands, H200, transposed=True)
         tile = next(
-            tile for tile in gemm_pixels.tiles_of(layer, H200)
+            tile for tile in implicit_gemm_nhwc.tiles_of(layer, H200)
             if tile.rows == 256 and tile.column_tiles == 1
         )  # fmt: skip
         assert tile.tiles(images) == row_tiles * rows * columns
-        return gemm_pixels.plan(tile, H200)
+        return implicit_gemm_nhwc.plan(tile, H200)
 
     assert planned(149639).launches
     with pytest.raises(Declined, match="positions, 2\\^31 and more"):
@@ -986,7 +986,7 @@ def test_a_thread_counts_on_from_its_last_packed_vector() -> None:
         problem = FOUNDING[0].problem
         layer = Layer.of(problem, _operands(problem))
         one = launches.Correlation(
-            layer, "hopper/correlate/correlate.cuh", {}, 1, 1, 0, 16 * vectors, 64, 64
+            layer, "hopper/halo/kernel.cuh", {}, 1, 1, 0, 16 * vectors, 64, 64
         )
         return launches.launches([one], None)[0]
 

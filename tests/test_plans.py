@@ -15,10 +15,9 @@ import torch
 from fastconv.backends.cuda import operands_of
 from fastconv.bench import population
 from fastconv.jit import cache, trust
-from fastconv.kernels import planner, plans
+from fastconv.kernels import planner, plans, tuned
 from fastconv.kernels.family import Im2colMap, Plan, TensorMap
 from fastconv.kernels.gpus import H200, named
-from fastconv.kernels.hopper.correlate import tuned
 from fastconv.kernels.planner import EVERY, Switch
 from fastconv.kernels.plans import find_or_make  # which other tests do without
 from fastconv.problem import Problem
@@ -58,7 +57,7 @@ def test_made_once() -> None:
     assert noted.calls == 1
     assert [entry.kind for entry in cache.entries()] == ["plan"]
     (entry,) = cache.entries()
-    assert cache.about(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
+    assert cache.metadata(entry) == {"source": "forward, hopper", "architecture": "sm_90a"}
 
 
 @pytest.mark.parametrize(

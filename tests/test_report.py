@@ -17,7 +17,7 @@ from fastconv import cli
 from fastconv.bench.cases import PASSES, Case
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import HostResults, HostRow, HostTiming, Results, Row
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.workloads import FOUNDING
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -89,7 +89,7 @@ def test_host_times_are_a_table_alone(
     host_times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     assert cli.main(["report", str(host_times), option, str(tmp_path / "made")]) == 2
-    assert f"holds host times, of which {option} makes nothing" in capsys.readouterr().err
+    assert f"holds host times, which {option} cannot show" in capsys.readouterr().err
     assert cli.main(["bench", "--compare", str(host_times), str(host_times)]) == 2
     assert "its format is 'fastconv bench --host 1'" in capsys.readouterr().err
 
@@ -189,7 +189,7 @@ def test_unsteady_rows_are_marked(
     for text in (capsys.readouterr().out, table.read_text(encoding="utf-8")):
         assert "1.78x?" in text
         assert text.count("x?") == 1
-        assert "samples spread by more than 10%, as they do on a busy machine" in text
+        assert "samples spread by more than 10%, as on a busy machine" in text
 
 
 def test_page_and_plots_say_that_the_machine_was_busy(results: Path, tmp_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_page_and_plots_say_that_the_machine_was_busy(results: Path, tmp_path: P
     assert cli.main(["report", str(results), "--quiet", "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert '<p class="remark">This machine is busy: threads got 25%' in text
-    assert text.count("this machine is busy") == 2  # the plots' titles
+    assert text.count("this machine is busy") == 2  # Once in the title of each plot.
 
 
 def _damaged(value: Any) -> Iterator[Any]:
-    """The value with one part of it, at any depth, missing or of another kind."""
+    """Copies of a JSON value, each with one part missing or of another type, at any depth."""
     yield from (None, -1, "x", [1], float("nan"))
     if isinstance(value, dict):
         for key, part in value.items():

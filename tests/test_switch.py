@@ -153,7 +153,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU get the plans of an H200's, which are not compiled."""
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(native, "begin", lambda: None)
-    monkeypatch.setattr(launch, "prepare", _uncompiled)
+    monkeypatch.setattr(launch, "load_launches", _uncompiled)
     monkeypatch.setattr(torch, "device", lambda *_: None)
     cuda._ready.cache_clear()
 

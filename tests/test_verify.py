@@ -1,4 +1,4 @@
-"""``fastconv verify``: right results pass, and every check has something that it alone finds."""
+"""``fastconv verify``: right results pass, and each check finds faults that no other finds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastconv.workloads import parse_shape
 
 CPU = torch.device("cpu")
 SHAPE = "3x6x9x8 4x3x3x2 padding=1,2 stride=2,1 groups=2"
-WITH_ADJOINT = relations.ADJOINT_EVERY  # as a seed
+WITH_ADJOINT = relations.ADJOINT_EVERY  # a seed whose trials check `adjoint`
 CHECKED = ["verify", "--device", "cpu", "--shape", SHAPE]
 RANDOM = ["verify", "--device", "cpu", "--random"]
 
@@ -58,7 +58,7 @@ def wrong_in(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], None]) 
 
 
 def found(one: Trial) -> set[str]:
-    """The checks that fail."""
+    """The names of the checks that fail."""
     check = verify.check(one, CPU)
     assert check.failure is None
     assert set(dict(check.complaints)) <= set(check.checked)
@@ -116,7 +116,7 @@ def test_tensors_lie_as_the_trial_says() -> None:
     assert data.second.is_contiguous()
     assert all(tensor.data_ptr() % 16 == 4 for tensor in (data.first, data.second))
     weight = trials.compute(one, data).main
-    assert weight.is_contiguous(memory_format=torch.channels_last)  # as autograd would have it
+    assert weight.is_contiguous(memory_format=torch.channels_last)  # as autograd makes it
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -250,7 +250,7 @@ def test_what_depends_on_the_batch_is_found(
 def test_what_is_not_linear_is_found(
     direction: str, operand: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes zeros for a sign that there is nothing to add."""
+    """A fault that depends on whether an operand has zeros."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         results = right(trial, data)
@@ -270,11 +270,13 @@ def test_what_is_not_linear_is_found(
 def test_scales_that_are_not_kept_are_found(
     direction: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits are lost below the largest number, as with one scale for a whole tensor."""
+    """Small numbers lose bits, as they do with one scale for a whole tensor."""
 
     def broken(right: Compute, trial: Trial, data: Data) -> Results:
         largest = data.first.abs().nan_to_num().max().double()
-        unit = torch.exp2(largest.log2().floor() - 48)  # in which nothing else is rounded
+        unit = torch.exp2(
+            largest.log2().floor() - 48
+        )  # so small that only scaled numbers lose bits
         first = ((data.first / unit).round() * unit).to(data.first.dtype)
         return right(trial, data._replace(first=first))
 
@@ -427,7 +429,7 @@ def test_bad_arguments_are_named(
 
 
 def dies(one: Trial) -> Check:
-    """For processes, which import it: dies of the trial of seed 1."""
+    """A checker for worker processes, which import it; it kills its process for seed 1."""
     if one.seed == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     return Check(one)
@@ -450,13 +452,13 @@ def test_processes_that_die_are_replaced() -> None:
 def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign, "TRIAL_SECONDS", 0.1)
     (check,) = campaign.run([trial()], sleeps, CPU, 2, 600)
-    assert "nothing came of it" in check.complaint
+    assert "no result within" in check.complaint
 
 
 def test_no_application_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sys.executable is one that embeds Python, trials run in its process."""
+    """If sys.executable is an application that embeds Python, trials run in its process."""
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/usr/bin/application")
-    with pytest.raises(ChildProcessError, match=r"2 processes .*application.* --jobs 1"):
+    with pytest.raises(ChildProcessError, match=r"2 processes: .*application.* --jobs 1"):
         next(campaign.run([trial()], Check, CPU, 2, 600))
     assert [check.trial for check in campaign.run([trial()], Check, CPU, 1, 600)] == [trial()]
     assert campaign.default_jobs(torch.device("cuda")) == 1
@@ -466,8 +468,8 @@ def test_what_runs_out_of_memory_is_tried_by_itself() -> None:
     pool = campaign._Pool(dies, CPU, 2, 600)
     one = trial()
     failed = Check(one, failure="out of memory: a smaller batch would fit")
-    assert not pool._deserves_more_room(failed, beside=1)
-    assert not pool._deserves_more_room(Check(one, failure="another"), beside=2)
-    assert pool._deserves_more_room(failed, beside=2)
+    assert not pool._is_retried_alone(failed, running=1)
+    assert not pool._is_retried_alone(Check(one, failure="another"), running=2)
+    assert pool._is_retried_alone(failed, running=2)
     assert pool._bytes(one) == float("inf")
-    assert not pool._deserves_more_room(failed, beside=2)
+    assert not pool._is_retried_alone(failed, running=2)

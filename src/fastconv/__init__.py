@@ -7,9 +7,9 @@ from fastconv._version import __version__ as __version__
 from fastconv.exporter import export
 from fastconv.functional import conv2d
 from fastconv.modules import Conv2d
-from fastconv.ops import ahead
-from fastconv.optimization import optimize, restore
-from fastconv.preparation import prepare, preparing
+from fastconv.network import lookahead
+from fastconv.network.optimization import optimize, restore
+from fastconv.network.preparation import prepare, preparing
 
 __all__ = [
     "Conv2d",
@@ -23,4 +23,4 @@ __all__ = [
     "restore",
 ]
 
-ahead.register()
+lookahead.register()

@@ -1,4 +1,4 @@
-"""Tables as text, and errors as one line of it, for reports and commands."""
+"""Plain-text tables and one-line error messages, for reports and commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Collection, Sequence
 
 
 def lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """A line for each row; the first row is the heading. Columns of ``right`` end in line."""
+    """Formats rows of cells as aligned lines; columns whose index is in ``right`` align right.
+
+    The heading, if there is one, is just the first row.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -18,5 +21,5 @@ def lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def error_line(error: Exception) -> str:
-    """The kind of an error, and what it says first."""
+    """The error's type and the first line of its message."""
     return ": ".join(filter(None, (type(error).__name__, *str(error).splitlines()[:1])))

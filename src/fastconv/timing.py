@@ -1,8 +1,9 @@
-"""Fair timing: runs take turns, sample by sample, until their times are steady.
+"""Fair timing: several runs are sampled in turn, until their times are steady.
 
-A sample of :func:`take_turns` is the time of a few calls. On a GPU it lies between two events on
-the stream, and the calls are queued while the GPU is kept busy, so that it never waits for the
-host. A sample of :func:`take_wall_turns` is one call by the wall clock, the host's time included.
+:func:`take_turns` measures device time: a sample is the mean of a few calls. On a GPU, it is the
+time between two CUDA events. A sleep kernel keeps the GPU busy while the calls are queued, so that
+the GPU never waits for the host. :func:`take_wall_turns` measures wall-clock time: a sample is one
+call, host time included.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from dataclasses import dataclass
 
 import torch
 
-SAMPLE_MS = 0.5  # a sample lasts at least this long, for the clock's sake
-MOST_CALLS = 50  # of a sample: the stream's queue holds a thousand launches
-STEADY = 0.02  # a spread above this calls for more samples
-LEAST_SAMPLES = 3  # however long they take
-MOST_ROUNDS = 4  # of ``repeats`` samples each
-WARM_UP_MS = 5.0
-WARM_UPS = 3  # calls by the wall clock that do not count
-BUSY_CYCLES_PER_US = 2000  # at about 2 GHz
-MOST_BUSY_US = 100_000.0
+SAMPLE_MS = 0.5  # Calls are repeated until a sample lasts this long, for clocks are coarse.
+MOST_CALLS = 50  # The calls of a sample must fit the stream's queue of about a thousand launches.
+STEADY = 0.02  # Another round of samples is taken while a run's spread is above this.
+LEAST_SAMPLES = 3  # This many samples of each run are taken, however long they take.
+MOST_ROUNDS = 4  # Runs that stay unsteady get at most this many rounds of `Effort.repeats` samples.
+WARM_UP_MS = 5.0  # A run is repeated for this long before its device time is sampled.
+WARM_UPS = 3  # This many calls of a run precede its wall-clock samples, unmeasured.
+BUSY_CYCLES_PER_US = 2000  # Sleep is given in GPU clock cycles; this assumes about 2 GHz.
+MOST_BUSY_US = 100_000.0  # The GPU sleeps no longer than this while a sample's calls are queued.
 
 Run = Callable[[], object]
-"""Makes a call: what is timed."""
+"""Makes the call that is timed."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Effort:
     """How long to measure."""
 
     repeats: int = 7  # samples of each run in a round
-    seconds: float = 10.0  # no further sample is taken after this long
+    seconds: float = 10.0  # after which no further sample is taken
 
 
 Enough = Callable[[Sequence[Sequence[float]]], bool]
-"""Whether the samples of the runs, :data:`LEAST_SAMPLES` of each or more, tell all that matters."""
+"""Given the samples of each run (at least :data:`LEAST_SAMPLES`), says whether to stop early."""
 
 
 def take_turns(
@@ -49,9 +50,9 @@ def take_turns(
     enough: Enough | None = None,
     before: Sequence[Run] | None = None,
 ) -> list[list[float]]:
-    """Milliseconds of a call on the device, sample by sample, of each run.
+    """Samples each run in turn; returns, for each run, its samples in device milliseconds per call.
 
-    What stands at a run's place in ``before`` is called ahead of each of its samples, untimed.
+    ``before`` has a function for each run, called untimed ahead of each of its samples.
     """
 
     def sampler(run: Run, prepare: Run) -> Callable[[], float]:
@@ -75,9 +76,10 @@ def take_wall_turns(
     before: Sequence[Run],
     enough: Enough | None = None,
 ) -> list[list[float]]:
-    """Milliseconds of a call by the wall clock, until the device is done.
+    """Samples each run in turn; returns, for each run, its samples in wall-clock milliseconds.
 
-    What stands at a run's place in ``before`` is called ahead of each of its samples, untimed.
+    A sample begins with an idle device and ends when the device has finished the call. ``before``
+    has a function for each run, called untimed ahead of each of its samples.
     """
 
     def sample(run: Run, prepare: Run) -> float:
@@ -101,7 +103,7 @@ def take_wall_turns(
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keeps the garbage collector, which comes when it likes, out of what is timed."""
+    """Disables Python's garbage collector, whose pauses would fall into arbitrary samples."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,7 +114,7 @@ def no_collections() -> Iterator[None]:
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Half the interquartile range, as a share of the median."""
+    """Half the interquartile range, relative to the median; 0 for fewer than two samples."""
     if len(samples) < 2:
         return 0.0
     first, median, third = statistics.quantiles(samples, n=4)
@@ -120,6 +122,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def synchronize(device: torch.device) -> None:
+    """Waits until the device is idle; returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -127,22 +130,23 @@ def synchronize(device: torch.device) -> None:
 def _in_turn(
     samplers: Sequence[Callable[[], float]], effort: Effort, enough: Enough | None
 ) -> list[list[float]]:
+    """Calls the samplers in turn until the samples are steady, enough, or took too long."""
     samples: list[list[float]] = [[] for _ in samplers]
     end = time.perf_counter() + effort.seconds
     for taken in range(1, MOST_ROUNDS * effort.repeats + 1):
-        for of_one, sampler in zip(samples, samplers, strict=True):
-            of_one.append(sampler())
-        late = taken >= LEAST_SAMPLES and (
+        for of_run, sampler in zip(samples, samplers, strict=True):
+            of_run.append(sampler())
+        stop_early = taken >= LEAST_SAMPLES and (
             time.perf_counter() > end or (enough is not None and enough(samples))
         )
         round_ends = taken % effort.repeats == 0
-        if late or (round_ends and all(spread(of_one) <= STEADY for of_one in samples)):
+        if stop_early or (round_ends and all(spread(of_run) <= STEADY for of_run in samples)):
             break
     return samples
 
 
 class _Stopwatch:
-    """Takes samples of one run."""
+    """Takes device-time samples of one run."""
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self._run_once, self._device = run, device
@@ -150,12 +154,12 @@ class _Stopwatch:
         self._warm_up()
 
     def sample(self) -> float:
-        """Milliseconds of a call, the mean of a sample's."""
+        """Takes a sample: the mean time of its calls, in milliseconds."""
         total = self._cuda_ms() if self._device.type == "cuda" else self._wall_ms()
         return total / self._calls
 
     def _warm_up(self) -> None:
-        """Runs until it is warm, and finds how many calls make a sample."""
+        """Warms up, and chooses how many calls make a sample and how long the GPU sleeps."""
         start = time.perf_counter()
         times = [self.sample()]
         while (time.perf_counter() - start) * 1e3 < WARM_UP_MS:
@@ -175,7 +179,7 @@ class _Stopwatch:
         return _wall_us(self._run) / 1e3
 
     def _cuda_ms(self) -> float:
-        # On the run's device, which need not be the current one.
+        # Events and the sleep kernel belong to the run's device, which need not be current.
         with torch.cuda.device(self._device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if self._busy_us:

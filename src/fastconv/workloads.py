@@ -1,6 +1,6 @@
-"""Convolutions to measure or to export: named suites, files of them, or a shape as text.
+"""Named convolutions to measure or to export: built-in suites, JSON files, or a shape as text.
 
-Those of a network by name are in :mod:`fastconv.bench.models`.
+:mod:`fastconv.bench.models` makes workloads of the layers of torchvision's and timm's networks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SHAPE_SYNTAX = (
     '"NxCxHxW OxIxKHxKW [stride=S|SH,SW] [padding=P|PH,PW|T,B,L,R] [dilation=D|DH,DW] [groups=G]"'
 )
 
-MOST_ELEMENTS = 2**59  # of a tensor: their bytes are counted in 64 bits
+MOST_ELEMENTS = 2**59  # A larger tensor could have more bytes than a signed 64-bit integer counts.
 
 
 class WorkloadError(ValueError):
-    """A suite, file, shape or model that cannot be read; says which and why."""
+    """A suite, file, shape or model cannot be read; the message says which and why."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """One named convolution; ``padding`` is (top, bottom, left, right), or (rows, columns).
 
-    Where it is a layer of a ``model``, that has ``count`` of them, ``first`` of which read what
-    needs no gradient: the image.
+    If it is a layer of a network, ``model`` is the network's name and ``count`` is how many such
+    layers the network has; ``first`` of them read the image, which needs no gradient.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def sides(self) -> Padding:
-        """The padding of each side."""
+        """The padding of each of the four sides."""
         if len(self.padding) == 2:
             rows, columns = self.padding
             return Padding(rows, rows, columns, columns)
@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def shape(self) -> str:
-        """The workload as :func:`parse_shape` reads it."""
+        """The workload as text that :func:`parse_shape` reads."""
         parts = ["x".join(map(str, sizes)) for sizes in (self.input, self.weight)]
         for name in ("stride", "padding", "dilation"):
             values, default = getattr(self, name), (0, 0) if name == "padding" else (1, 1)
@@ -73,9 +73,9 @@ class Workload:
         return " ".join(parts)
 
     def scaled(self, divisor: int) -> Workload:
-        """The same convolution of an input with 1/divisor of the height and of the width.
+        """The workload with its input's height and width divided by ``divisor``.
 
-        A side is never less than what one kernel needs.
+        Both stay large enough for one output element.
         """
         batch, channels, height, width = self.input
         problem, sides = self.problem, self.sides
@@ -93,14 +93,14 @@ class Workload:
 def _dense(
     name: str, about: str, input: tuple[int, ...], out: int, kernel: tuple[int, int], **more: Any
 ) -> Workload:
-    """A convolution that mixes all channels."""
+    """A convolution with one group."""
     return Workload(name, about, input, (out, input[1], *kernel), **more)
 
 
 def _depthwise(
     name: str, about: str, input: tuple[int, ...], kernel: tuple[int, int], stride: int = 1
 ) -> Workload:
-    """A convolution of each channel by itself, padded to keep the size at stride 1."""
+    """A depthwise convolution, padded so that odd kernels keep the size at stride 1."""
     channels, padding = input[1], (kernel[0] // 2, kernel[1] // 2)
     weight = (channels, 1, *kernel)
     return Workload(
@@ -117,7 +117,6 @@ FOUNDING = (
 
 _ASPP = "DeepLabV3 ASPP branch, rate"
 _STRIP = "SegNeXt-B strip convolution"
-_SECOND = "SegNeXt-B strip convolution, second stage"
 
 REAL = (
     _dense("alexnet11x11", "AlexNet's first layer", (256, 3, 224, 224), 96, (11, 11),
@@ -212,7 +211,7 @@ SUITES = {"founding": FOUNDING, "real": REAL, "odd": ODD, "depthwise": DEPTHWISE
 
 
 def suite(name: str) -> Sequence[Workload]:
-    """The workloads of a named suite, or of a JSON file."""
+    """The workloads of a built-in suite, or of the JSON file at the path ``name``."""
     if name in SUITES:
         return SUITES[name]
     try:
@@ -236,9 +235,9 @@ def _entry(entry: Any, where: str) -> Workload:
 
 
 def from_dict(entry: Any) -> Workload:
-    """Undoes :func:`to_dict`; all but ``input`` and ``weight`` may be missing.
+    """Makes a workload of its JSON, where all keys but ``input`` and ``weight`` are optional.
 
-    Raises a ValueError that says what is wrong with it.
+    Raises a ValueError that says what is wrong with the entry.
     """
     known = [field.name for field in fields(Workload)]
     if not isinstance(entry, dict):
@@ -251,19 +250,19 @@ def from_dict(entry: Any) -> Workload:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{name} should be text, but got {text!r}")
-    return _checked(texts, {name: entry[name] for name in entry if name not in texts})
+    return _validated(texts, {name: entry[name] for name in entry if name not in texts})
 
 
 def to_dict(workload: Workload) -> dict[str, Any]:
-    """Its JSON; without what only layers of models have where it is none."""
-    ours = () if workload.model else ("model", "count", "first")
-    return {name: value for name, value in asdict(workload).items() if name not in ours}
+    """The workload as values for JSON; only a layer of a model has the keys that concern models."""
+    omitted = () if workload.model else ("model", "count", "first")
+    return {name: value for name, value in asdict(workload).items() if name not in omitted}
 
 
 def parse_shape(text: str) -> Workload:
     """The workload that :data:`SHAPE_SYNTAX` describes."""
     try:
-        return _checked({"name": "", "about": ""}, _read_shape(text))
+        return _validated({"name": "", "about": ""}, _read_shape(text))
     except ValueError as error:
         raise WorkloadError(
             f"malformed shape {text!r} ({error}): expected {SHAPE_SYNTAX}"
@@ -292,16 +291,19 @@ def _numbers(text: str, separator: str) -> list[int]:
     parts = text.split(separator)
     for part in parts:
         if not re.fullmatch("-?[0-9]{1,30}", part):
-            raise ValueError(f"{part!r} in {text!r} is no whole number")
+            raise ValueError(f"{part!r} in {text!r} is not a whole number")
     return [int(part) for part in parts]
 
 
-# How many numbers each has; of all but ``input`` and ``weight``, one stands for all.
+# How many numbers each key takes. A single number stands for all, except for `input` and `weight`.
 _LENGTHS = {"input": (4,), "weight": (4,), "stride": (2,), "padding": (2, 4), "dilation": (2,)}
 
 
-def _checked(texts: dict[str, Any], sizes: dict[str, Any]) -> Workload:
-    """The workload, named if it has no name; a ValueError if it is no convolution."""
+def _validated(texts: dict[str, Any], sizes: dict[str, Any]) -> Workload:
+    """Makes a workload, named by its shape if it has no name.
+
+    Raises a ValueError unless the values describe a convolution.
+    """
     values: dict[str, Any] = {
         key: _sizes(key, value) if key in _LENGTHS else _size(key, value)
         for key, value in sizes.items()
@@ -315,7 +317,7 @@ def _checked(texts: dict[str, Any], sizes: dict[str, Any]) -> Workload:
         raise ValueError(str(error)) from error
     for shape in (problem.input_shape, problem.weight_shape, problem.output_shape):
         if math.prod(shape) > MOST_ELEMENTS:
-            raise ValueError(f"no machine holds a tensor of {'x'.join(map(str, shape))}")
+            raise ValueError(f"a tensor of {'x'.join(map(str, shape))} is too large")
     return workload if workload.name else replace(workload, name=workload.shape)
 
 
@@ -337,7 +339,10 @@ def _size(key: str, value: Any) -> int:
 
 
 def unique(workloads: Iterable[Workload]) -> list[Workload]:
-    """The workloads without repetitions, in order; a WorkloadError if two have the same name."""
+    """Removes repeated workloads, keeping the order.
+
+    Raises a WorkloadError if two different workloads have the same name.
+    """
     found = list(dict.fromkeys(workloads))
     named: dict[str, Workload] = {}
     for workload in found:

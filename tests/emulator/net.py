@@ -8,7 +8,6 @@ nothing of its own. See docs/testing.md.
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import operator
 import os
@@ -30,22 +29,23 @@ import torch
 
 from emulator.works import Case, Planner, Work
 from fastconv.bench import population
-from fastconv.kernels import ampere, classes, gpus, planner
-from fastconv.kernels.ampere.tiles import tiles_of
+from fastconv.kernels import ampere, coverage, gpus, planner
+from fastconv.kernels.ampere.halo import plan as ampere_halo
+from fastconv.kernels.ampere.halo.tiles import tiles_of
+from fastconv.kernels.ampere.wgrad_halo import plan as ampere_weight_grad
 from fastconv.kernels.arithmetic import round_up
-from fastconv.kernels.classes import Class
+from fastconv.kernels.coverage import Class
 from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
-from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
-from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
-from fastconv.kernels.hopper.gemm_planes import gemm_planes
-from fastconv.kernels.hopper.gemm_weights import gemm_weights
-from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
-from fastconv.kernels.tensor.layers import views
+from fastconv.kernels.hopper.halo import plan as hopper_correlate
+from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
+from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
+from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
+from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
+from fastconv.kernels.planning.layers import views
 from fastconv.problem import Problem
 from fastconv.workloads import parse_shape
 
-ampere_weight_grad = importlib.import_module(ampere.weight_grad.__module__)
 PROBLEMS = Path(__file__).with_name("problems.txt")
 
 
@@ -91,11 +91,11 @@ class Forced:
     def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         made: Plan
         ampere.block.check(gpu)
-        with _free_halves(ampere.correlate), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
+        with _free_halves(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
             if self.direction == "weight_grad":
                 made = ampere_weight_grad.plan(self._ampere_tile(problem, operands, gpu), gpu)
             else:
-                with mock.patch.object(ampere.correlate, "_tiles", self._ampere_tiles):
+                with mock.patch.object(ampere_halo, "_tiles", self._ampere_tiles):
                     made = getattr(planner, self.direction)(problem, operands, gpu)
             return made
 
@@ -173,7 +173,7 @@ class Gemm(Forced):
     def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         if self.direction == "weight_grad":
             return self._weight_grad(problem, operands, gpu)
-        gemm: Any = gemm_planes if operands.scalar == "float" else gemm_pixels
+        gemm: Any = implicit_gemm_nchw if operands.scalar == "float" else implicit_gemm_nhwc
         transposed = self.direction == "input_grad"
         layer = gemm.layer_of(problem.without_idle_dilation, operands, gpu, transposed)
         plans: list[Plan] = gemm.plans(layer, gpu, most=MOST_TILES if self.tile else 1)
@@ -182,12 +182,12 @@ class Gemm(Forced):
                 return plan
         raise Declined("a tile that does not fit")
 
-    layer_of = staticmethod(gemm_weights.layer_of)  # of weight gradients
+    layer_of = staticmethod(wgrad_implicit_gemm.layer_of)  # of weight gradients
 
     def _weight_grad(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         layer = self.layer_of(problem.without_idle_dilation, operands, gpu)
-        for tile in gemm_weights.tiles_of(layer, gpu):
-            plan = gemm_weights.plan(tile, gpu)
+        for tile in wgrad_implicit_gemm.tiles_of(layer, gpu):
+            plan = wgrad_implicit_gemm.plan(tile, gpu)
             if self.tile in ((), _tile_of(_main_kernel(plan))):
                 return plan
         raise Declined("a tile that does not fit")
@@ -197,7 +197,7 @@ class Gemm(Forced):
 class Mirrored(Gemm):
     """The same of a weight gradient whose rows are input channels."""
 
-    layer_of = staticmethod(gemm_weights.mirrored_layer_of)
+    layer_of = staticmethod(wgrad_implicit_gemm.mirrored_layer_of)
 
     @property
     def word(self) -> str:
@@ -218,13 +218,13 @@ def _tile_of(kernel: Kernel) -> tuple[int, ...]:
 
 
 @contextmanager
-def _free_halves(correlate: ModuleType) -> Iterator[None]:
+def _free_halves(halo: ModuleType) -> Iterator[None]:
     """It costs nothing to multiply float32 as float16."""
-    costs = correlate.HALVES_COST
+    costs = halo.HALVES_COST
     free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
     with (
-        mock.patch.object(correlate, "HALVES_CYCLES", 0.0),
-        mock.patch.object(correlate, "HALVES_COST", free),
+        mock.patch.object(halo, "HALVES_CYCLES", 0.0),
+        mock.patch.object(halo, "HALVES_COST", free),
     ):
         yield
 
@@ -249,34 +249,34 @@ def word_of(chosen: Planner) -> str:
 
 # The constants that say which tile it is.
 NAMES = {
-    "hopper/weight_grad/weight_grad.cuh": (
+    "hopper/wgrad_halo/kernel.cuh": (
         "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
         "phase_images", "stage_columns", "strip_stages", "plane_classes",
     ),
-    "ampere/weight_grad.cuh": (
+    "ampere/wgrad_halo/kernel.cuh": (
         "row_tiles", "warps_out", "warps_units", "warps_pixels", "box_channels", "box_rows",
         "box_columns", "strip_columns", "step_rows", "slice_products", "rolling",
     ),
-    "ampere/correlate.cuh": (
+    "ampere/halo/kernel.cuh": (
         "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
         "tile_columns",
     ),
-    gemm_pixels.SOURCE: ("consumers", "tile_columns", "blocks"),
-    gemm_planes.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
-    gemm_weights.SOURCE: (
+    implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
+    implicit_gemm_nchw.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
+    wgrad_implicit_gemm.SOURCE: (
         "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
         "teams", "team_warps",
     ),
 }  # fmt: skip
-GEMMS = (gemm_pixels.SOURCE, gemm_planes.SOURCE, gemm_weights.SOURCE)
+GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_gemm.SOURCE)
 
 
 def _kind(kernel: Kernel) -> type[Forced]:
     if kernel.source in GEMMS:
         # Taps in reverse are what tells.
-        mirrored = kernel.source == gemm_weights.SOURCE and _backwards(kernel)
+        mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _backwards(kernel)
         return Mirrored if mirrored else Gemm
-    is_weight_grad = kernel.source == "hopper/weight_grad/weight_grad.cuh"
+    is_weight_grad = kernel.source == "hopper/wgrad_halo/kernel.cuh"
     return Halves if is_weight_grad and dict(kernel.constants)["halves"] else Forced
 
 
@@ -381,7 +381,7 @@ def _case(problem: Problem) -> Case:
 
 
 def classes_of(work: Work) -> set[Class]:
-    return classes.classes(work.plan, work.case.problem, planner.ANATOMIES)
+    return coverage.classes(work.plan, work.case.problem, planner.ANATOMIES)
 
 
 def drawn(draw: Random) -> Work:
@@ -539,7 +539,7 @@ def small_line(task: tuple[Class, str]) -> str | None:
     """A problem of that class that the emulator can run; None if none was found."""
     one, line = task
     work = work_of(line)
-    if one[1] != classes.REACH or not is_small(work):  # those are so many that small ones will do
+    if one[1] != coverage.REACH or not is_small(work):  # those are so many that small ones will do
         work = shrunk(work, lambda work: one in classes_of(work))
     return line_of(work) if is_small(work) else None
 
@@ -624,7 +624,7 @@ def main() -> None:
     PROBLEMS.write_text("".join(f"{line_of(work)}\n" for work in works), encoding="utf-8")
     print(f"{len(works)} problems now; too large to emulate: {len(too_large)}")
     for one in sorted(too_large, key=str):
-        print(f"  {classes.describe(one)}: {found[one].line}")
+        print(f"  {coverage.describe(one)}: {found[one].line}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ampere/correlate.cuh on the CPU: every mode, layout and branch, small and odd."""
+"""ampere/halo/kernel.cuh on the CPU: every mode, layout and branch, small and odd."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from emulator.works import (
     run,
     some,
 )
-from fastconv.kernels.ampere import block, correlate
-from fastconv.kernels.ampere.layers import Layer
-from fastconv.kernels.ampere.tiles import TEAMS, Tile
+from fastconv.kernels.ampere import block
+from fastconv.kernels.ampere.halo import plan as halo
+from fastconv.kernels.ampere.halo.layer import Layer
+from fastconv.kernels.ampere.halo.tiles import TEAMS, Tile
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS
-from fastconv.kernels.tensor.layers import forward_ways, input_grad_ways
+from fastconv.kernels.planning.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
 # Few processors: blocks take several tiles each.
@@ -63,17 +64,17 @@ def planner_of(direction: str, choice: Choice | None = None, halves: bool = Fals
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         ways = [way for way in _ways(direction, problem, operands) if way[0].halves == halves]
-        all_tiles = correlate._tiles
+        all_tiles = halo._tiles
 
         def tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
             found = all_tiles(layer, gpu)
             return tuple(one for one in found if choice is None or choice(one)) or found
 
         with (
-            mock.patch.object(correlate, "_tiles", tiles),
+            mock.patch.object(halo, "_tiles", tiles),
             mock.patch.object(block, "PORTABLE_SHARE", 0.0),
         ):
-            return correlate._plan(ways, gpu)
+            return halo._plan(ways, gpu)
 
     planner.__name__ = direction
     return planner

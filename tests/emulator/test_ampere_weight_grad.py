@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,19 @@ from emulator.works import (
     run,
     some,
 )
-from fastconv.kernels.ampere.classes import ANATOMIES
-from fastconv.kernels.ampere.weight_grad import weight_grad as planned
+from fastconv.kernels.ampere.coverage import ANATOMIES
+from fastconv.kernels.ampere.wgrad_halo import plan as wgrad
 from fastconv.kernels.family import GEOMETRY, Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
 # Few processors, so that blocks have several walks each.
 GPU = replace(GPUS["sm_80"], processors=3)
-MODULE = importlib.import_module(planned.__module__)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """With this kernel, even where it is not the fastest."""
-    plan: Plan = MODULE.plan(MODULE.choose_tile(problem, operands, gpu), gpu)
+    plan: Plan = wgrad.plan(wgrad.choose_tile(problem, operands, gpu), gpu)
     return plan
 
 
@@ -50,10 +48,10 @@ def _with(**wanted: object) -> Planner:
         return all(getattr(tile, name) == value for name, value in wanted.items())
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        boxes = MODULE._boxes(problem, operands)
-        tiles = (tile for box in boxes for tile in MODULE._with_steps(box))
+        boxes = wgrad._boxes(problem, operands)
+        tiles = (tile for box in boxes for tile in wgrad._with_steps(box))
         fitting = (tile for tile in tiles if has_all(tile) and tile.fits(gpu))
-        plan: Plan = MODULE.plan(min(fitting, key=lambda tile: tile.cycles(gpu)), gpu)
+        plan: Plan = wgrad.plan(min(fitting, key=lambda tile: tile.cycles(gpu)), gpu)
         return plan
 
     return weight_grad
@@ -174,7 +172,7 @@ def test_rounds() -> None:
     """Weights whose sums the workspace cannot hold at once."""
     work = FORCED[6]
     once = work.plan
-    with mock.patch.object(MODULE, "WORKSPACE_BYTES", once.scratch_bytes // 4):
+    with mock.patch.object(wgrad, "WORKSPACE_BYTES", once.scratch_bytes // 4):
         assert len(work.plan.launches) > len(once.launches)
         check(work)
 
@@ -193,7 +191,7 @@ def test_padding_far_beyond_the_image() -> None:
 
 
 SPLITS = """
-#include "tensor/operand.cuh"
+#include "device/tensor/operand.cuh"
 extern "C" __global__ void splits(const float* numbers, unsigned* parts) {
   const int i = static_cast<int>(threadIdx.x);
   fastconv::tensor::split_away(numbers[i], parts[2 * i], parts[2 * i + 1]);
@@ -235,12 +233,12 @@ def test_declines(changes: dict[str, object], gpu: str, reason: str) -> None:
     }  # fmt: skip
     case = Case("one channel", (64, 1, 64, 64), (1, 1, 3, 3))
     with pytest.raises(Declined, match=reason):
-        planned(case.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
+        wgrad.weight_grad(case.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
 
 
 def test_parts_know_all_choices() -> None:
     """What no part knows would be in no class but those of pairs."""
-    anatomy = ANATOMIES[MODULE.SOURCE]
+    anatomy = ANATOMIES[wgrad.SOURCE]
     kernel = WORKS[0].plan.launches[0].kernel
     assert anatomy.sizes - GEOMETRY <= dict(kernel.constants).keys()
     known = {name for names in anatomy.parts.values() for name in names}

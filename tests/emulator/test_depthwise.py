@@ -27,7 +27,7 @@ from emulator.works import (
     some,
 )
 from fastconv.kernels import depthwise
-from fastconv.kernels.depthwise import correlate
+from fastconv.kernels.depthwise import passes
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
 from fastconv.problem import Problem
@@ -99,7 +99,7 @@ def _in_bands(planner: Planner) -> Planner:
 
     @wraps(planner)
     def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        with patch.object(correlate, "_in_bands", return_value=True):
+        with patch.object(passes, "_in_bands", return_value=True):
             return planner(problem, operands, gpu)
 
     return plan

@@ -25,8 +25,8 @@ class Snippet(Kernel):
 
     @property
     def text(self) -> str:
-        return f"""#include "include/scalar.cuh"
-#include "include/wgmma.cuh"
+        return f"""#include "device/scalar.cuh"
+#include "device/wgmma.cuh"
 using namespace fastconv;
 extern "C" __global__ void __launch_bounds__(1024) {self.entry}(
     const float* in, float* out, int n) {{
@@ -819,10 +819,10 @@ def test_limited() -> None:
 @pytest.mark.parametrize("header", ["ptx", "sm90", "wgmma"])
 def test_every_instruction_has_a_twin(header: str) -> None:
     def functions(folder: Path) -> set[str]:
-        text = (folder / f"include/{header}.cuh").read_text()
+        text = (folder / f"device/{header}.cuh").read_text()
         return set(re.findall(r"(?:inline|__forceinline__|__device__) [\w ]+\*? ?\b(\w+)\(", text))
 
     assert functions(FOLDER)
     assert functions(FOLDER) <= functions(HOST), (
-        f"add the new functions to host/include/{header}.cuh"
+        f"add the new functions to host/device/{header}.cuh"
     )

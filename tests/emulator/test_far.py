@@ -18,7 +18,7 @@ from emulator.works import ALL, Case, Planner, Tensors, Work, assert_correct, ne
 from fastconv.kernels import depthwise, direct
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS, H200
-from fastconv.kernels.hopper.collect import collect
+from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.problem import Problem
 
 ONE = replace(H200, processors=1)
@@ -28,7 +28,7 @@ AMPERE = replace(GPUS["sm_80"], processors=1)
 # --- Places ---------------------------------------------------------------------------------------
 
 PLACES = """
-#include "hopper/gemm_pixels/store.cuh"
+#include "hopper/implicit_gemm_nhwc/store.cuh"
 extern "C" __global__ void places(const int* flat, long long* place, int batch, int row,
                                   int column) {
   const fastconv::hopper::Tile tile = {0, 0, row, column};
@@ -89,7 +89,7 @@ def test_wide_places_give_the_same_bits() -> None:
 
 
 PACKED = """
-#include "direct/correlate.cuh"
+#include "direct/forward/kernel.cuh"
 extern "C" __global__ void offsets(const int* rows, long long* offset) {
   offset[threadIdx.x] = fastconv::correlate::packed_offset(0, 0, rows[threadIdx.x]);
 }
@@ -117,7 +117,7 @@ def test_places_of_packed_weights(tmp_path: Path) -> None:
 
 
 def _collect(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return collect.plan(collect.collect_of(problem, operands, gpu), gpu)
+    return wgrad_few_inputs.plan(wgrad_few_inputs.collect_of(problem, operands, gpu), gpu)
 
 
 _collect.__name__ = "weight_grad"

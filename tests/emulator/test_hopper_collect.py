@@ -11,12 +11,12 @@ from emulator import precompile
 from emulator.test_hopper_weight_grad import GPU, MODES, assert_gradients, put_odd_numbers
 from emulator.works import Case, Tensors, Work, assert_plain
 from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper.collect import collect
+from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
 from fastconv.problem import Problem
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return collect.plan(collect.collect_of(problem, operands, gpu), gpu)
+    return wgrad_few_inputs.plan(wgrad_few_inputs.collect_of(problem, operands, gpu), gpu)
 
 
 def _work(case: Case, mode: str, **options: Any) -> Work:

@@ -30,7 +30,7 @@ from emulator.works import (
 )
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper.correlate import correlate
+from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
@@ -65,8 +65,8 @@ def planner_of(
             if (way[0].halves, way[0].unfolds) == kind
         ]
         if choose is None:
-            return correlate.plan(ways, gpu)
-        return choose(correlate.alternatives(ways, gpu, 1000))
+            return halo.plan(ways, gpu)
+        return choose(halo.alternatives(ways, gpu, 1000))
 
     planner.__name__ = direction
     return planner

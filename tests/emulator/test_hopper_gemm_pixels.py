@@ -27,35 +27,35 @@ from emulator.works import (
     some,
 )
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
-from fastconv.kernels.hopper.gemm_pixels.tiles import tiles_of
+from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
+from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import tiles_of
 from fastconv.problem import Problem
 
 TYPES = (torch.bfloat16, torch.float16)
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    layer = gemm_pixels.layer_of(problem, operands, gpu, transposed=False)
-    return gemm_pixels.plans(layer, gpu, most=1)[0]
+    layer = implicit_gemm_nhwc.layer_of(problem, operands, gpu, transposed=False)
+    return implicit_gemm_nhwc.plans(layer, gpu, most=1)[0]
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    layer = gemm_pixels.layer_of(problem, operands, gpu, transposed=True)
-    return gemm_pixels.plans(layer, gpu, most=1)[0]
+    layer = implicit_gemm_nhwc.layer_of(problem, operands, gpu, transposed=True)
+    return implicit_gemm_nhwc.plans(layer, gpu, most=1)[0]
 
 
 def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1) -> Planner:
     """The same with a tile that the rules may not like best."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        layer = gemm_pixels.layer_of(problem, operands, gpu, direction is input_grad)
+        layer = implicit_gemm_nhwc.layer_of(problem, operands, gpu, direction is input_grad)
         wanted = (consumers, columns, blocks)
         tile = next(
             tile
             for tile in tiles_of(layer, gpu)
             if (tile.consumers, tile.columns, tile.blocks) == wanted
         )
-        return gemm_pixels.plan(tile, gpu)
+        return implicit_gemm_nhwc.plan(tile, gpu)
 
     planner.__name__ = direction.__name__
     return planner
@@ -129,9 +129,9 @@ def _tile_drawn(draw: Random, direction: Planner) -> Planner:
     place = draw.random()
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        layer = gemm_pixels.layer_of(problem, operands, gpu, direction is input_grad)
-        tiles = gemm_pixels.tiles_of(layer, gpu)
-        return gemm_pixels.plan(tiles[int(place * len(tiles))], gpu)
+        layer = implicit_gemm_nhwc.layer_of(problem, operands, gpu, direction is input_grad)
+        tiles = implicit_gemm_nhwc.tiles_of(layer, gpu)
+        return implicit_gemm_nhwc.plan(tiles[int(place * len(tiles))], gpu)
 
     planner.__name__ = direction.__name__
     return planner
@@ -212,10 +212,10 @@ def test_an_image_of_one_patch_has_its_own_format() -> None:
     problem = Problem.of((2, 3, 4, 4), (24, 3, 4, 4), (4, 4), (0, 0, 0, 0), (1, 1), 1)
     strides = (48, 1, 12, 3)
     last = Operands("fastconv::bfloat16", 2, False, True, strides, True)
-    assert gemm_pixels.layer_of(problem, last, FEW, transposed=True).patches
+    assert implicit_gemm_nhwc.layer_of(problem, last, FEW, transposed=True).patches
     contiguous = Operands("fastconv::bfloat16", 2, False, False, strides, True)
     with pytest.raises(Declined):
-        gemm_pixels.layer_of(problem, contiguous, FEW, transposed=True)
+        implicit_gemm_nhwc.layer_of(problem, contiguous, FEW, transposed=True)
 
 
 def test_declines() -> None:

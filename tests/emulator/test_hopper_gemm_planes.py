@@ -27,14 +27,14 @@ from emulator.works import (
     some,
 )
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper.gemm_planes import gemm_planes
+from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
 from fastconv.problem import Problem
 
 
 def _plans(direction: str, problem: Problem, operands: Operands, gpu: Gpu, most: int) -> list[Plan]:
     problem = problem.without_idle_dilation
-    layer = gemm_planes.layer_of(problem, operands, gpu, direction == "input_grad")
-    return gemm_planes.plans(layer, gpu, most)
+    layer = implicit_gemm_nchw.layer_of(problem, operands, gpu, direction == "input_grad")
+    return implicit_gemm_nchw.plans(layer, gpu, most)
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:

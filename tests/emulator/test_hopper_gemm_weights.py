@@ -15,22 +15,23 @@ from emulator.works import ALL, Case, Planner, Tensors, Work, assert_plain, run,
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper import passes
-from fastconv.kernels.hopper.gemm_weights import gemm_weights, tiles
+from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
+from fastconv.kernels.hopper.wgrad_implicit_gemm import tiles
 from fastconv.problem import Problem
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     """With this kernel, even where it is not the fastest."""
-    layer = gemm_weights.layer_of(problem, operands, gpu)
-    return gemm_weights.plan(gemm_weights.tiles_of(layer, gpu)[0], gpu)
+    layer = wgrad_implicit_gemm.layer_of(problem, operands, gpu)
+    return wgrad_implicit_gemm.plan(wgrad_implicit_gemm.tiles_of(layer, gpu)[0], gpu)
 
 
 def _mirrored() -> Planner:
     """The same with rows for input channels."""
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        layer = gemm_weights.mirrored_layer_of(problem, operands, gpu)
-        return gemm_weights.plan(gemm_weights.tiles_of(layer, gpu)[0], gpu)
+        layer = wgrad_implicit_gemm.mirrored_layer_of(problem, operands, gpu)
+        return wgrad_implicit_gemm.plan(wgrad_implicit_gemm.tiles_of(layer, gpu)[0], gpu)
 
     return weight_grad
 
@@ -53,7 +54,7 @@ def with_tile(
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         tile = _tile(wanted, problem, operands, gpu, teams)
         with mock.patch.object(tiles, "FLUSH_PRODUCTS", products):
-            return gemm_weights.plan(replace(tile, grid=grid), gpu)
+            return wgrad_implicit_gemm.plan(replace(tile, grid=grid), gpu)
 
     return weight_grad
 
@@ -64,7 +65,7 @@ def in_clusters(*wanted: int, cluster: int) -> Planner:
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         tile = _tile(wanted, problem, operands, gpu).in_clusters(cluster)
         assert tile is not None
-        return gemm_weights.plan(tile, gpu)
+        return wgrad_implicit_gemm.plan(tile, gpu)
 
     return weight_grad
 
@@ -76,10 +77,10 @@ def _tile(
     gpu: Gpu,
     teams: tuple[int, int] | None = None,
 ) -> tiles.Tile:
-    layer = gemm_weights.layer_of(problem, operands, gpu)
+    layer = wgrad_implicit_gemm.layer_of(problem, operands, gpu)
     return next(
         tile
-        for tile in gemm_weights.tiles_of(layer, gpu)
+        for tile in wgrad_implicit_gemm.tiles_of(layer, gpu)
         if (tile.row_groups, tile.column_groups, tile.product_columns, tile.depth) == wanted
         and tile.cluster == 1
         and teams in (None, (tile.teams, tile.team_warps))
@@ -261,12 +262,12 @@ def test_every_tile() -> None:
         (NARROW_GROUPS, "bfloat16", True),
     ):
         work = _work(case, mode, channels_last, bias=False)
-        layer = gemm_weights.layer_of(case.problem, _operands(work), GPU)
-        plain = [tile for tile in gemm_weights.tiles_of(layer, GPU) if tile.cluster == 1]
+        layer = wgrad_implicit_gemm.layer_of(case.problem, _operands(work), GPU)
+        plain = [tile for tile in wgrad_implicit_gemm.tiles_of(layer, GPU) if tile.cluster == 1]
         for tile in draw.sample(plain, 4 if ALL else 1):
             planner = with_tile(*_groups(tile), grid=draw.randint(1, tile.grid))
             works.append(replace(work, planner=planner))
-        clusters = [tile for tile in gemm_weights.tiles_of(layer, H200) if tile.cluster > 1]
+        clusters = [tile for tile in wgrad_implicit_gemm.tiles_of(layer, H200) if tile.cluster > 1]
         for tile in draw.sample(clusters, 2 if ALL else 1):
             planner = in_clusters(*_groups(tile), cluster=tile.cluster)
             works.append(replace(work, planner=planner))
@@ -286,7 +287,7 @@ def test_clusters_need_no_second_launch(work: Work) -> None:
     assert cluster > 1
     assert launch.grid[0] % cluster == 0
     assert launch.kernel.entry == "gemm_weights"
-    assert all(one.kernel.source == gemm_weights.BIAS_SOURCE for one in bias)
+    assert all(one.kernel.source == wgrad_implicit_gemm.BIAS_SOURCE for one in bias)
     assert bias or work.plan.scratch_bytes == 0
     assert f"clusters of {cluster}" in work.plan.choice
 
@@ -295,7 +296,7 @@ def test_clusters_that_cannot_be() -> None:
     """Of fewer steps than blocks, of too many in a row, of sums that do not fit; of two waves."""
 
     def tile(case: Case, groups: tuple[int, int], columns: int, depth: int) -> tiles.Tile:
-        layer = gemm_weights.layer_of(
+        layer = wgrad_implicit_gemm.layer_of(
             case.problem, _operands(_work(case, "bfloat16", True, False)), GPU
         )
         fitted = tiles.Tile(layer, *groups, columns, depth, blocks=1).fitted(GPU)
@@ -311,7 +312,7 @@ def test_clusters_that_cannot_be() -> None:
     assert wide.in_clusters(2) is not None
     assert replace(wide, stages=2).in_clusters(2) is None  # 132 KiB of sums, 96 KiB of stages
     for gpu, has_room in ((H200, True), (GPU, False)):  # for two blocks of each tile at once
-        found = gemm_weights.tiles_of(wide.layer, gpu)
+        found = wgrad_implicit_gemm.tiles_of(wide.layer, gpu)
         assert any(one.cluster > 1 for one in found) == has_room
 
 

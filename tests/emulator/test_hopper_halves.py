@@ -39,7 +39,7 @@ from emulator.works import (
     run,
     some,
 )
-from fastconv.kernels.tensor import launches
+from fastconv.kernels.planning import launches
 
 MODES = ("tf32", "ieee")
 

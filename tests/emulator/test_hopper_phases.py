@@ -27,7 +27,7 @@ from emulator.works import (
 )
 from fastconv.kernels.arithmetic import ceil_div
 from fastconv.kernels.family import Gpu, Plan
-from fastconv.kernels.hopper import classes
+from fastconv.kernels.hopper import coverage
 
 SMALLER = Gpu("sm_90a", 4, 60000, 61024)
 
@@ -173,7 +173,7 @@ def test_against_float64(work: Work) -> None:
 
 
 def test_works_cover_all_branches() -> None:
-    chosen = [classes.CORRELATE.choices(work.plan.launches[-1].kernel) for work in WORKS]
+    chosen = [coverage.CORRELATE.choices(work.plan.launches[-1].kernel) for work in WORKS]
 
     def pairs(*names: str) -> set[tuple[Any, ...]]:
         return {tuple(choices[name] for name in names) for choices in chosen}

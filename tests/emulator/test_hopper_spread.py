@@ -24,17 +24,19 @@ from emulator.works import (
     some,
 )
 from fastconv.kernels.family import Gpu, Operands, Plan
+from fastconv.kernels.hopper.few_outputs import plan as few_outputs
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
-from fastconv.kernels.hopper.spread import spread
 from fastconv.problem import Problem
 
 
 def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return spread.plan(spread.spread_of(forward_ways(problem, operands)[0][0], gpu), gpu)
+    return few_outputs.plan(few_outputs.spread_of(forward_ways(problem, operands)[0][0], gpu), gpu)
 
 
 def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    return spread.plan(spread.spread_of(input_grad_ways(problem, operands)[0][0], gpu), gpu)
+    return few_outputs.plan(
+        few_outputs.spread_of(input_grad_ways(problem, operands)[0][0], gpu), gpu
+    )
 
 
 def _work(planner: Any, case: Case, mode: str, **options: Any) -> Work:

@@ -31,7 +31,7 @@ from fastconv.kernels import hopper
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Kernel, Launch, Operands, Plan
 from fastconv.kernels.gpus import H200
-from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
+from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
 from fastconv.problem import Problem
 
 # Few processors, so that blocks have several runs each.
@@ -269,7 +269,7 @@ def test_padding_far_beyond_the_image() -> None:
 
 
 SHARES = """
-#include "hopper/weight_grad/tile.cuh"
+#include "hopper/wgrad_halo/tile.cuh"
 extern "C" __global__ void shares(int* places, int workers, int batch) {
   for (int worker = 0; worker < workers; ++worker) {
     const fastconv::hopper::Share share(worker, workers, batch);
@@ -327,7 +327,7 @@ def test_classes_of_planes() -> None:
 
 
 CLEARED = """
-#include "hopper/weight_grad/copy.cuh"
+#include "hopper/wgrad_halo/copy.cuh"
 extern "C" __global__ void cleared(int* others, int* columns) {
   using namespace fastconv;
   using namespace fastconv::hopper;
@@ -364,12 +364,12 @@ def test_a_stage_that_begins_beyond_its_row(tmp_path: Path) -> None:
 # An arrival after copies alone (1) says nothing of what the thread has written itself. No memory of
 # the emulator is as weak as that: which arrivals a stage has is written down instead.
 ARRIVALS = """
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 static int arrivals;
 #define barrier_arrive_after_copies(barrier) (arrivals = 10 * arrivals + 1)
 #define barrier_expect_copies(barrier) (arrivals = 10 * arrivals + 2)
 #define barrier_arrive(barrier) (arrivals = 10 * arrivals + 3)
-#include "hopper/weight_grad/copy.cuh"
+#include "hopper/wgrad_halo/copy.cuh"
 extern "C" __global__ void arrival(int* found) {
   fastconv::hopper::arrive_after_copies(nullptr);
   *found = arrivals;

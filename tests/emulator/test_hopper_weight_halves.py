@@ -35,7 +35,7 @@ from emulator.works import (
     tensors_read,
 )
 from fastconv.kernels.family import Gpu, Operands, Plan
-from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
+from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
 from fastconv.problem import Problem
 
 PRECISIONS = ("tf32", "ieee")

@@ -44,7 +44,7 @@ MUTANTS = [
         "a row too far: the next channel's",
         "sm_75/1 forward float32 nchw/nchw: 2x3x5x6 4x3x3x3 padding=1,1",
         Fault(
-            "direct/correlate.cuh",
+            "direct/forward/kernel.cuh",
             "y >= 0 && y < C::in_height &&",
             "y >= 0 && y < C::in_height + (first_channel + channel + 1 < C::group_in) &&",
         ),
@@ -53,7 +53,7 @@ MUTANTS = [
         "weights of channels that do not exist",
         "sm_75/1 forward float32 nchw/nchw: 1x3x5x6 6x3x3x3 padding=1,1",
         Fault(
-            "direct/correlate.cuh",
+            "direct/forward/kernel.cuh",
             "|| k >= C::group_in ||",
             "|| (k >= C::group_in && m + 1 >= C::group_out) ||",
         ),
@@ -62,7 +62,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_75/1 input_grad bfloat16 nhwc/nhwc: 2x3x5x6 4x3x3x3 padding=1,1 stride=2,2",
         Fault(
-            "direct/correlate.cuh",
+            "direct/forward/kernel.cuh",
             "x >= 0 && x < C::in_width;",
             "x >= 0 && x < C::in_width + (y + 1 < C::in_height);",
         ),
@@ -71,7 +71,7 @@ MUTANTS = [
         "a row too far: the next channel's",
         "sm_75/1 weight_grad float32 nchw/nchw bias: 2x3x5x6 4x3x3x3 padding=1,1",
         Fault(
-            "direct/weight_grad.cuh",
+            "direct/wgrad/kernel.cuh",
             "y < kHeight && x >= 0",
             "y < kHeight + (c + 1 < end_channel) && x >= 0",
         ),
@@ -80,7 +80,7 @@ MUTANTS = [
         "a row too far: the next plane's",
         "sm_90a/1 forward float32 nchw/nchw: 2x4x20x40 4x1x3x3 padding=1,1 groups=4",
         Fault(
-            "depthwise/planes.cuh",
+            "depthwise/fma/planes.cuh",
             "static_cast<unsigned>(y) < C::in_height)",
             "static_cast<unsigned>(y) < C::in_height + (tile.group(slot) + 1 < planes / kParts))",
         ),
@@ -89,7 +89,7 @@ MUTANTS = [
         "a halo that is not cleared",
         "sm_90a/1 forward float32 nchw/nchw: 2x4x9x9 4x1x3x3 padding=1,1 groups=4",
         Fault(
-            "depthwise/planes.cuh",
+            "depthwise/fma/planes.cuh",
             "clear<kInputBytes, kThreads>(inputs(stage));",
             ";",
         ),
@@ -134,7 +134,7 @@ MUTANTS = [
         "a tap too far",
         "sm_90a/1 forward float16 nchw/nchw: 2x2x6x14 2x1x7x7 padding=3,3 groups=2",
         Fault(
-            "depthwise/bands.cuh",
+            "depthwise/toeplitz/kernel.cuh",
             "return is_tap<Columns>(tap) ?",
             "return tap >= 0 && tap < C::kernel_width + (row + 1 < C::kernel_height) ?",
         ),
@@ -143,7 +143,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 forward float16 nhwc/nhwc: 1x8x20x80 8x1x2x37 padding=3,0,18,18 groups=8",
         Fault(
-            "depthwise/bands_pixels.cuh",
+            "depthwise/toeplitz/pixels.cuh",
             "static_cast<unsigned>(x) < C::in_width;",
             "static_cast<unsigned>(x) < C::in_width + unsigned(y + 1 < C::in_height);",
         ),
@@ -152,7 +152,7 @@ MUTANTS = [
         "sums that are not cleared for the next row",
         "sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1",
         Fault(
-            "hopper/spread/spread.cuh",
+            "hopper/few_outputs/kernel.cuh",
             "sums[i + kSlotSums] : 0.0f;",
             "sums[i + kSlotSums] : sums[i];",
         ),
@@ -161,7 +161,7 @@ MUTANTS = [
         "weights of channels that do not exist",
         "sm_90a/1 forward float16 nchw/nchw: 1x12x6x12 3x12x3x3 padding=1,1",
         Fault(
-            "hopper/spread/spread.cuh",
+            "hopper/few_outputs/kernel.cuh",
             "channel >= C::group_in) return",
             "(channel >= C::group_in && out + 1 >= C::group_out)) return",
         ),
@@ -170,7 +170,7 @@ MUTANTS = [
         "the row above an image: the last one's",
         "sm_90a/2 weight_grad bfloat16 nhwc/nchw: 2x2x4x76 66x2x1x4 stride=1,2 padding=3,2,1,2",
         Fault(
-            "hopper/collect/collect.cuh",
+            "hopper/wgrad_few_inputs/kernel.cuh",
             "row >= 0 && row < C::in_height;",
             "row + (item.image > 0) >= 0 && row < C::in_height;",
         ),
@@ -180,7 +180,7 @@ MUTANTS = [
         "sm_90a/1 weight_grad*1,3,3,1,3,4,16,1,4 tf32 nchw/nchw: 4x8x9x9 8x8x3x3 padding=2,2 "
         "dilation=2,2",
         Fault(
-            "hopper/weight_grad/copy.cuh",
+            "hopper/wgrad_halo/copy.cuh",
             "exists ? plane + place.row * C::out_width + first : kClasses * kOutChannel;",
             "plane + place.row * C::out_width + first;",
         ),
@@ -190,7 +190,7 @@ MUTANTS = [
         "sm_90a/1 weight_grad*1,3,3,1,3,4,16,1,4 tf32 nchw/nchw: 4x8x9x9 8x8x3x3 padding=2,2 "
         "dilation=2,2",
         Fault(
-            "hopper/weight_grad/copy.cuh",
+            "hopper/wgrad_halo/copy.cuh",
             "clear_columns(stage, max(C::out_width - first, 0), place.columns);",
             "",
         ),
@@ -199,7 +199,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 weight_grad* float32 nchw/nchw: 2x3x6x9 8x3x1x3 stride=2,1 padding=0,1",
         Fault(
-            "hopper/weight_grad/load.cuh",
+            "hopper/wgrad_halo/load.cuh",
             "max(left, 0) : C::in_width;",
             "max(left, 0) : C::in_width + 1;",
         ),
@@ -208,7 +208,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 weight_grad*gemm tf32 nchw/nchw bias: 2x2x6x9 8x2x1x3 stride=2,1 padding=0,1",
         Fault(
-            "hopper/gemm_weights/gather.cuh",
+            "hopper/wgrad_implicit_gemm/gather.cuh",
             "static_cast<unsigned>(column + offset) < C::in_width;",
             "static_cast<unsigned>(column + offset) < C::in_width + 1u;",
         ),
@@ -217,7 +217,7 @@ MUTANTS = [
         "a tap of the next row",
         "sm_90a/2 weight_grad*gemm bfloat16 nhwc/nhwc: 2x8x7x4 8x8x3x3 padding=1,1",
         Fault(
-            "hopper/gemm_weights/load.cuh",
+            "hopper/wgrad_implicit_gemm/load.cuh",
             "tap / C::kernel_width * C::dilation_height},",
             "(tap + 1) / C::kernel_width * C::dilation_height},",
         ),
@@ -226,7 +226,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 forward*gemm tf32 nchw/nchw: 2x8x6x9 8x8x3x3 padding=1,1",
         Fault(
-            "hopper/gemm_planes/multiply.cuh",
+            "hopper/implicit_gemm_nchw/multiply.cuh",
             "x < 0 || x >= C::in_width) return -1;",
             "x < 0 || x > C::in_width) return -1;",
         ),
@@ -235,7 +235,7 @@ MUTANTS = [
         "weights of channels that do not exist",
         "sm_90a/1 forward*gemm tf32 nchw/nchw: 1x9x6x8 8x9x3x3 padding=1,1",
         Fault(
-            "hopper/gemm_planes/weights.cuh",
+            "hopper/implicit_gemm_nchw/weights.cuh",
             "out < C::group_out && in + i < C::group_in));",
             "out < C::group_out && in + i < C::group_in + (out + 1 < C::group_out)));",
         ),
@@ -244,7 +244,7 @@ MUTANTS = [
         "a row too far at the last tap",
         "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x9x4 16x8x3x3 padding=1,1",
         Fault(
-            "hopper/gemm_pixels/load.cuh",
+            "hopper/implicit_gemm_nhwc/load.cuh",
             "const int row_offset = height.offset(tap_row), column",
             "const int row_offset = height.offset(tap_row) + (tap_row + 1 == "
             "C::kernel_height), column",
@@ -254,7 +254,7 @@ MUTANTS = [
         "the next channels' bias",
         "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x5x6 16x8x1x1",
         Fault(
-            "hopper/gemm_pixels/store.cuh",
+            "hopper/implicit_gemm_nhwc/store.cuh",
             "load_bias<2, C::aligned_bias>(bias + channel);",
             "load_bias<2, C::aligned_bias>(bias + (channel + 2) % C::out_channels);",
         ),
@@ -263,7 +263,7 @@ MUTANTS = [
         "the next position of a phase",
         "sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 3x16x8x6 8x16x3x3 stride=2,2 padding=1,1",
         Fault(
-            "hopper/gemm_pixels/tile.cuh",
+            "hopper/implicit_gemm_nhwc/tile.cuh",
             "return C::transposed ? (residue + padding - dilation * tap) / stride - lower : "
             "dilation * tap;",
             "return C::transposed ? (residue + padding - dilation * tap) / stride - lower + "
@@ -274,7 +274,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 forward* float16 nchw/nhwc: 2x3x3x71 37x3x1x3 padding=0,1,2,1",
         Fault(
-            "hopper/correlate/stage.cuh",
+            "hopper/halo/stage.cuh",
             "static_cast<unsigned>(piece.columns);",
             "static_cast<unsigned>(piece.columns + 1);",
         ),
@@ -283,7 +283,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 forward* float16 nhwc/nhwc: 2x16x5x6 16x16x3x3 padding=1,1",
         Fault(
-            "tensor/load.cuh",
+            "device/tensor/load.cuh",
             "static_cast<unsigned>(C::in_width);\n        copy_async<16>",
             "static_cast<unsigned>(C::in_width + (place.y + 1 < C::in_height));\n        "
             "copy_async<16>",
@@ -293,7 +293,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_90a/1 input_grad* tf32 nchw/nhwc: 2x9x5x6 16x9x3x3 padding=1,1 stride=2,2",
         Fault(
-            "tensor/input.cuh",
+            "device/tensor/input.cuh",
             "static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;",
             "static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width + (y + "
             "rows_on + 1 < C::in_height)) && exists;",
@@ -303,7 +303,7 @@ MUTANTS = [
         "the next channel's bias",
         "sm_90a/1 forward* bfloat16 nhwc/nhwc: 2x24x5x6 16x12x3x3 padding=1,1 groups=2",
         Fault(
-            "tensor/target.cuh",
+            "device/tensor/target.cuh",
             "UnfoldedChannel(channel).channel]);",
             "(UnfoldedChannel(channel).channel + 1) % kOutGroup]);",
         ),
@@ -312,7 +312,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_80/1 forward* float16 nhwc/nhwc: 2x16x5x6 16x16x3x3 padding=1,1",
         Fault(
-            "tensor/load.cuh",
+            "device/tensor/load.cuh",
             "static_cast<unsigned>(C::in_width);\n        copy_async<16>",
             "static_cast<unsigned>(C::in_width + (place.y + 1 < C::in_height));\n        "
             "copy_async<16>",
@@ -322,7 +322,7 @@ MUTANTS = [
         "weights of channels that do not exist",
         "sm_86/1 forward* tf32 nchw/nhwc: 2x5x5x6 9x5x3x3 padding=1,1",
         Fault(
-            "tensor/weights.cuh",
+            "device/tensor/weights.cuh",
             "const bool valid = exists && first + j < C::group_in;",
             "const bool valid = exists && (first + j < C::group_in || out + 1 < C::group_out);",
         ),
@@ -331,7 +331,7 @@ MUTANTS = [
         "the residual of the pixel before",
         "sm_80/1 forward* float32 nchw/nchw: 2x8x5x6 16x8x3x3 padding=1,1",
         Fault(
-            "ampere/correlate_store.cuh",
+            "ampere/halo/store.cuh",
             "epilogue.residual_of<C::store_vector>(target.place(channel, line, column),",
             "epilogue.residual_of<C::store_vector>(target.place(channel, line, column - "
             "(column > target.column ? C::store_vector : 0)),",
@@ -342,7 +342,7 @@ MUTANTS = [
         "a column too far: the next row's",
         "sm_89/1 weight_grad* bfloat16 nhwc/nchw: 2x8x5x6 8x8x3x3 padding=1,1",
         Fault(
-            "ampere/weight_grad_load.cuh",
+            "ampere/wgrad_halo/load.cuh",
             "is_below(x, C::in_width);",
             "is_below(x, C::in_width + (y + 1 < C::in_height));",
         ),
@@ -351,7 +351,7 @@ MUTANTS = [
         "the residual of the next pixel",
         "sm_90a/1 forward float32 nchw/nchw: 2x4x8x8 4x1x3x3 padding=1,1 groups=4",
         Fault(
-            "include/epilogue.cuh",
+            "device/epilogue.cuh",
             "narrow<Scalar>(activated(sums[i], residual.element[i]));",
             "narrow<Scalar>(activated(sums[i], residual.element[(i + 1) % kCount]));",
         ),
@@ -361,7 +361,7 @@ MUTANTS = [
         "the residual of the next pixel",
         "sm_90a/1 forward*gemm float16 nhwc/nhwc: 2x8x5x6 16x8x1x1",
         Fault(
-            "hopper/gemm_pixels/store.cuh",
+            "hopper/implicit_gemm_nhwc/store.cuh",
             "const long long element = valid ? 1LL * pixel *",
             "const long long element = valid ? 1LL * (pixel + (pixel + 1 < rows)) *",
         ),
@@ -384,7 +384,7 @@ MORE = [
         "a column too far: the next row's",
         "sm_75/1 weight_grad float16 nchw/nchw: 2x3x5x6 4x3x3x3 padding=1,1",
         Fault(
-            "direct/weight_grad.cuh",
+            "direct/wgrad/kernel.cuh",
             "x >= 0 && x < kWidth;",
             "x >= 0 && x < kWidth + (y + 1 < kHeight);",
         ),
@@ -393,7 +393,7 @@ MORE = [
         "a column too far: the next row's",
         "sm_90a/2 weight_grad bfloat16 nhwc/nchw: 1x2x4x76 66x2x1x4 stride=1,2 padding=3,2,1,2",
         Fault(
-            "hopper/collect/collect.cuh",
+            "hopper/wgrad_few_inputs/kernel.cuh",
             "at >= 0 && at < C::in_width;",
             "at >= 0 && at < C::in_width + (row + 1 < C::in_height);",
         ),
@@ -402,7 +402,7 @@ MORE = [
         "a row too far: the next channel's",
         "sm_90a/1 weight_grad* bfloat16 nchw/nchw: 2x3x6x9 8x3x3x3 padding=1,1",
         Fault(
-            "hopper/weight_grad/load.cuh",
+            "hopper/wgrad_halo/load.cuh",
             "is_below(y + below, C::in_height);",
             "is_below(y + below, C::in_height + (left > 1));",
         ),
@@ -411,7 +411,7 @@ MORE = [
         "a column too far: the next row's",
         "sm_90a/1 input_grad*gemm tf32 nchw/nchw: 2x8x6x8 8x8x3x3 padding=1,1",
         Fault(
-            "hopper/gemm_planes/multiply.cuh",
+            "hopper/implicit_gemm_nchw/multiply.cuh",
             "x < 0 || x >= C::in_width) return -1;",
             "x < 0 || x >= C::in_width + (y + 1 < C::in_height)) return -1;",
         ),
@@ -420,7 +420,7 @@ MORE = [
         "a row too far: the next channel's",
         "sm_80/1 weight_grad* float32 nchw/nchw bias: 2x3x5x6 8x3x3x3 padding=1,1",
         Fault(
-            "ampere/weight_grad_load.cuh",
+            "ampere/wgrad_halo/load.cuh",
             "is_below(y, C::in_height) && is_below(x",
             "is_below(y, C::in_height + (channel + 1 < channels_left)) && is_below(x",
         ),
@@ -429,7 +429,7 @@ MORE = [
         "the residual of the pixel before",
         "sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1",
         Fault(
-            "hopper/spread/spread.cuh",
+            "hopper/few_outputs/kernel.cuh",
             "target[x] = epilogue(output_at(x + lane, channel) + bias, target + x);",
             "target[x] = epilogue(output_at(x + lane, channel) + bias, x + lane > 0 ? target + "
             "x - 1 : target + x);",

@@ -15,7 +15,7 @@ import pytest
 
 from emulator import isolated, net, precompile
 from emulator.works import ALL, Work, check
-from fastconv.kernels import classes, planner
+from fastconv.kernels import coverage, planner
 from fastconv.kernels.family import GEOMETRY, Kernel, Plan
 from fastconv.kernels.gpus import GPUS
 
@@ -52,7 +52,7 @@ def test_every_class_has_a_problem() -> None:
         one: net.small_line((one, net.line_of(drawn[one]))) or net.line_of(drawn[one])
         for one in sorted(open_classes, key=str)[:20]
     }
-    report = "\n".join(f"{classes.describe(one)}\n    {line}" for one, line in lines.items())
+    report = "\n".join(f"{coverage.describe(one)}\n    {line}" for one, line in lines.items())
     assert not open_classes, (
         f"{len(open_classes)} classes of {len(drawn)} have no problem. python "
         f"tests/emulator/net.py adds some, or add these lines to problems.txt:\n{report}"
@@ -93,4 +93,4 @@ def test_a_new_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     anatomy = planner.ANATOMIES[kernel.source]
     found = set(anatomy.classes(other)) - set(anatomy.classes(kernel))
     assert found
-    assert all("novel=True" in classes.describe(one) for one in found)
+    assert all("novel=True" in coverage.describe(one) for one in found)

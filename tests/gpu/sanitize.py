@@ -4,7 +4,7 @@ With an argument, a family and the portable kernels alone run, with sm_80's shar
 "ampere", or "depthwise", which runs narrow groups alone. Two of the tools do not understand all
 that kernels do: initcheck does not see what sm_90a's bulk copies write, and racecheck takes for
 races what rings of barriers order, on Hopper and in Ampere's correlations (see
-docs/kernels/ampere.md).
+docs/kernels/ampere-halo.md).
 
 All that runs slows down ten to fifty times, so the problems are small, and whatever is not ours
 (making inputs, references) is done on the CPU. Ends with status 1 if a result is wrong.
@@ -12,7 +12,6 @@ All that runs slows down ten to fifty times, so the problems are small, and what
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from contextlib import nullcontext
@@ -30,12 +29,13 @@ import oracle
 from fastconv import ops
 from fastconv.backends import cuda
 from fastconv.kernels import ampere, planner, plans
+from fastconv.kernels.ampere.halo import plan as ampere_halo
+from fastconv.kernels.ampere.wgrad_halo import plan as ampere_wgrad
 from fastconv.kernels.family import Declined
-from fastconv.kernels.hopper.correlate import correlate as hopper_correlate
-from fastconv.kernels.hopper.weight_grad import weight_grad as hopper_weight_grad
+from fastconv.kernels.hopper.halo import plan as hopper_correlate
+from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
 from fastconv.problem import Problem
 
-AMPERE_WEIGHT_GRAD = importlib.import_module(ampere.weight_grad.__module__)
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
 FORMATS = (torch.contiguous_format, torch.channels_last)
 
@@ -235,10 +235,10 @@ def tensor_core_checks() -> list[bool]:
     with (
         mock.patch.object(cuda, "gpu", return_value=few),
         mock.patch.object(hopper_weight_grad, "portable_cycles", return_value=math.inf),
-        mock.patch.object(AMPERE_WEIGHT_GRAD, "portable_cycles", return_value=math.inf),
+        mock.patch.object(ampere_wgrad, "portable_cycles", return_value=math.inf),
         mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0),
         mock.patch.object(hopper_correlate, "HALVES_CYCLES", 0.0),
-        mock.patch.object(ampere.correlate, "HALVES_CYCLES", 0.0),
+        mock.patch.object(ampere_halo, "HALVES_CYCLES", 0.0),
     ):
         for index, arguments in enumerate(TENSOR_CORE_PROBLEMS.values()):
             for turn, memory_format in enumerate(FORMATS):

@@ -121,7 +121,7 @@ def test_plans_for_other_gpus(workload: Workload, made_for: str, tf32: bool) -> 
     for which, source in sources.items():
         is_tuned = (made_for, which, module.EXPORTED, "float", precision) in module.TUNED
         assert source.split("/")[0] == ("ampere" if is_tuned else "direct")
-    assert sources["forward"] == "ampere/correlate.cuh"
+    assert sources["forward"] == "ampere/halo/kernel.cuh"
 
 
 def _noting(module: ModuleType) -> dict[str, str]:
@@ -195,7 +195,7 @@ def test_streams_and_graphs(example: ModuleType) -> None:
 NAMES = ("2d swizzle 0", "4d swizzle 128", "im2col swizzle 64")
 # Blocks read what others wrote, in the launch before.
 SUM = """
-#include "include/sm90.cuh"
+#include "device/sm90.cuh"
 __global__ void __launch_bounds__(128) sum(const float* in, float* out) {
   fastconv::allow_later_launch();
   fastconv::wait_for_earlier_launch();
@@ -223,7 +223,7 @@ def hand_made(example: ModuleType) -> Any:
         plans[name] = example.Plan((launch,), 0)
     launches = [launch for plan in plans.values() for launch in plan.launches]
     kernels = tuple(dict.fromkeys(map(example.kernel_of, launches)))
-    return example.Ready(plans, example.build(kernels, "sm_90a"), kernels)
+    return example.BuiltPlans(plans, example.build(kernels, "sm_90a"), kernels)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,7 +279,7 @@ def test_cuda_errors_have_their_text(example: ModuleType) -> None:
     model(x)
     geometry = example.Geometry(tuple(x.shape), (8, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     operands = example.Operands("float", 4, False, True)
-    ready = example.prepared(("forward",), geometry, operands, "ieee", x.device.index)
+    ready = example.plan_and_build(("forward",), geometry, operands, "ieee", x.device.index)
     with pytest.raises(RuntimeError, match=r"launch of pack: cudaErrorInvalid\w+: invalid"):
         ready.module.launch(0, [1, 2048, 0, 0], [[0], [0]], torch.cuda.current_stream().cuda_stream)
     model(x)  # the error is not a lasting one

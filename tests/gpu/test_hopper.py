@@ -40,7 +40,7 @@ from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
 from fastconv.kernels import hopper, planner
-from fastconv.kernels.hopper.correlate import correlate
+from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.problem import Problem
 from fastconv.workloads import FOUNDING, ODD, REAL, Workload
 from gpu.helpers import (
@@ -64,7 +64,7 @@ pytestmark = [
 @pytest.fixture(autouse=True, scope="module")
 def _float16_for_small_images() -> Iterator[None]:
     """As it is for those that are worth it."""
-    with mock.patch.object(correlate, "HALVES_CYCLES", 0.0):
+    with mock.patch.object(halo, "HALVES_CYCLES", 0.0):
         backend._ready.cache_clear()
         yield
     backend._ready.cache_clear()

@@ -18,8 +18,8 @@ import oracle
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.kernels import planner
-from fastconv.kernels.hopper.correlate import correlate
-from fastconv.kernels.tensor import layers
+from fastconv.kernels.hopper.halo import plan as halo
+from fastconv.kernels.planning import layers
 from fastconv.problem import Padding, Problem
 from gpu.helpers import CUDA, arguments_of, is_hopper
 
@@ -46,7 +46,7 @@ MODES = ("tf32", "ieee")
 def _float16_for_all() -> Iterator[None]:
     """Wherever it is possible, not only where it is faster."""
     faster = {1: -0.9, 2: -0.9}
-    with mock.patch.multiple(correlate, HALVES_CYCLES=0.0, HALVES_COST=faster):
+    with mock.patch.multiple(halo, HALVES_CYCLES=0.0, HALVES_COST=faster):
         backend._ready.cache_clear()
         yield
     backend._ready.cache_clear()

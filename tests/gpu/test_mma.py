@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastconv import jit
-from fastconv.bench import limits, products
+from fastconv.bench import limits, mma_rate
 from gpu.helpers import CUDA
 from small_products import CASES, ROUNDS, Case, Rounds
 
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.skipif(
 def test_products(case: Case | Rounds) -> None:
     tensors = case.tensors()
     there = {name: tensor.to(CUDA) for name, tensor in tensors.items()}
-    prepared = jit.prepare([case.launch], CUDA, there)
+    prepared = jit.load_launches([case.launch], CUDA, there)
     prepared.run(*(tensor.data_ptr() for tensor in there.values()))
     *_, found = there.values()
     assert torch.equal(found.cpu(), case.expected(tensors))
 
 
 def test_ceilings() -> None:
-    found = limits._mma_products(CUDA)
-    assert found.keys() == products.KINDS.keys()
+    found = limits._mma_tflops(CUDA)
+    assert found.keys() == mma_rate.KINDS.keys()
     assert found["tf32"] > 1
     assert found["float16"] == pytest.approx(found["bfloat16"], rel=0.2)
     assert found["float16"] == pytest.approx(2 * found["tf32"], rel=0.2)

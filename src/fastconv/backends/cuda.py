@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 
 from fastconv import _precision, native
 from fastconv.backends.epilogue import applied
-from fastconv.jit import launch
+from fastconv.jit import launch, loading, pool
 from fastconv.kernels import planner, plans
 from fastconv.kernels.family import ALIGNMENT, BIAS_ALIGNMENT, Gpu, Operands, Plan
 from fastconv.kernels.planner import Pass, Switch
@@ -185,7 +185,7 @@ _TENSORS: dict[Pass, tuple[str, ...]] = {
 class Ready(NamedTuple):
     """A plan whose kernels are loaded on the device."""
 
-    launches: launch.Prepared
+    launches: launch.LoadedLaunches
     scratch_bytes: int
     family: str
     packs: int  # see Plan.packs
@@ -277,9 +277,9 @@ def _ready(need: Need) -> Ready:
     if plan is None:
         if need.plan is planner.forward and before_forward is not None:
             before_forward(need)
-        plan = launch.claim(need) or planned(need)
+        plan = pool.claim(need) or planned(need)
     device = torch.device("cuda", need.device)
-    prepared = launch.prepare(plan.launches, device, _TENSORS[need.plan])
+    prepared = launch.load_launches(plan.launches, device, _TENSORS[need.plan])
     _note_made(need)
     _latest.need = need if need.plan is planner.forward else None
     return Ready(prepared, plan.scratch_bytes, plan.family, plan.packs)
@@ -322,19 +322,19 @@ def begin(need: Need) -> None:
     """Begins to plan a pass and compile its kernels in the background; :func:`ready` uses them."""
     if not is_ready(need):
         gpu(need.device)  # cached here: background threads do not query the device
-        launch.begin_work(need, partial(begun, need))
+        pool.run_ahead(need, partial(begun, need))
 
 
 def drop(need: Need) -> None:
     """Cancels what :func:`begin` has queued for a pass, if it has not started."""
-    launch.drop(need)
+    pool.cancel_ahead(need)
 
 
 def begun(need: Need) -> Plan:
     """Plans a pass and begins to compile its kernels in the background."""
     plan = planned(need)
     kernels = (one.kernel for one in plan.launches)
-    launch.begin(kernels, gpu(need.device).architecture, need.device)
+    loading.compile_ahead(kernels, gpu(need.device).architecture, need.device)
     return plan
 
 
@@ -412,7 +412,7 @@ def gpu(index: int) -> Gpu:
     """Returns the properties of a device that planning depends on."""
     properties = torch.cuda.get_device_properties(index)
     return Gpu(
-        launch.architecture(torch.device("cuda", index)),
+        loading.architecture(torch.device("cuda", index)),
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         properties.shared_memory_per_multiprocessor,

@@ -1,1 +1,1 @@
-"""Fair comparisons with PyTorch: checks, timings, tables."""
+"""Comparison with PyTorch behind the ``fastconv`` command: verification, timing, tables, plots."""

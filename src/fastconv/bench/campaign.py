@@ -1,8 +1,8 @@
-"""Many trials, side by side in processes, and what they amount to.
+"""Runs many verification trials in parallel processes, and summarises them.
 
-On a GPU most of the time goes into planning and compiling, which one core does at a time: so each
-process plans, compiles and runs trials of its own, and all share the GPU. A process that dies takes
-nothing but its trial with it.
+On a GPU, most of a trial's time goes into planning and compiling, which use one core. Therefore
+each process plans, compiles and runs its own trials, and all processes share the GPU. A process
+that dies or hangs loses only its trial.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ import torch
 from fastconv.bench import environment
 from fastconv.bench.trials import Trial
 from fastconv.bench.verify import ELEMENTS, Check
-from fastconv.jit import launch, processes
+from fastconv.jit import pool, processes
 
-MOST_JOBS = 16
-TRIAL_SECONDS = 300.0  # after which a process is taken to hang
-_PROCESS_BYTES = 3 << 30  # of GPU memory: what each process needs whatever it runs
-_COPIES = 5  # of a trial's tensors: results, what relations are tried on, and in float64
+MOST_JOBS = 16  # The default number of processes is at most this.
+TRIAL_SECONDS = 300.0  # A process that takes longer than this for a trial is taken to hang.
+_PROCESS_BYTES = 3 << 30  # GPU memory reserved for each process, apart from its trial's tensors.
+_COPIES = 5  # Copies of a trial's tensors that exist at once: results, changed operands, float64.
 
 Checker = Callable[[Trial], Check]
-"""Has to be a function that processes can import."""
+"""Checks a trial; worker processes receive it by pickling."""
 
 
 def default_jobs(device: torch.device) -> int:
-    """Processes: one for each core and for 6 GiB of a GPU's memory; on a CPU nothing compiles."""
+    """The number of processes: one for each core, as far as each has 6 GiB of GPU memory.
+
+    On a CPU it is 1, for no kernels are compiled there.
+    """
     if device.type != "cuda" or not _can_start_processes():
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -48,10 +51,12 @@ def default_jobs(device: torch.device) -> int:
 def run(
     trials: Iterable[Trial], check: Checker, device: torch.device, jobs: int, limit_s: float
 ) -> Iterator[Check]:
-    """What each trial gives, as it is found; no trial begins after ``limit_s`` seconds.
+    """Checks the trials and yields the outcomes as they arrive, in any order.
+
+    No trial begins after ``limit_s`` seconds.
 
     Raises:
-        ChildProcessError: there is no Python program that other processes could be.
+        ChildProcessError: ``jobs`` is above 1, but there is no Python interpreter to start.
     """
     deadline = time.monotonic() + limit_s
     if jobs == 1:
@@ -62,42 +67,42 @@ def run(
         return
     if not _can_start_processes():
         raise ChildProcessError(
-            f"{jobs} processes cannot be started: {spawn.get_executable()!r}, of which they would "
-            "be, is no Python interpreter; with --jobs 1, all trials run in this process"
+            f"cannot start {jobs} processes: {spawn.get_executable()!r} is not a Python "
+            "interpreter; --jobs 1 runs all trials in this process"
         )
     yield from _Pool(check, device, jobs, deadline).run(deque(trials))
 
 
 def _can_start_processes() -> bool:
-    executable = spawn.get_executable()  # sys.executable, unless an application has set another
+    executable = spawn.get_executable()  # sys.executable, unless the application has set another.
     return executable is not None and processes.is_python(os.fsdecode(executable))
 
 
 class _Worker:
-    """A process, and the trial that it is at."""
+    """A process, and the trial that it works on."""
 
     def __init__(self, check: Checker, device: torch.device) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn")  # CUDA contexts do not survive a fork.
         self.connection, theirs = context.Pipe()
         self.trial: Trial | None = None
         self.usable = True
-        self.since = 0.0
+        self.started = 0.0  # when the trial was given, by time.monotonic()
         self.process = context.Process(target=_work, args=(theirs, check, device), daemon=True)
         self.process.start()
-        theirs.close()  # so that the end of the process is the end of what can be read
+        theirs.close()  # Reading then ends with an EOFError when the process has died.
 
     def give(self, trial: Trial) -> None:
-        self.trial, self.since = trial, time.monotonic()
-        with suppress(OSError):  # a process that has died is found out by reading
+        self.trial, self.started = trial, time.monotonic()
+        with suppress(OSError):  # take() reports a process that has died.
             self.connection.send(trial)
 
     def take(self) -> Check:
-        """What was found of the trial: nothing, if the process died."""
+        """Reads the trial's outcome; a failed check if the process died."""
         assert self.trial is not None
         try:
             found, self.usable = self.connection.recv()
         except (EOFError, OSError):
-            found = Check(self.trial, failure=f"the process died: {self._end()}")
+            found = Check(self.trial, failure=f"the process died: {self._exit_status()}")
             self.usable = False
         self.trial = None
         return found
@@ -107,7 +112,7 @@ class _Worker:
         self.process.join()
         self.connection.close()
 
-    def _end(self) -> str:
+    def _exit_status(self) -> str:
         self.process.join(10)
         status = self.process.exitcode
         if status is not None and status < 0:
@@ -116,14 +121,14 @@ class _Worker:
 
 
 class _Pool:
-    """Processes that run trials; those that end are replaced."""
+    """Processes that run trials; a process that has died or is stopped is replaced."""
 
     def __init__(self, check: Checker, device: torch.device, jobs: int, deadline: float) -> None:
-        self._new = lambda: _Worker(check, device)
+        self._new_worker = lambda: _Worker(check, device)
         self._jobs, self._deadline = jobs, deadline
         self._workers: list[_Worker] = []
-        self._exclusive: set[Trial] = set()  # what did not fit in memory beside others
-        self._room_bytes = math.inf
+        self._exclusive: set[Trial] = set()  # trials that must run alone, for want of memory
+        self._room_bytes = math.inf  # for the tensors of all running trials, each counted once
         if device.type == "cuda":
             free = environment.free_bytes(device) - jobs * _PROCESS_BYTES
             self._room_bytes = max(0, free) / _COPIES
@@ -138,7 +143,7 @@ class _Pool:
                 for connection in wait(list(busy), timeout=1.0):
                     assert isinstance(connection, Connection)
                     found = busy[connection].take()
-                    if self._deserves_more_room(found, len(busy)):
+                    if self._is_retried_alone(found, len(busy)):
                         waiting.append(found.trial)
                     else:
                         yield found
@@ -151,11 +156,11 @@ class _Pool:
         return [worker for worker in self._workers if worker.trial is not None]
 
     def _hand_out(self, waiting: deque[Trial]) -> None:
-        """Gives what fits in memory to whoever has nothing to do."""
+        """Gives waiting trials that fit in memory to idle workers, starting workers as needed."""
         if time.monotonic() >= self._deadline:
             waiting.clear()
         for worker in [worker for worker in self._workers if not worker.usable]:
-            self._end(worker)
+            self._stop(worker)
         while waiting and len(busy := self._busy()) < self._jobs:
             room = self._room_bytes - sum(self._bytes(worker.trial) for worker in busy)
             fitting = (at for at, trial in enumerate(waiting) if self._bytes(trial) <= room)
@@ -166,37 +171,37 @@ class _Pool:
             del waiting[index]
             idle = [worker for worker in self._workers if worker.trial is None]
             if not idle:
-                idle.append(self._new())
+                idle.append(self._new_worker())
                 self._workers.append(idle[0])
             idle[0].give(trial)
 
     def _bytes(self, trial: Trial | None) -> float:
         return math.inf if trial is None or trial in self._exclusive else trial.bytes
 
-    def _deserves_more_room(self, found: Check, beside: int) -> bool:
-        """Whether a trial ran out of memory that others had; then it is tried again by itself."""
-        again = beside > 1 and found.trial not in self._exclusive
-        if not again or "out of memory" not in (found.failure or ""):
+    def _is_retried_alone(self, found: Check, running: int) -> bool:
+        """Whether a trial ran out of memory beside others, and so is to be tried again alone."""
+        can_retry = running > 1 and found.trial not in self._exclusive
+        if not can_retry or "out of memory" not in (found.failure or ""):
             return False
         self._exclusive.add(found.trial)
         return True
 
     def _hanging(self) -> Iterator[Check]:
         for worker in self._busy():
-            if worker.trial and time.monotonic() - worker.since > TRIAL_SECONDS:
-                yield Check(worker.trial, failure=f"nothing came of it in {TRIAL_SECONDS:.0f} s")
-                self._end(worker)
+            if worker.trial and time.monotonic() - worker.started > TRIAL_SECONDS:
+                yield Check(worker.trial, failure=f"no result within {TRIAL_SECONDS:.0f} s")
+                self._stop(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _stop(self, worker: _Worker) -> None:
         worker.stop()
         self._workers.remove(worker)
 
 
 def _work(connection: Connection, check: Checker, device: torch.device) -> None:
-    """What a process does until nobody asks any more, or its GPU is of no use to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the first process to handle
+    """The main function of a worker process: checks trials until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process handles Ctrl-C.
     torch.set_num_threads(1)
-    launch.compile_threads = 1
+    pool.compile_threads = 1
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     with suppress(EOFError, OSError):
@@ -207,25 +212,25 @@ def _work(connection: Connection, check: Checker, device: torch.device) -> None:
 
 
 def _is_usable(device: torch.device) -> bool:
-    """Gives memory back; not so after a kernel's fault, of which a process never recovers."""
+    """Frees cached GPU memory; False after a kernel's fault, which leaves the process unusable."""
     if device.type != "cuda":
         return True
     try:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    except Exception:  # whichever it is
+    except Exception:  # Any error here means that the CUDA context is unusable.
         return False
     return True
 
 
-# --- What they amount to --------------------------------------------------------------------------
+# --- Summary --------------------------------------------------------------------------------------
 
 FORMAT = "fastconv verify 1"
 
 
 @dataclass
 class Group:
-    """Trials that have something in common."""
+    """Trials that share a property: ``kind`` is the property, ``name`` its value."""
 
     kind: str
     name: str
@@ -236,10 +241,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a run of trials."""
+    """The counts of a run of trials, in all and by property."""
 
-    asked: int
-    tried: int
+    asked: int  # trials that the run was to make
+    tried: int  # trials that it made
     wrong: int
     flops: float
     seconds: float
@@ -250,6 +255,7 @@ class Summary:
 
 
 def summarise(checks: Sequence[Check], asked: int, seconds: float) -> Summary:
+    """Counts the checks of a run that was to make ``asked`` trials and took ``seconds``."""
     groups: dict[tuple[str, str], Group] = {}
     for check in checks:
         complaints = dict(check.complaints)
@@ -269,7 +275,7 @@ _KINDS = ("pass", "mode", "format", "memory", "data", "work", "family", "check")
 
 
 def _properties(check: Check) -> Iterator[tuple[str, str]]:
-    """What is counted: kinds and names."""
+    """The properties by which a check is counted, as kinds and names."""
     trial, case = check.trial, check.trial.case
     yield "pass", case.direction
     yield "mode", case.mode

@@ -1,4 +1,4 @@
-"""What one row measures: a workload, a pass, a number format, a memory format."""
+"""A case is what one row measures: a workload, a pass, a number format and a memory format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastconv.workloads import Workload
 
 GRADIENTS = ("input_grad", "weight_grad")
 PASSES = ("forward", *GRADIENTS)
-STEP = "step"  # a training step: the forward pass and both gradients, through autograd
+STEP = "step"  # A training step: the forward pass and both gradients, through autograd.
 
 DTYPES = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
@@ -26,11 +26,11 @@ DTYPES = {
 PRECISIONS = ("ieee", "tf32")
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 FORMAT_TRIPLES = ["/".join(names) for names in product(FORMATS, repeat=3)]
-"""Of each of the :class:`Tensors`."""
+"""Every choice of a memory format for input, weight and output gradient: "nhwc/nchw/nchw"."""
 
 
 class Tensors(NamedTuple):
-    """What a pass reads, and the gradient that comes in from above."""
+    """The tensors that the passes of a layer read; each pass reads two of them."""
 
     input: Tensor
     weight: Tensor
@@ -43,10 +43,9 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One row before it is measured; ``precision`` is None unless the dtype is float32.
+    """What one row measures; ``precision`` is None unless the dtype is float32.
 
-    ``format`` is the memory format of all tensors, or where they differ, of each of
-    :class:`Tensors`: "nhwc/nchw/nhwc".
+    ``format`` is the memory format of all tensors, or one of :data:`FORMAT_TRIPLES`.
     """
 
     workload: Workload
@@ -66,7 +65,10 @@ class Case:
 
     @property
     def count(self) -> int:
-        """How often a training step of the workload's model has it."""
+        """How often a training step of the workload's model makes this pass.
+
+        Layers that read the image have no input gradient.
+        """
         first = self.workload.first if self.direction == "input_grad" else 0
         return self.workload.count - first
 
@@ -76,7 +78,7 @@ class Case:
 
     @property
     def memory_formats(self) -> tuple[torch.memory_format, ...]:
-        """Of each of the :class:`Tensors`."""
+        """The memory formats of input, weight and output gradient."""
         names = self.format.split("/")
         return tuple(FORMATS[name] for name in (names if len(names) > 1 else names * 3))
 
@@ -92,7 +94,7 @@ class Case:
         return shlex.join(["fastconv", "bench", *self.arguments(), *more])
 
     def tensors(self, device: torch.device, seed: int = 0) -> Tensors:
-        """Random tensors, the same for the same seed; on the device "meta" without data."""
+        """Random tensors, the same for the same seed; on the device "meta", without data."""
         problem = self.workload.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.output_shape)
         if device.type == "meta":
@@ -111,14 +113,17 @@ class Case:
 def check_memory(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises a MemoryError where a CPU's tensors cannot fit: systems end the process for it."""
+    """Raises a MemoryError if tensors would exceed a CPU's free memory.
+
+    Allocating them anyway might make the operating system kill the process.
+    """
     needed = sum(map(math.prod, shapes)) * dtype.itemsize
     if device.type == "cpu" and needed > environment.free_bytes(device):
         raise MemoryError(f"not enough memory for {needed / 2**30:.0f} GiB")
 
 
 def modes(dtypes: Sequence[str], precisions: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Number formats and their arithmetic; precisions concern float32 alone."""
+    """Pairs of a dtype and a precision; the precision is None for all but float32."""
     return [
         (dtype, precision)
         for dtype in dtypes
@@ -133,7 +138,7 @@ def cases(
     precisions: Sequence[str],
     formats: Sequence[str],
 ) -> list[Case]:
-    """Every combination once."""
+    """Every combination of the given values, without repetitions."""
     made = (
         Case(workload, direction, dtype, precision, format)
         for workload, (dtype, precision), format, direction in product(
@@ -144,7 +149,7 @@ def cases(
 
 
 def case_from(entry: dict[str, Any], workload: Workload) -> Case:
-    """The case that a row of a results file describes; a ValueError if there is no such case."""
+    """The case that a row of a results file describes; raises a ValueError if there is none."""
     precisions = PRECISIONS if entry["dtype"] == "float32" else (None,)
     choices = {
         "direction": (*PASSES, STEP), "dtype": tuple(DTYPES), "precision": precisions,
@@ -157,7 +162,7 @@ def case_from(entry: dict[str, Any], workload: Workload) -> Case:
 
 
 def reason(error: Exception, advice: str = "a smaller batch, or --divisor 2, would fit") -> str:
-    """Why a case failed, in one line; ``advice`` is for where memory did not suffice."""
+    """Why a case failed, in one line; after an out-of-memory error, ``advice`` follows."""
     line = tables.error_line(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
         return f"out of memory: {advice}"

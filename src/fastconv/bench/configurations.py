@@ -1,4 +1,4 @@
-"""Which kernels a case would run, and how they would be launched: known without running them."""
+"""The kernels that a case runs and how they are launched, found by planning, not by running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fastconv.bench.cases import PASSES, STEP, Case, reason
 from fastconv.kernels import planner
 from fastconv.kernels.family import Gpu, Kernel, Launch, Operands, Plan
 
-# Constants that say how a kernel works, rather than what on.
+# Only these constants of a kernel are shown: they are choices of the planner, such as tile sizes,
+# whereas the others follow from the problem.
 _CHOSEN = (
     "channels_per_thread", "inputs_per_thread", "lanes_y", "lanes_x", "lanes_m", "lanes_n",
     "warps", "warps_m", "warps_n", "warps_k", "stage_channels", "stage_taps", "part_taps",
@@ -35,17 +36,17 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to compute one pass on one GPU."""
+    """The plan of one pass on one GPU."""
 
     direction: str
     plan: Plan
 
     def lines(self, explain: bool = False) -> list[str]:
-        """For reading: a line for each launch; and for what the choice was made from."""
-        scratch = f"{self.plan.scratch_bytes / 2**20:.1f} MiB of workspace"
+        """The plan as text: a line for each launch and, with ``explain``, why it was chosen."""
+        workspace = f"{self.plan.scratch_bytes / 2**20:.1f} MiB of workspace"
         launches = dict.fromkeys(map(_describe, self.plan.launches))
         explanation = [f"    {line}" for line in self.plan.explanation] if explain else []
-        head = f"{self.direction}: {self.plan.family}, {scratch} ({self.plan.why})"
+        head = f"{self.direction}: {self.plan.family}, {workspace} ({self.plan.why})"
         return [head, *launches, *explanation]
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,41 +69,44 @@ class Configuration:
         }
 
 
-def legal(case: Case, gpu: Gpu) -> list[Configuration]:
-    """Every configuration that may compute the case, the one that would first of its pass."""
+def planned(case: Case, gpu: Gpu) -> list[Configuration]:
+    """The configuration of each pass of the case: three for a training step, otherwise one."""
     directions = PASSES if case.direction == STEP else (case.direction,)
-    return [_planned(case, direction, gpu) for direction in directions]
+    return [_plan_pass(case, direction, gpu) for direction in directions]
 
 
 def attempt(case: Case, gpu: Gpu) -> tuple[list[Configuration], str | None]:
-    """What :func:`legal` gives; or nothing, and why."""
+    """The configurations of :func:`planned` and None; if planning fails, none and the reason."""
     try:
-        return legal(case, gpu), None
-    except Exception as error:  # whatever it is, the other cases are worth having
+        return planned(case, gpu), None
+    except Exception as error:  # One case must not stop the others, whatever is wrong.
         return [], reason(error)
 
 
 def device_gpu(device: torch.device) -> Gpu | None:
-    """What planning needs to know of the device; None if it is not a GPU."""
+    """The device's properties that planning depends on; None if it is not a GPU."""
     if device.type != "cuda":
         return None
     return cuda.gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def kernels(cases: Iterable[Case], gpu: Gpu) -> list[Kernel]:
-    """All kernels that the cases need, each once; a case without a plan is left to its row."""
+    """All kernels that the cases run, each once.
+
+    A case that cannot be planned is left out here: its row will report the error.
+    """
     needed: dict[Kernel, None] = {}
     for case in cases:
         with suppress(Exception):
-            plans = [configuration.plan for configuration in legal(case, gpu)]
+            plans = [configuration.plan for configuration in planned(case, gpu)]
             needed |= {launch.kernel: None for plan in plans for launch in plan.launches}
     return list(needed)
 
 
 def build_s(kernel: Kernel, gpu: Gpu) -> float:
-    """Compiles a kernel unless it is on disk; seconds that took.
+    """Compiles a kernel unless it is in the disk cache; returns the seconds that this took.
 
-    One that does not compile is left for its row to report.
+    A compilation error is not raised here: the kernel's row will report it.
     """
     start = time.perf_counter()
     with suppress(jit.CompilationError, jit.GpuUnavailable):
@@ -111,12 +115,12 @@ def build_s(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def compile_seconds(case: Case, gpu: Gpu, seconds: dict[Kernel, float]) -> float:
-    """What compiling the case's kernels took, one after the other."""
+    """The sum of the compilation times of the case's kernels."""
     return sum(seconds.get(kernel, 0.0) for kernel in kernels([case], gpu))
 
 
 def operands(case: Case, tensors: Sequence[Tensor]) -> Operands:
-    """How the tensors of :func:`roles` lie in memory."""
+    """The memory layouts of the tensors of :func:`planner_and_tensors`, as planners take them."""
     return cuda.operands_of(
         case.torch_dtype,
         not tensors[0].is_contiguous(),
@@ -127,8 +131,8 @@ def operands(case: Case, tensors: Sequence[Tensor]) -> Operands:
     )
 
 
-def roles(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
-    """The planner of a pass, and the tensors whose layouts it asks for, without data."""
+def planner_and_tensors(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]]:
+    """The planner of a pass, and tensors without data that have the layouts of its operands."""
     at = case.tensors(torch.device("meta"))
     one = Case(case.workload, direction, case.dtype, case.precision, case.format)
     result: Tensor = contestants.ours(one)(at)
@@ -139,8 +143,8 @@ def roles(case: Case, direction: str) -> tuple[planner.Planner, Sequence[Tensor]
     return planner.weight_grad, (at.input, at.grad_output, result)
 
 
-def _planned(case: Case, direction: str, gpu: Gpu) -> Configuration:
-    plan, tensors = roles(case, direction)
+def _plan_pass(case: Case, direction: str, gpu: Gpu) -> Configuration:
+    plan, tensors = planner_and_tensors(case, direction)
     return Configuration(direction, plan(case.workload.problem, operands(case, tensors), gpu))
 
 

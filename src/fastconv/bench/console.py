@@ -1,4 +1,4 @@
-"""What long work shows: a progress bar on a terminal, plain lines elsewhere, or nothing."""
+"""Tables and progress: a progress bar on a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PLAIN_WIDTH = 170  # of tables that do not go to a terminal
+PLAIN_WIDTH = 170  # Tables that do not go to a terminal are this many characters wide.
 
 Item = TypeVar("Item")
 
@@ -24,7 +24,7 @@ class MissingExtra(RuntimeError):
 
 
 def extra(name: str) -> ModuleType:
-    """A module of the ``bench`` extra."""
+    """Imports a module of the ``bench`` extra; raises :class:`MissingExtra` if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -33,7 +33,7 @@ def extra(name: str) -> ModuleType:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where tables go; wide enough for them if it is not a terminal."""
+    """A rich console; if the output is not a terminal, it is wide enough for every table."""
     made: Console = extra("rich.console").Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = PLAIN_WIDTH
@@ -41,7 +41,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def show(table: Table) -> None:
-    """Prints a table; characters that the output cannot show become question marks."""
+    """Prints a table; characters that the output cannot encode become question marks."""
     made = console()
     with made.capture() as captured:
         made.print(table)
@@ -55,10 +55,10 @@ def work_through(
     work: Callable[[Item], str | None],
     quiet: bool,
 ) -> bool:
-    """Does the work for each item, showing on stderr what runs, what it gave and the time left.
+    """Calls ``work`` for each item; shows on stderr its label, its outcome and the time left.
 
-    Work that gives nothing to tell is shown on a terminal only. Returns whether it got to the end:
-    False after Ctrl-C, which stops the work and nothing else.
+    An outcome of None leaves no line behind. Returns True if all items were done, and False after
+    Ctrl-C, which stops only this loop.
     """
     start = time.perf_counter()
     with _display(len(items), quiet) as show:
@@ -76,7 +76,10 @@ def work_through(
 
 
 def follow(outcomes: Iterable[tuple[str, str | None]], total: int, quiet: bool) -> bool:
-    """Shows labels and outcomes of work as it is done, in any order; otherwise as above."""
+    """Shows the labels and outcomes of ``total`` items as an iterator produces them.
+
+    Otherwise it is like :func:`work_through`.
+    """
     start = time.perf_counter()
     with _display(total, quiet) as show:
         try:
@@ -91,11 +94,11 @@ def follow(outcomes: Iterable[tuple[str, str | None]], total: int, quiet: bool) 
 
 @contextmanager
 def stopwatch(quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """For one thing whose end nobody can tell: shows on stderr what it is, and since when.
+    """Shows on stderr how long a task of unknown length has been running.
 
-    What it gives is to be told both as often as one likes, in seconds. A terminal shows them in
-    place, every second; elsewhere there is a line at the beginning, and one after every half
-    minute.
+    Yields a function to call, as often as convenient, with the task's name and the seconds since
+    its start. A terminal shows both in place, updated every second; elsewhere a line is printed at
+    the start and every half minute.
     """
     if quiet:
         yield lambda what, seconds: None
@@ -118,7 +121,7 @@ def stopwatch(quiet: bool) -> Iterator[Callable[[str, float], None]]:
 
 
 Show = Callable[[int, str, str | None], None]
-"""Shows how many items are done, the one at hand, and what it gave once that is known."""
+"""Shows the number of items done, the current item's label, and its outcome once it is known."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is compared: our passes and PyTorch's, as functions of the same tensors."""
+"""The contestants of a comparison: fastconv's passes and PyTorch's, on the same tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fastconv.bench.cases import FORMATS, GRADIENTS, STEP, Case, Tensors
 from fastconv.workloads import Workload
 
 Pass = Callable[[Tensors], Any]
-"""Computes a pass; returns its results."""
+"""Computes a pass and returns its result, or the results of a training step."""
 
 Wrap = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+"""Transforms a function of tensors, as ``torch.compile`` does."""
 
 
 def ours(case: Case) -> Pass:
@@ -50,7 +51,7 @@ def ours(case: Case) -> Pass:
 def pytorch(case: Case, wrap: Wrap = lambda function: function) -> Pass:
     """The case's pass through PyTorch's own operators, in the tensors' memory format.
 
-    ``wrap`` is applied to what computes, a function of tensors alone.
+    ``wrap`` is applied to the function that calls them, whose arguments are all tensors.
     """
     if case.direction in GRADIENTS:
         return _torch_gradient(case.workload, case.direction, wrap)
@@ -59,7 +60,7 @@ def pytorch(case: Case, wrap: Wrap = lambda function: function) -> Pass:
 
 
 def other_format(case: Case) -> Pass:
-    """PyTorch in the memory format that the case does not have; converting is not timed."""
+    """PyTorch's pass in the other memory format; operands are converted once, before timing."""
     compute = pytorch(case)
     (format,) = (value for name, value in FORMATS.items() if name != case.format)
     converted: dict[int, Tensors] = {}
@@ -73,9 +74,9 @@ def other_format(case: Case) -> Pass:
 
 
 def compiled(case: Case) -> Pass:
-    """PyTorch's pass through ``torch.compile``, with every choice of kernel tried out.
+    """PyTorch's pass through ``torch.compile`` with max-autotune.
 
-    Without CUDA graphs, which would copy each set of rotated inputs to a fixed place first.
+    CUDA graphs are off: they would copy each of the rotating sets of inputs to fixed addresses.
     """
     torch._dynamo.reset()
     compile = partial(torch.compile, mode="max-autotune-no-cudagraphs", dynamic=False)
@@ -87,12 +88,12 @@ PEERS: dict[str, dict[str, Callable[[Case], Pass]]] = {
     "best": {"PyTorch": pytorch, "PyTorch, other format": other_format},
     "compile": {"torch.compile": compiled},
 }
-"""What ``--peer`` may be: the contestants beside ours, of which the fastest counts."""
+"""The choices of ``--peer``: fastconv is compared with the fastest of these contestants."""
 
 
 @contextmanager
 def settings(precision: str | None, benchmark: bool = True) -> Iterator[None]:
-    """PyTorch at its best: cuDNN tries its algorithms out; TF32 only where that is the mode."""
+    """PyTorch's fastest settings: cuDNN's autotuning, and TF32 where ``precision`` allows it."""
     tf32 = precision == "tf32"
     matmul = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -106,7 +107,7 @@ def settings(precision: str | None, benchmark: bool = True) -> Iterator[None]:
 
 
 def settle(device: torch.device) -> None:
-    """Waits for the native host path, where there is to be one: all calls then take it."""
+    """Waits until the native host path is built or unavailable, so that all calls take one path."""
     if device.type == "cuda":
         native.settle()
 
@@ -150,7 +151,8 @@ def _torch_gradient(workload: Workload, direction: str, wrap: Wrap) -> Pass:
     gradient = wrap(compute)
     if before is None:
         return lambda at: gradient(at.grad_output, at.input, at.weight)
-    padded: dict[int, Tensor] = {}  # what autograd would have kept of the forward pass
+    # In training, autograd keeps the padded input of the forward pass: padding it is not timed.
+    padded: dict[int, Tensor] = {}
 
     def run(at: Tensors) -> Tensor:
         if id(at) not in padded:
@@ -161,7 +163,10 @@ def _torch_gradient(workload: Workload, direction: str, wrap: Wrap) -> Pass:
 
 
 def _split_padding(workload: Workload) -> tuple[tuple[int, int], list[int] | None]:
-    """PyTorch's padding argument, and what ``pad`` has to do first: its sides cannot differ."""
+    """The padding argument of PyTorch's convolution, and that of a ``pad`` before it, if needed.
+
+    PyTorch's convolution pads opposite sides alike; if they differ, ``pad`` does it all.
+    """
     top, bottom, left, right = workload.sides
     if top == bottom and left == right:
         return (top, left), None

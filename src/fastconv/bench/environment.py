@@ -1,4 +1,4 @@
-"""Where results come from: the machine, its clocks, the versions."""
+"""Describes the machine that results come from: devices, clocks, versions, free memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLOCKS = {
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Everything about this machine that a result depends on."""
+    """Everything about this machine and installation that results may depend on."""
     found = {
         "fastconv": fastconv.__version__,
         "commit": _output(["git", "describe", "--always", "--dirty"]) or "unknown",
@@ -45,7 +45,7 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that can still be had; on a CPU where that is not known, all of it."""
+    """The device's free memory; on a CPU whose system does not say, all of its memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -75,7 +75,7 @@ def _gpu(device: torch.device) -> dict[str, str]:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a command prints, or None where it is missing or fails."""
+    """What a command prints, or None if it is missing or fails."""
     try:
         found = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, encoding="utf-8", check=True

@@ -1,9 +1,9 @@
-"""Host time of eager calls: how long the processor takes to queue them, ours and PyTorch's.
+"""``fastconv bench --host``: how long the CPU takes to queue eager calls, ours and PyTorch's.
 
-A sample is the time of a burst of calls, from an idle device until the last of them returns. A
-burst of small calls makes fewer launches than a stream's queue holds, so none waits for the device;
-a step of a network may make more. The contestants take turns, sample by sample. On a CPU the time
-is that of computing.
+A sample is the time of a burst of calls, from an idle device until the last call returns. A burst
+of small calls makes fewer launches than a stream's queue holds, so no call waits for the device; a
+step of a network may make more. The contestants are sampled in turn. On a CPU, calls compute before
+they return, so that the samples are computing times.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from fastconv.bench import contestants
 from fastconv.bench.cases import reason
 from fastconv.bench.results import HostRow, HostTiming
 
-# Of the small convolution in a burst: some hundred launches, where the queue holds a thousand. On a
-# CPU, where the figures say little about queueing, as many as tests have time for.
+# Calls of the small convolution in a burst. On a GPU they make some hundred launches, and a
+# stream's queue holds about a thousand. On a CPU, where the figures say little about queueing, few
+# calls keep the tests short.
 CALLS = {"cuda": 50, "cpu": 5}
 NETWORK_INPUTS = {"cuda": (64, 3, 224, 224), "cpu": (2, 3, 32, 32)}
 SMALL = "3x3, 16 to 16 channels, 1x16x16x16"
-MOST_SAMPLES = 100  # of each contestant
-WARM_UPS = 3  # samples that do not count: they compile, try algorithms out and fill the allocator
-LAYERS = 20
+MOST_SAMPLES = 100  # At most this many samples are taken of each contestant.
+WARM_UPS = 3  # Dropped samples, which compile, try algorithms out and fill the allocator.
+LAYERS = 20  # Layers of the network of small convolutions.
 
 Run = Callable[[], object]
-"""Makes the calls of a sample: what is timed."""
+"""Makes the calls of a sample, which are timed."""
 
 Contestant = Callable[[], Run]
-"""Prepares a sample, untimed."""
+"""Prepares a sample, untimed, and returns the function to time."""
 
 
 class Skipped(Exception):
-    """A case that cannot be measured here, which is no failure; says why."""
+    """A case cannot be measured on this machine, which is not a failure; says why."""
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """What is called, and how often in a sample."""
+    """A row of the table: what is called, and how often in a sample."""
 
-    name: str  # stable: results of different versions are compared by it
+    name: str  # the same in all versions, so that their results can be compared
     about: str
     calls: int
-    contestants: Callable[[], tuple[Contestant, Contestant]]  # ours and PyTorch's
+    contestants: Callable[[], tuple[Contestant, Contestant]]  # makes ours and PyTorch's
 
 
 def cases(device: torch.device) -> list[HostCase]:
@@ -95,13 +96,13 @@ def _network_cases(device: torch.device) -> list[HostCase]:
 
 
 def row(case: HostCase, device: torch.device, seconds: float) -> HostRow:
-    """The case measured for at most about so many seconds, or why it was not."""
+    """Measures a case for about ``seconds`` at most; the row of a case that fails says why."""
     try:
-        with contestants.settings("tf32"):  # what PyTorch's own default for convolutions is
+        with contestants.settings("tf32"):  # PyTorch's default for convolutions
             ours, peer = take_turns(case.contestants(), case.calls, device, seconds)
     except Skipped as why:
         return HostRow(case.name, case.about, skipped=str(why))
-    except Exception as error:  # whatever it is, the other rows are worth having
+    except Exception as error:  # One row must not stop the others, whatever is wrong.
         return HostRow(case.name, case.about, error=reason(error, "the other rows need less"))
     finally:
         if device.type == "cuda":
@@ -112,26 +113,26 @@ def row(case: HostCase, device: torch.device, seconds: float) -> HostRow:
 def take_turns(
     contestants: Sequence[Contestant], calls: int, device: torch.device, seconds: float
 ) -> list[list[float]]:
-    """Microseconds of a call, sample by sample, of each contestant."""
+    """Samples the contestants in turn; returns each one's samples, in microseconds per call."""
     for prepare in contestants:
         for _ in range(WARM_UPS):
             _sample_us(prepare, device)
     samples: list[list[float]] = [[] for _ in contestants]
     end = time.perf_counter() + seconds
     for taken in range(1, MOST_SAMPLES + 1):
-        for of_one, prepare in zip(samples, contestants, strict=True):
-            of_one.append(_sample_us(prepare, device) / calls)
+        for of_contestant, prepare in zip(samples, contestants, strict=True):
+            of_contestant.append(_sample_us(prepare, device) / calls)
         if taken >= timing.LEAST_SAMPLES and time.perf_counter() > end:
             break
     return samples
 
 
 def with_fastconv(network: nn.Module) -> nn.Module:
-    """The network with a fastconv.Conv2d for each nn.Conv2d; both have the same parameters."""
+    """A copy of the network with fastconv.Conv2d for nn.Conv2d; it shares all parameters."""
     shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
-    made = copy.deepcopy(network, shared)  # what is in there already is not copied
+    made = copy.deepcopy(network, shared)  # Objects in the memo, ``shared``, are not copied.
     for module in made.modules():
-        if type(module) is nn.Conv2d:  # a subclass may compute something else
+        if type(module) is nn.Conv2d:  # A subclass may compute something else.
             module.__class__ = fastconv.Conv2d
     return made
 
@@ -149,7 +150,7 @@ def _sample_us(prepare: Contestant, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class _Small:
-    """A convolution of which little but the host's work remains."""
+    """A convolution so small that nearly all of its time is host time."""
 
     input: Tensor
     weight: Tensor
@@ -178,7 +179,7 @@ class _Small:
         return self.conv2d(self.input, self.weight, self.bias, padding=1)
 
     def _gradients(self, *wanted: Tensor) -> Run:
-        outputs = [self._call() for _ in range(self.calls)]  # backward uses a graph up
+        outputs = [self._call() for _ in range(self.calls)]  # Each graph serves one backward pass.
 
         def run() -> None:
             for output in outputs:
@@ -188,7 +189,7 @@ class _Small:
 
 
 def _small(device: torch.device, make: Callable[[_Small], Run]) -> tuple[Contestant, Contestant]:
-    """The small convolution through either function, on the same tensors."""
+    """The small convolution by fastconv.conv2d and by PyTorch's, on the same tensors."""
     image, kernel = (1, 16, 16, 16), (16, 16, 3, 3)
     input, weight, bias = (
         torch.randn(shape, device=device, requires_grad=True) for shape in (image, kernel, (16,))
@@ -245,7 +246,7 @@ def _inference(network: nn.Module, images: Tensor) -> Contestant:
 
 
 def _cleared(network: nn.Module, step: Run) -> Contestant:
-    """A training step that finds no gradients to add to."""
+    """A contestant whose gradients are cleared before each step, untimed."""
 
     def prepare() -> Run:
         network.zero_grad(set_to_none=True)

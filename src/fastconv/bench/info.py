@@ -1,4 +1,4 @@
-"""What a bug report needs: machine, versions, kernel cache, and what a case would run."""
+"""``fastconv info``, for bug reports: machine, versions, kernel cache, and plans of cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from fastconv.kernels.gpus import H200
 def gather(
     device: torch.device, cases: Sequence[Case], explain: bool = False, other: Gpu | None = None
 ) -> dict[str, Any]:
-    """Everything, as values for JSON; plans are for the ``other`` GPU, if there is one."""
+    """Everything that the command shows, as values for JSON.
+
+    Cases are planned for the GPU ``other`` if it is given, else for this machine's, else for an
+    H200.
+    """
     here = configurations.device_gpu(device)
     gpu = other or here or H200
     return {
@@ -33,7 +37,7 @@ def gather(
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for reading."""
+    """The findings of :func:`gather` as lines of text."""
     width = max(map(len, found["environment"]))
     text = [f"{name:{width}}  {value}" for name, value in found["environment"].items()]
     text += [
@@ -52,7 +56,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def kept() -> dict[str, Any]:
-    """The kernel cache, as values for JSON."""
+    """The state of the kernel cache, as values for JSON."""
     size, limit = cache.size(), cache.limit()
     return {
         "folder": str(cache.folder()),
@@ -67,7 +71,7 @@ def kept() -> dict[str, Any]:
 
 
 def kept_lines(kept: dict[str, Any]) -> list[str]:
-    """The same for reading: a line, and one for each trouble."""
+    """The state of the kernel cache as text: a line, and one more for each problem with it."""
     kernels = kept["entries"] - kept["plans"] - kept["times"]
     size = cache.Size(kept["bytes"], kernels, kept["plans"], kept["times"])
     room = f"{cache.in_units(size.bytes)} of at most {cache.in_units(kept['limit'])}"
@@ -81,16 +85,16 @@ def kept_lines(kept: dict[str, Any]) -> list[str]:
 
 def _planned_for(here: Gpu | None, other: Gpu | None) -> str:
     if other is not None:
-        return f"{other.architecture}, {other.processors} processors"
-    return "this GPU" if here else "an H200, for want of a GPU"
+        return f"{other.architecture}, {other.processors} SMs"
+    return "this GPU" if here else "an H200, as this machine has no GPU"
 
 
 def _case(case: Case, gpu: Gpu, explain: bool) -> dict[str, Any]:
-    legal, failure = configurations.attempt(case, gpu)
-    lines = [line for configuration in legal for line in configuration.lines(explain)]
+    planned, failure = configurations.attempt(case, gpu)
+    lines = [line for configuration in planned for line in configuration.lines(explain)]
     return {
         "label": case.label,
-        "configurations": [configuration.to_dict() for configuration in legal],
+        "configurations": [configuration.to_dict() for configuration in planned],
         "lines": lines if failure is None else [f"failed: {failure}"],
         "error": failure,
     }

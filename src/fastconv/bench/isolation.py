@@ -1,14 +1,14 @@
-"""Isolation: a result depends on what its formula reads, and on nothing else.
+"""Isolation: a result depends on the elements that its formula reads, and on nothing else.
 
-A pass runs twice, the second time with some elements of what it reads made *loud*: a large factor
-times what they were, or NaN. Whatever does not read a loud element has to keep all of its bits,
-and whatever reads one has to change. No reference is needed, so problems may have any size. The
-strongest pattern makes everything loud but what some results read, with the memory around the
-tensors.
+A pass runs twice. For the second run, some elements of its operands are made *loud*: they are
+multiplied by a large factor, or replaced by NaN; the others stay *quiet*. Results that read no loud
+element must keep all of their bits, and results that read one must change. Since no reference is
+needed, problems may have any size. A pattern chooses some results, keeps what these read quiet,
+and makes everything else loud, including the memory around the tensors.
 
-Numbers are positive, so that nothing cancels. A loud number is finite where a kernel may multiply
-it by a zero that stands for padding; NaN are whole planes alone, which no kernel multiplies by
-zeros.
+All numbers are positive, so that nothing cancels. Loud numbers are finite unless whole planes are
+loud: within a plane, a kernel may multiply an element by a zero that stands for padding, and NaN
+times zero is NaN.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ from fastconv.kernels.family import Plan
 from fastconv.problem import ACTIVATIONS, Problem
 
 LOUD = {torch.float16: 2.0**14}
-"""What a loud number is multiplied by: float16 has no range for more."""
+"""The factors of types whose range does not allow ``_LOUDEST``."""
 _LOUDEST = 2.0**20
 
-_AXES = ("input", "grad_output", "weight")
-"""The tensors that have rows and columns; a row of each meets in every product of a sum."""
+_SPATIAL = ("input", "grad_output", "weight")
+"""The tensors that have rows and columns; each multiplication involves a position in each."""
 RESULTS = {"forward": "grad_output", "input_grad": "input", "weight_grad": "weight"}
-"""The tensor that the result of each pass has the shape of."""
-_ROWS, _COLUMNS = 2, 3  # dimensions of the result
+"""For each pass, the tensor whose shape the result has."""
+_ROWS, _COLUMNS = 2, 3  # dimensions of a 4-D result
 
 
 class Region(NamedTuple):
-    """Elements of a 4-D tensor: those of some planes, rows and columns."""
+    """The elements of a 4-D tensor in some planes, rows and columns, as boolean masks of these."""
 
-    planes: Tensor  # of the first two dimensions
+    planes: Tensor  # a matrix: the first two dimensions
     rows: Tensor
     columns: Tensor
 
     def mask(self, device: torch.device) -> Tensor:
+        """The region as a mask of all elements."""
         planes, rows, columns = (one.to(device) for one in self)
         return planes[:, :, None, None] & rows[:, None] & columns
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which elements are loud, and what follows for the results."""
+    """Which elements are loud, and which results must therefore change or stay."""
 
     quiet: Mapping[str, Region]
-    """What stays as it is of the tensors that the pass reads, by role; all else is loud."""
+    """For each operand, the elements that stay as they are; all others are loud."""
 
     unchanged: Region
     """The results that read nothing loud."""
 
     reading: tuple[Tensor, Tensor]
-    """Rows and columns of the result that read anything at all: others see padding alone."""
+    """Rows and columns of the result that read any element; the others read only padding."""
 
     quiet_bias: Tensor | None
     """Output channels whose bias is quiet, in a forward pass."""
@@ -73,12 +74,12 @@ class Pattern:
 
     @property
     def whole_planes(self) -> bool:
-        """Whether planes are loud as a whole, or not at all."""
+        """Whether every plane is either loud as a whole or quiet as a whole."""
         return all(bool(one.rows.all() and one.columns.all()) for one in self.quiet.values())
 
     @property
     def other_images(self) -> bool:
-        """Whether nothing is loud but other images than those that may not change."""
+        """Whether whole images are loud, and nothing else is."""
         first = next(iter(self.quiet.values()))
         images = first.planes.any(1)
         return (
@@ -88,7 +89,7 @@ class Pattern:
         )
 
     def describe(self) -> str:
-        """How much of each tensor is quiet, in words."""
+        """How much of each operand is quiet, for messages."""
         words = []
         for role, (planes, rows, columns) in self.quiet.items():
             shares = (f"{int(one.sum())}/{one.numel()}" for one in (planes, rows, columns))
@@ -97,11 +98,11 @@ class Pattern:
 
 
 def patterns(problem: Problem, direction: str, draw: Random) -> Iterator[tuple[Pattern, bool]]:
-    """The patterns of a check, drawn by chance, and whether what is loud is NaN.
+    """Draws the patterns of a check, each with whether its loud elements are NaN.
 
-    In each, all is loud but what some results read. A faulty result is most often at the end of
-    rows or columns, so that there is a pattern for each of these, and one more; NaN are whole
-    planes.
+    Faults are most frequent at the end of rows or columns. Therefore the results that may not
+    change are, in two patterns, the last columns and the last rows, and in two more, any columns
+    and any rows. In a fifth, whole planes are loud, with NaN.
     """
     for choose in (_last, _some):
         for dim in (_COLUMNS, _ROWS):
@@ -110,7 +111,7 @@ def patterns(problem: Problem, direction: str, draw: Random) -> Iterator[tuple[P
 
 
 Choose = Callable[[Random, int], Tensor]
-"""Some of several positions."""
+"""Draws some of so many positions, as a mask."""
 
 
 def drawn(
@@ -120,10 +121,11 @@ def drawn(
     choose: Mapping[int, Choose] = MappingProxyType({}),
     whole_planes: bool = False,
 ) -> Pattern:
-    """A pattern whose results that may not change are drawn by chance.
+    """Draws a pattern: the results that may not change, and from these, what is loud.
 
-    ``choose`` has dimensions of the result along which they must not be all. ``whole_planes``
-    leaves all rows and columns of a plane alike.
+    ``choose`` draws the positions along some dimensions of the result; along the others, all
+    positions or some are taken by chance. ``whole_planes`` makes each plane loud or quiet as a
+    whole.
     """
     shape = _result_shape(problem, direction)
     wanted = _wanted(shape, draw, choose, _PLANES_ALONE if whole_planes else _CHANCES)
@@ -154,7 +156,7 @@ def _result_shape(problem: Problem, direction: str) -> tuple[int, ...]:
     return shapes[RESULTS[direction]]
 
 
-# That of a dimension of the result not all positions are wanted.
+# For each dimension of the result, the probability that only some of its positions are wanted.
 _CHANCES = (0.6, 0.6, 0.2, 0.2)
 _PLANES_ALONE = (0.85, 0.85, 0.0, 0.0)
 
@@ -162,10 +164,10 @@ _PLANES_ALONE = (0.85, 0.85, 0.0, 0.0)
 def _wanted(
     shape: Sequence[int], draw: Random, choose: Mapping[int, Choose], chances: Sequence[float]
 ) -> list[Tensor]:
-    """Of each dimension of the result, the positions of those results that may not change.
+    """Draws the results that may not change, as a mask of positions along each dimension.
 
-    Along most of them these are all: what a faulty result reads is most often far away along one
-    dimension, and the result may be any along the others.
+    Along most dimensions these are all positions. What a result wrongly reads is usually far away
+    along one dimension only, and the result may be anywhere along the others.
     """
     several = [dim for dim, chance in enumerate(chances) if shape[dim] > 1 and chance > 0]
     chosen: dict[int, Choose] = {
@@ -183,13 +185,13 @@ def _wanted(
 
 
 def _last(draw: Random, count: int) -> Tensor:
-    """The last of several positions, or sometimes some of the last."""
+    """The last position, or sometimes several at the end."""
     first = count - 1 if draw.random() < 0.75 else draw.randrange(1, count)
     return torch.arange(count) >= first
 
 
 def _some(draw: Random, count: int) -> Tensor:
-    """One of several positions, or those up to one, or about a half."""
+    """One position (more often than not), or all up to one, or about half of them."""
     place, at = torch.arange(count), draw.randrange(count)
     up_to = place <= draw.randrange(count - 1)
     one = place == at
@@ -197,13 +199,13 @@ def _some(draw: Random, count: int) -> Tensor:
 
 
 def _some_planes(draw: Random, count: int) -> Tensor:
-    """The same of images or channels, of which no two read the same."""
+    """One image or channel, the first and the last more often than others, or about half."""
     place, at = torch.arange(count), draw.choice((0, count - 1, draw.randrange(count)))
     return draw.choice((place == at, _half(draw, count)))
 
 
 def _half(draw: Random, count: int) -> Tensor:
-    """About a half of several positions."""
+    """About half of the positions: at least one, and not all."""
     half = torch.tensor([draw.random() < 0.5 for _ in range(count)])
     first, second = draw.sample(range(count), 2)
     half[first], half[second] = True, False
@@ -214,25 +216,25 @@ def _half(draw: Random, count: int) -> Tensor:
 
 
 class _Side(NamedTuple):
-    """Along rows or columns, by role: what is quiet, of the result what may not change."""
+    """A pattern along one spatial axis, rows or columns, as masks of positions."""
 
-    quiet: dict[str, Tensor]
-    reading: Tensor  # positions of the result that read anything
+    quiet: dict[str, Tensor]  # by tensor; for the result, the positions that may not change
+    reading: Tensor  # positions of the result that read any element
 
 
 def _side(problem: Problem, axis: int, direction: str, wanted: Tensor, whole: bool) -> _Side:
-    """Makes quiet what the wanted positions of the result read, or all if it is ``whole``."""
+    """Keeps quiet what the wanted positions of the result read, or everything if ``whole``."""
     counts = {
         "input": problem.input_size[axis],
         "grad_output": problem.output_size[axis],
         "weight": problem.kernel_size[axis],
     }
-    meeting = _products(problem, axis, counts)
+    meeting = _multiplied_positions(problem, axis, counts)
     result = RESULTS[direction]
     at = meeting[result]
     quiet = {}
     heard = torch.zeros(len(at), dtype=torch.bool)
-    for role in _AXES:
+    for role in _SPATIAL:
         if role != result:
             quiet[role] = torch.full((counts[role],), whole)
             quiet[role][meeting[role][wanted[at]]] = True
@@ -244,8 +246,10 @@ def _side(problem: Problem, axis: int, direction: str, wanted: Tensor, whole: bo
     return _Side(quiet, reading)
 
 
-def _products(problem: Problem, axis: int, counts: Mapping[str, int]) -> dict[str, Tensor]:
-    """Positions in each tensor that meet in a product, along one axis; padding is left out."""
+def _multiplied_positions(
+    problem: Problem, axis: int, counts: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """All multiplications along one axis, as their positions in each tensor, without padding."""
     output, tap = torch.meshgrid(
         torch.arange(counts["grad_output"]), torch.arange(counts["weight"]), indexing="ij"
     )
@@ -258,29 +262,32 @@ def _products(problem: Problem, axis: int, counts: Mapping[str, int]) -> dict[st
 def _planes(
     problem: Problem, direction: str, first: Tensor, second: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, input channels and output channels that are quiet.
+    """Masks of the images, input channels and output channels that are quiet.
 
-    ``first`` and ``second`` are what of the result's first two dimensions may not change.
+    ``first`` and ``second`` mask the result's first two dimensions: what may not change.
     """
     ins, outs = problem.in_channels, problem.out_channels
     if direction == "input_grad":
         return first, second, _same_groups(second, problem.groups, outs)
     if direction == "forward":
         return first, _same_groups(second, problem.groups, ins), second
-    images = torch.ones(problem.batch, dtype=torch.bool)  # a sum over all of them
+    images = torch.ones(problem.batch, dtype=torch.bool)  # Weight gradients sum over all images.
     quiet_ins = _same_groups(first, problem.groups, ins) & second.repeat(problem.groups)
     return images, quiet_ins, first
 
 
 def _same_groups(channels: Tensor, groups: int, count: int) -> Tensor:
-    """Of ``count`` other channels, those in groups that have some of these."""
+    """Masks those of ``count`` channels whose group has any of the given channels.
+
+    For output channels these are the input channels that they read, and the reverse.
+    """
     return channels.view(groups, -1).any(1).repeat_interleave(count // groups)
 
 
 def _meeting(
     problem: Problem, direction: str, images: Tensor, ins: Tensor, outs: Tensor
 ) -> dict[str, Tensor]:
-    """Planes of each tensor that are quiet; of the result, those that may not change."""
+    """For each tensor, a mask of its quiet planes; for the result, those that may not change."""
     every = torch.ones_like
     by_filter = ins.view(problem.groups, -1).repeat_interleave(
         problem.out_channels // problem.groups, 0
@@ -301,6 +308,7 @@ def _meeting(
 
 
 def loudness(dtype: torch.dtype) -> float:
+    """The factor that makes numbers of a type loud."""
     return LOUD.get(dtype, _LOUDEST)
 
 
@@ -319,56 +327,56 @@ def positive(
 
 
 def exponents(terms: int) -> tuple[int, int]:
-    """Of both operands, so that a sum of so many products is about 1."""
+    """Exponents for :func:`positive` such that a sum of ``terms`` products is about 1."""
     total = -math.ceil(math.log2(terms))
     return total // 2, total - total // 2
 
 
 def made_loud(tensor: Tensor, quiet: Tensor, factor: float) -> Tensor:
-    """The tensor, multiplied by a factor wherever it is not quiet; NaN, if that is the factor."""
+    """Multiplies the tensor by the factor, which may be NaN, wherever it is not quiet."""
     return torch.where(quiet, tensor, tensor * factor)
 
 
 # --- Verdict --------------------------------------------------------------------------------------
 
 Within = Callable[[], float | None]
-"""By how much results may differ, relative to their size, where a documented rule changes the
-arithmetic with the data; None where there is no such rule. It is asked for where bits differ."""
+"""Called where bits differ. Returns the relative difference that is allowed where documented rules
+let the data decide the arithmetic, and None where no such rule applies."""
 
 
 def complaint(
     pattern: Pattern, before: Tensor, after: Tensor, within: Within, must_change: bool = True
 ) -> str | None:
-    """What is wrong with results of both runs, or None.
+    """What is wrong with the results of the two runs, or None.
 
-    ``must_change`` asks that every result changes that reads something loud.
+    ``must_change`` requires that every result that reads a loud element changes.
     """
     unchanged = pattern.unchanged.mask(before.device)
     found = _difference(before, after, unchanged, within)
     if found is None and must_change:
         rows, columns = (one.to(before.device) for one in pattern.reading)
         deaf = ~unchanged & rows[:, None] & columns & (before == after)
-        found = _first("of what reads loud elements are as they were", deaf, before, after)
+        found = _first("results that read loud elements have not changed", deaf, before, after)
     return found and f"{found} ({pattern.describe()})"
 
 
 def bias_grad_complaint(
     pattern: Pattern, before: Tensor, after: Tensor, within: Within
 ) -> str | None:
-    """The same of bias gradients."""
+    """What is wrong with the bias gradients of the two runs, or None."""
     unchanged = pattern.unchanged_bias_grad.to(before.device)
     found = _difference(before, after, unchanged, within)
     return found and f"bias gradient: {found} ({pattern.describe()})"
 
 
 def _difference(before: Tensor, after: Tensor, unchanged: Tensor, within: Within) -> str | None:
-    changed = unchanged & ~(before == after)  # NaN counts as changed: no quiet result is NaN
+    changed = unchanged & ~(before == after)  # NaN counts as changed: no quiet result is NaN.
     if not changed.any():
         return None
     most = within()
     if most is not None:
         changed &= ~((before - after).abs() <= most * before.abs())
-    return _first("of what reads nothing loud have changed", changed, before, after)
+    return _first("results that read no loud element have changed", changed, before, after)
 
 
 def _first(what: str, wrong: Tensor, before: Tensor, after: Tensor) -> str | None:
@@ -383,31 +391,32 @@ def _first(what: str, wrong: Tensor, before: Tensor, after: Tensor) -> str | Non
 
 # --- Trials ---------------------------------------------------------------------------------------
 
-_MARGIN = 512  # elements before and behind a tensor, that count as loud
+_MARGIN = 512  # loud elements before and behind a tensor in memory
+_GAP = 3  # loud columns between the rows of a tensor that is not dense
 _EXACT_ACTIVATIONS = ("identity", "relu", "relu6", "leaky_relu", "hardswish")
-_APART = 3  # columns between the rows of a tensor that is not dense
+"""On a CPU, PyTorch's rounding of the other activations may depend on neighbouring elements."""
 
 
 class Outcome(NamedTuple):
-    """What is wrong, if anything is, and whose kernels computed it."""
+    """What is wrong, if anything, and the family of kernels that computed it."""
 
     complaint: str | None
     family: str
 
 
 def check(trial: Trial, device: torch.device) -> Outcome:
-    """Whether a trial's pass is isolated, by several patterns.
+    """Checks by several patterns whether a trial's pass is isolated.
 
-    The data is not the trial's: only shapes, types and places in memory are.
+    The trial's shapes, types and memory layouts are used, but not its data.
     """
     draw = Random(f"{trial.seed} isolation")
     given = _given(trial, device, draw)
     data = _data(trial, given, {}, 1.0)
     before = trials.compute(trial, data)
-    return Outcome(_found(trial, given, before, draw), trials.family(trial, data, before))
+    return Outcome(_check_patterns(trial, given, before, draw), trials.family(trial, data, before))
 
 
-def _found(trial: Trial, given: _Given, before: Results, draw: Random) -> str | None:
+def _check_patterns(trial: Trial, given: _Given, before: Results, draw: Random) -> str | None:
     device = before.main.device
     for pattern, is_nan in patterns(trial.problem, trial.case.direction, draw):
         factor = math.nan if is_nan else loudness(trial.case.torch_dtype)
@@ -419,11 +428,11 @@ def _found(trial: Trial, given: _Given, before: Results, draw: Random) -> str | 
 
 
 class _Given(NamedTuple):
-    """What both runs read, by role; what is loud is multiplied later."""
+    """The quiet operands, the same for all runs of a check."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # by role
     activation: str
-    apart: str  # the tensor, if any, whose rows have other numbers between them
+    with_gaps: str  # the role of the tensor whose rows have gaps between them; "" for none
 
 
 def _given(trial: Trial, device: torch.device, draw: Random) -> _Given:
@@ -455,28 +464,28 @@ def _masks(pattern: Pattern, device: torch.device) -> dict[str, Tensor]:
 
 
 def _data(trial: Trial, given: _Given, masks: Mapping[str, Tensor], factor: float) -> Data:
-    """What a run reads; what the masks leave out is loud, and so is all around the tensors."""
+    """The operands of a run: elements outside the masks are loud, and so is the memory around."""
     made = {}
     for role, tensor in given.tensors.items():
         loud = made_loud(tensor, masks[role], factor) if masks else tensor
-        place = _apart if role == given.apart else _surrounded
+        place = _with_gaps if role == given.with_gaps else _surrounded
         made[role] = place(trial, role, loud, factor)
     first, second = (made[role] for role in trial.roles[:2])
     return Data(first, second, made.get("bias"), made.get("residual"), given.activation)
 
 
 def _surrounded(trial: Trial, role: str, tensor: Tensor, around: float) -> Tensor:
-    """The tensor where the trial has it in memory, between numbers that nobody may use."""
+    """The tensor with the trial's layout and alignment, between margins filled with ``around``."""
     dense = tensor.contiguous(memory_format=trial.memory_format(role))
     storage = tensor.new_full((2 * _MARGIN + tensor.numel(),), around)
     at = _MARGIN + (role in trial.misaligned)
     return storage.as_strided(dense.shape, dense.stride(), at).copy_(dense)
 
 
-def _apart(trial: Trial, role: str, tensor: Tensor, around: float) -> Tensor:
-    """The tensor as part of a wider one, in whose rows other numbers follow."""
+def _with_gaps(trial: Trial, role: str, tensor: Tensor, around: float) -> Tensor:
+    """The tensor as a slice of a wider one, which is filled with ``around`` elsewhere."""
     *sizes, width = tensor.shape
-    wide = tensor.new_full((*sizes, width + _APART), around)
+    wide = tensor.new_full((*sizes, width + _GAP), around)
     wide = wide.contiguous(memory_format=trial.memory_format(role))
     part = wide[..., 1 : width + 1]
     return part.copy_(tensor)
@@ -493,7 +502,7 @@ def _judged(
             changes = may_change_arithmetic(cuda.planned(need), trial.case.direction, pattern)
         return 2 * judging.tolerance(trial) if changes else None
 
-    # A single loud number in the longest sums of 16-bit types may be lost in rounding.
+    # In the longest sums of 16-bit types, a single loud number may be lost in rounding.
     eps = torch.finfo(trial.case.torch_dtype).eps
     is_heard = loudness(trial.case.torch_dtype) / trial.terms > 16 * eps
     found = complaint(pattern, before.main, after.main, within, must_change=is_heard)
@@ -503,10 +512,10 @@ def _judged(
 
 
 def _may_change_on_cpu(trial: Trial, data: Data) -> bool:
-    """Whether a CPU backend may round otherwise, as docs/numerics.md has it.
+    """Whether the CPU backend may round quiet results differently (docs/numerics.md).
 
-    It sums in another order where a weight is not finite, and PyTorch's activations may round by
-    what lies beside a number.
+    It sums in another order where a weight is not finite, and PyTorch computes activations in
+    vectors, so that an element's rounding may depend on its neighbours.
     """
     if data.activation not in _EXACT_ACTIVATIONS:
         return True
@@ -514,10 +523,10 @@ def _may_change_on_cpu(trial: Trial, data: Data) -> bool:
 
 
 def may_change_arithmetic(plan: Plan, direction: str, pattern: Pattern) -> bool:
-    """Whether loud numbers may decide how others are multiplied, as docs/numerics.md has it.
+    """Whether loud numbers may change the arithmetic of quiet results (docs/numerics.md).
 
-    Kernels that multiply float32 as float16 take TF32 where the range of an image, of the weights,
-    or in a weight gradient of a channel does not allow it.
+    Kernels with scaled fp16 fall back to TF32 where the range of an image or of the weights, or in
+    weight gradients that of a channel, does not fit float16.
     """
     constants = (dict(launch.kernel.constants) for launch in plan.launches)
     if not any(one.get("halves") for one in constants):

@@ -1,15 +1,19 @@
-"""What a pass should give, element by element, and how far from it each element may be.
+"""References in float64, and bounds on the error of each element of a result.
 
-References are PyTorch's convolutions in float64, which GPUs are slow at. Where all of a result
-would take too long, some of its channels are compared, always the first and the last, and the sum
-of all with random signs: so every element counts, and a reference of a few channels has seen it.
+References are PyTorch's convolutions in float64, which are slow on GPUs. Where a full reference
+would take too long, only some channels are compared, always the first and the last among them, and
+in addition the sum of all channels with random signs. So a reference of a few channels still
+depends on every element of the result.
 
-An element is a sum of products x·w. Rounding both operands by up to ε changes it by 2ε Σ|xw| at
-most. In Gaussian data the changes are independent, each with a standard deviation of at most
-0.6ε|xw|, so that 5ε √Σ(xw)² is 8 of the sum's: out of reach for 10¹⁰ elements. A chain of n
-additions in float32 has a standard deviation of 0.4u√n √Σ(xw)², u = 2⁻²⁴, several times that where
-the sum is large; long sums are those of chains. Tensor cores cut off rather than round: 0.3u of a
-sum for each product of up to 8 or 16 terms. Finally the result is rounded to its type.
+The bounds follow from how kernels round. An element is a sum of products x·w.
+
+* Rounding both operands by up to ε changes the sum by at most 2ε Σ|xw|. In Gaussian data, the
+  changes are independent, each with a standard deviation of at most 0.6ε|xw|. Then 5ε √Σ(xw)² is 8
+  standard deviations of the sum, which none of 10¹⁰ elements should reach.
+* A chain of n additions in float32 has a standard deviation of 0.4u√n √Σ(xw)², with u = 2⁻²⁴, and
+  several times that where the sum is large. Long sums are sums of such chains.
+* Tensor cores truncate rather than round: each MMA, of up to 8 or 16 terms, loses 0.3u of the sum.
+* Finally, the result is rounded to its type.
 """
 
 from __future__ import annotations
@@ -28,37 +32,41 @@ from fastconv.bench import contestants
 from fastconv.bench.cases import Tensors
 from fastconv.bench.trials import NORMAL, Data, Results, Trial
 
-# Of a reference, both of its convolutions together.
+# A reference computes two convolutions, of the values and of their sizes. Channels are left out
+# until both together take at most this many operations.
 MOST_FLOPS = {"cpu": 2e9, "cuda": 2e10}
-MOST_ELEMENTS = 2**25  # of a result that are kept in float64
-CHUNK_ELEMENTS = 2**24  # of operands that are converted at once
+MOST_ELEMENTS = 2**25  # Channels are left out until a float64 reference has at most this many.
+CHUNK_ELEMENTS = 2**24  # Images are converted to float64 in chunks of about this many elements.
 
-# What products round operands by; float32 is split into numbers of 22 bits.
+# The relative error of an operand: TF32 has 11 bits, and 3xTF32 keeps 22 bits of float32.
 _OPERANDS = {"float32 tf32": 2.0**-11, "float32 ieee": 2.0**-22}
-# Where float32 is multiplied as float16, small numbers lose more: this much of their channel's root
-# mean square, in the units above (docs/numerics.md, "What holds").
+# With scaled fp16, small numbers lose more: this share of their channel's root mean square, in
+# units of _OPERANDS (docs/numerics.md, "What holds").
 _CHANNEL = {"float32 tf32": 2.0**-9, "float32 ieee": 2.0**-3}
-_DEVIATIONS = 5  # in maxima of one rounding
-_ENDLESS = 1e300  # in the place of infinities and NaN, which JSON does not have
-_CHAIN = 512  # terms that are added up one after another before those sums are
-_TRUNCATED_CHAIN = 8192  # the same of weight gradients on tensor cores
+_DEVIATIONS = 5  # The bound on a sum of independent roundings, in units of one rounding's maximum.
+_ENDLESS = 1e300  # This stands for infinities and NaN, which JSON does not have.
+_CHAIN = 512  # Kernels add at most this many terms in a chain, and then add the chains' sums.
+_TRUNCATED_CHAIN = 8192  # The longest chain of weight gradients on tensor cores, in terms.
 
 
 def tolerance(trial: Trial) -> float:
-    """What a sum may be wrong by, relative to its terms."""
+    """The error that a trial's sums may have, relative to the size of their terms.
+
+    The size is that of :func:`size_of`.
+    """
     n, mode = trial.terms, trial.case.mode
     unit = 2.0**-53 if mode == "float64" else 2.0**-24
     added = 12 + 6 * (math.sqrt(min(n, _CHAIN)) + math.sqrt(n / _CHAIN))
     if mode == "float64":
-        added += 12 + 6 * math.sqrt(n)  # of the reference, which may be a single chain
+        added += 12 + 6 * math.sqrt(n)  # The reference itself may be a single chain in float64.
     elif mode != "float32 ieee":
-        added += _products(trial) / 2
+        added += _chained_mmas(trial) / 2
     times = _DEVIATIONS if trial.data == NORMAL else 2.01
     return times * _OPERANDS.get(mode, 0.0) + added * unit
 
 
-def _products(trial: Trial) -> float:
-    """Of tensor cores, whose sums are added up in one chain: 8 channels or fewer of a tap each."""
+def _chained_mmas(trial: Trial) -> float:
+    """How many MMAs may add to the same accumulators: each is of 8 channels or fewer of a tap."""
     problem = trial.problem
     if trial.case.direction == "weight_grad":
         return min(trial.terms, _TRUNCATED_CHAIN) / 8
@@ -69,7 +77,7 @@ def _products(trial: Trial) -> float:
 
 @dataclass(frozen=True)
 class Error:
-    """How far a result is from float64's."""
+    """The error of a result, over all compared elements."""
 
     relative: float  # ‖result - float64‖ / ‖float64‖
     maximum: float  # max |result - float64| / max |float64|
@@ -81,19 +89,20 @@ class Verdict:
 
     error: Error
     share: float  # the largest error of an element, relative to its bound
-    wrong: int
+    wrong: int  # elements whose error exceeds their bound
     compared: int
-    worst: str  # where that is, and what is there
+    worst: str  # the place and the values of the element of ``share``
 
     @property
     def complaint(self) -> str | None:
+        """What is wrong, or None."""
         if not self.wrong:
             return None
         return f"{self.wrong} of {self.compared} elements are wrong: {self.worst}"
 
 
 class Part(NamedTuple):
-    """Results that count with a factor, that of the bias with another."""
+    """Results and their factors in a sum that is compared with the reference."""
 
     results: Results
     factor: float | Tensor = 1.0
@@ -101,13 +110,17 @@ class Part(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Groups, and channels of each of them, that a reference covers."""
+    """The groups, and the channels of each of them, that a reference covers.
 
-    groups: Tensor
-    rows: Tensor
-    signs: Tensor | None  # of the sum of all channels, which follows: none where all are there
-    of_groups: int
-    of_rows: int
+    The channels of a group are the rows of the reference. If not all are covered, one more row
+    follows: the sum of all channels of the group, with random signs.
+    """
+
+    groups: Tensor  # indices of groups
+    rows: Tensor  # indices of channels in their group
+    signs: Tensor | None  # of each channel in the sum; None if all channels are covered
+    of_groups: int  # how many groups the convolution has
+    of_rows: int  # how many channels a group has
 
     @property
     def part(self) -> str:
@@ -120,7 +133,7 @@ class Selection(NamedTuple):
         return ", ".join(words)
 
     def of_group(self, role: str, tensor: Tensor) -> Tensor:
-        """What belongs to the selected groups."""
+        """The selected groups of a tensor."""
         dim = _channel_dim(role)
         if len(self.groups) == self.of_groups:
             return tensor
@@ -128,11 +141,15 @@ class Selection(NamedTuple):
         return apart.index_select(dim, self.groups).flatten(dim, dim + 1)
 
     def of_row(self, role: str, axis: str, tensor: Tensor, factors: Tensor | None) -> Tensor:
-        """The selected channels of each selected group; last, the sum of all times ``factors``."""
+        """The selected channels of each selected group; last, the sum of all times ``factors``.
+
+        ``axis`` is the axis of the rows (:class:`~fastconv.bench.trials.Roles`).
+        """
         tensor = self.of_group(role, tensor)
         if self.signs is None or factors is None:
             return tensor
-        if role == "weight" and axis == "c":  # its second dimension is one group's channels
+        if role == "weight" and axis == "c":
+            # A weight's second dimension has the channels of one group.
             return self._rows(tensor, 1, factors)
         dim = _channel_dim(role)
         apart = tensor.unflatten(dim, (len(self.groups), -1))
@@ -144,7 +161,7 @@ class Selection(NamedTuple):
         return torch.cat([tensor.index_select(dim, self.rows), total], dim)
 
     def channel(self, row: int) -> str:
-        """The channel that a row of the reference is, counted from 0."""
+        """The name of a row of the reference: its channel's index, or the range of the sum."""
         group, at = divmod(row, len(self.rows) + (self.signs is not None))
         first = int(self.groups[group]) * self.of_rows
         if at == len(self.rows):
@@ -153,7 +170,7 @@ class Selection(NamedTuple):
 
 
 def select(trial: Trial, device: torch.device) -> Selection:
-    """What there is time to compare."""
+    """Selects as many channels as :data:`MOST_FLOPS` and :data:`MOST_ELEMENTS` allow."""
     problem, draw = trial.problem, Random(trial.seed)
     channels = problem.out_channels if trial.roles.rows == "k" else problem.in_channels
     groups, rows = problem.groups, channels // problem.groups
@@ -164,7 +181,7 @@ def select(trial: Trial, device: torch.device) -> Selection:
     some_groups = min(groups, max(2, room // some_rows))
     signs = None
     if some_rows < rows:
-        some_rows -= 1  # for the sum
+        some_rows -= 1  # The sum of all channels takes the place of one.
         signs = torch.tensor([draw.choice((-1.0, 1.0)) for _ in range(rows)], device=device)
         signs = signs.double()
     indices = partial(torch.tensor, device=device)
@@ -176,7 +193,7 @@ def select(trial: Trial, device: torch.device) -> Selection:
 
 
 class Reference:
-    """What a trial should give for its data."""
+    """The results that a trial should give for its data, and the bounds on their errors."""
 
     def __init__(self, trial: Trial, data: Data) -> None:
         self._trial = trial
@@ -184,10 +201,13 @@ class Reference:
         self.selection = select(trial, data.first.device)
         self._chunks = self._compute(data)
         has_bias_grad = trial.bias and trial.case.direction == "weight_grad"
-        self._bias_grad = self._of_bias_grad(data.second) if has_bias_grad else None
+        self._bias_grad = self._compute_bias_grad(data.second) if has_bias_grad else None
 
     def judge(self, *parts: Part, slack: float = 1.0) -> Verdict:
-        """How the sum of the parts compares; ``slack`` is for parts that err by themselves."""
+        """Compares the sum of the parts with the reference.
+
+        ``slack`` multiplies the bounds, for the errors of several parts add up.
+        """
         tally = _Tally(torch.finfo(self._trial.case.torch_dtype))
         for images, expected, bound in self._chunks:
             rows, spreads = zip(*(self._rows(part, images) for part in parts), strict=True)
@@ -205,7 +225,10 @@ class Reference:
         return tally.verdict()
 
     def _compute(self, data: Data) -> list[tuple[slice, Tensor, Tensor]]:
-        """Images, what they should give, and bounds; images count together in weight gradients."""
+        """Chunks of images with their expected results and bounds.
+
+        Weight gradients sum over all images, so that they have a single chunk.
+        """
         chunks: Iterator[tuple[slice, Tensor, Tensor]] = (
             (images, *self._chunk(data, images)) for images in self._images(data)
         )
@@ -219,7 +242,7 @@ class Reference:
         return [(images, expected, root(sizes) * within) for images, expected, sizes in chunks]
 
     def _chunk(self, data: Data, images: slice) -> tuple[Tensor, Tensor]:
-        """What the images give, and the sizes of its terms added up."""
+        """The expected results of some images, and the added sizes of their terms."""
         trial, roles, selection, size = self._trial, self._trial.roles, self.selection, self._size
         channel = _CHANNEL.get(trial.case.mode, 0.0)
         first = selection.of_group(roles.first, data.first[images]).double()
@@ -238,7 +261,7 @@ class Reference:
         return expected, sizes
 
     def _convolved(self, first: Tensor, second: Tensor) -> Tensor:
-        """The pass through PyTorch, of these channels."""
+        """The pass of the given channels in float64, by PyTorch."""
         trial, selection, case = self._trial, self.selection, self._trial.case
         problem, groups = trial.problem, len(selection.groups)
         given = {trial.roles.first: first, trial.roles.second: second}
@@ -254,14 +277,14 @@ class Reference:
             groups=groups,
         )
         shapes = (workload.input, workload.weight, workload.problem.output_shape)
-        nothing = first.new_zeros(1)  # in the place of what is computed
+        nothing = first.new_zeros(1)  # stands for the tensor that the pass does not read
         named = zip(Tensors._fields, shapes, strict=True)
         tensors = Tensors(*(given.get(role, nothing.expand(shape)) for role, shape in named))
         exact = replace(case, workload=workload, dtype="float64", precision=None)
-        with contestants.settings(None, benchmark=False):  # trying out float64 takes long
-            return _without_gaps(contestants.pytorch(exact), tensors)
+        with contestants.settings(None, benchmark=False):  # Trying float64 algorithms takes long.
+            return _without_cudnn_gaps(contestants.pytorch(exact), tensors)
 
-    def _of_bias_grad(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_bias_grad(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         size, pixels = self._size, (1, 2)
         by_image = [
             (image.double().sum(pixels), size.term(image.double(), 0.0).sum(pixels))
@@ -271,13 +294,13 @@ class Reference:
         return expected, size.root(terms) * tolerance(self._trial)
 
     def _images(self, data: Data) -> list[slice]:
-        """As many at once as are converted without much memory."""
+        """Chunks of images, small enough to be converted to float64 at once."""
         images, each = data.first.shape[0], self._trial.elements // data.first.shape[0]
         step = max(1, CHUNK_ELEMENTS // each)
         return [slice(at, at + step) for at in range(0, images, step)]
 
     def _rows(self, part: Part, images: slice) -> tuple[Tensor, Tensor]:
-        """The part as the reference has it, and what rounding the results may change it by."""
+        """The part's rows, as the reference has them, and the sizes of their rounded results."""
         roles, selection, size = self._trial.roles, self.selection, self._size
         factor = part.factor
         if isinstance(factor, Tensor) and factor.shape[0] > 1:
@@ -298,8 +321,8 @@ class Reference:
         return f"image {image}, channel {self.selection.channel(at[1])}, {at[2:]}"
 
 
-def _without_gaps(compute: contestants.Pass, tensors: Tensors) -> Tensor:
-    """What PyTorch gives; without cuDNN, where that has nothing for a float64 convolution."""
+def _without_cudnn_gaps(compute: contestants.Pass, tensors: Tensors) -> Tensor:
+    """PyTorch's result; without cuDNN if that cannot compute this float64 convolution."""
     try:
         result: Tensor = compute(tensors)
     except torch.OutOfMemoryError:
@@ -313,14 +336,15 @@ def _without_gaps(compute: contestants.Pass, tensors: Tensors) -> Tensor:
 
 
 class _Size(NamedTuple):
-    """How errors of terms add up: what each counts, and what is taken of the sum.
+    """A rule for the size of a sum of terms: ``root`` of the sum of ``term`` of each.
 
-    ``term`` also takes how much of its channel's root mean square is added to a number.
+    The second argument of ``term`` is the share of its channel's root mean square that is added to
+    the size of a number.
     """
 
     term: Callable[[Tensor, float], Tensor]
     root: Callable[[Tensor], Tensor]
-    deviations: float  # factor of a sum's terms, where independent results are added up
+    deviations: float  # factor of each ``term`` where independently rounded results are added up
 
 
 def _square(tensor: Tensor, channel: float) -> Tensor:
@@ -334,21 +358,21 @@ def _magnitude(tensor: Tensor, channel: float) -> Tensor:
     return tensor.abs() + channel * tensor.square().mean((2, 3), keepdim=True).sqrt()
 
 
-_root = _Size(_square, torch.sqrt, _DEVIATIONS**2)
-_sum = _Size(_magnitude, torch.Tensor.clone, 1.0)
+_EUCLIDEAN = _Size(_square, torch.sqrt, _DEVIATIONS**2)
+_ABSOLUTE = _Size(_magnitude, torch.Tensor.clone, 1.0)
 
 
 def size_of(trial: Trial) -> _Size:
-    """Independent errors of Gaussian data add up as their squares; others may all agree."""
-    return _root if trial.data == NORMAL else _sum
+    """How errors add up: those of Gaussian data are independent, others may all have one sign."""
+    return _EUCLIDEAN if trial.data == NORMAL else _ABSOLUTE
 
 
 class _Tally:
-    """Adds up what was found."""
+    """Compares results chunk by chunk, and adds up the verdict."""
 
     def __init__(self, info: torch.finfo) -> None:
-        # Results are rounded by half an epsilon; those near zero by half of the smallest number,
-        # which counts up to 4 times where they are scaled.
+        # Results are rounded by half an epsilon; denormal ones by half of the smallest number,
+        # which counts up to 4 times if results are multiplied by a factor.
         self._half, self._least = info.eps / 2, 2 * info.tiny * info.eps
         self._squares = [0.0, 0.0]
         self._largest = [0.0, 0.0]
@@ -363,14 +387,16 @@ class _Tally:
         rounded: Tensor,
         where: Callable[[list[int]], str],
     ) -> None:
+        """Compares elements; ``rounded`` is the size of the results that rounding applies to."""
         error = (actual - expected).abs_()
         bound = bound + (rounded + bound) * self._half + self._least
-        share = (error / bound).nan_to_num_(_ENDLESS, _ENDLESS)  # also infinities over infinities
+        # NaN and infinities, also infinity over infinity, count as endlessly wrong.
+        share = (error / bound).nan_to_num_(_ENDLESS, _ENDLESS)
         figures = (
             error.square().sum(), expected.square().sum(), error.max(), expected.abs().max(),
             (share > 1).sum().double(), share.max(),
         )  # fmt: skip
-        # All at once: to wait for a GPU that others share takes long.
+        # All figures are copied at once: waiting for a GPU that other processes share takes long.
         *squares, worst_error, largest, wrong, worst = torch.stack(figures).tolist()
         self._squares = [sum(pair) for pair in zip(self._squares, squares, strict=True)]
         self._largest = list(map(max, self._largest, (worst_error, largest)))
@@ -403,12 +429,12 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _channel_dim(role: str) -> int:
-    """Where a tensor's groups lie one after another."""
+    """The dimension along which a tensor's groups lie one after another."""
     return 0 if role == "weight" else 1
 
 
 def _some(draw: Random, count: int, of: int) -> list[int]:
-    """Indices: the first, the last and others."""
+    """Sorted indices below ``of``: the first, the last, and others at random, ``count`` in all."""
     if count >= of:
         return list(range(of))
     return sorted([0, of - 1, *draw.sample(range(1, of - 1), count - 2)])

@@ -1,6 +1,7 @@
-"""The machine's own ceilings, measured in the same run, and which of them binds a row.
+"""The roofline: the machine's ceilings, measured in the same run, and which of them binds a case.
 
-They also tell whether the machine has other work to do: :func:`doubts`.
+Ceilings that change during a run also show that the machine is busy with other work
+(:func:`doubts`).
 """
 
 from __future__ import annotations
@@ -15,63 +16,62 @@ from dataclasses import dataclass, field
 import torch
 
 from fastconv import jit
-from fastconv.bench import products
+from fastconv.bench import mma_rate
 from fastconv.bench.cases import DTYPES, STEP, Case
 from fastconv.bench.contestants import settings
 from fastconv.kernels.family import Plan
 from fastconv.timing import synchronize
 
-SAMPLES = 5
+SAMPLES = 5  # A ceiling is the fastest of this many runs.
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
-HASHED_BYTES = 32 << 20  # by each thread: tens of milliseconds, many times a scheduler's turn
-BUSY = 0.8  # threads that get less of the time that they want share their processors
-UNSTEADY = 0.3  # a ceiling that changes by more from a run's beginning to its end is not one
-MMA_FAMILY = "ampere"  # whose kernels multiply by mma.sync
+# Each thread hashes this many bytes to measure its share of processor time: this takes tens of
+# milliseconds, many times the time slice of a scheduler.
+HASHED_BYTES = 32 << 20
+BUSY = 0.8  # If threads get less than this share of processor time, the machine is busy.
+CHANGED = 0.3  # If a ceiling changes by more than this share during a run, the machine is busy.
+MMA_FAMILY = "ampere"  # The family of kernels that use the mma.sync instruction.
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured: a large matrix product in each mode, and a copy (reading and writing).
+    """The highest measured rates of the machine: matrix products, copies, ``mma.sync``."""
 
-    Beside them what ``mma.sync`` reaches, by what is multiplied: "tf32", "float16", "bfloat16".
-    """
-
-    tflops: dict[str, float]  # by mode
-    copy_tb_s: float
-    processor_share: float | None = None  # of the time that a CPU's threads want, what they get
-    mma_tflops: dict[str, float] = field(default_factory=dict)
+    tflops: dict[str, float]  # of a large matrix product by PyTorch, by mode
+    copy_tb_s: float  # of a large copy, bytes read and written
+    processor_share: float | None = None  # the share of time that busy threads get; None on GPUs
+    mma_tflops: dict[str, float] = field(default_factory=dict)  # by "tf32", "float16", "bfloat16"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What binds a case, and the least time that it leaves."""
+    """The ceiling that binds a case, and the least time that it allows."""
 
-    name: str  # "compute" or "memory", or "mma.sync" where that is slower than what others have
+    name: str  # "compute", "memory", or "mma.sync" for kernels that use this instruction
     ms: float
     flops: int
     bytes: int
 
     @property
     def intensity(self) -> float:
-        """Operations for each byte moved."""
+        """Arithmetic intensity: operations for each byte moved."""
         return self.flops / self.bytes
 
 
 def measure(cases: Iterable[Case], device: torch.device) -> Ceilings:
-    """The ceilings of all modes that the cases have."""
+    """Measures the machine's ceilings, in all modes that the cases have."""
     modes = {case.mode: case for case in cases}
-    tflops = {mode: _matrix_product(case, device) for mode, case in modes.items()}
+    tflops = {mode: _matrix_tflops(case, device) for mode, case in modes.items()}
     share = _processor_share() if device.type == "cpu" else None
-    return Ceilings(tflops, _copy(device), share, _mma_products(device))
+    return Ceilings(tflops, _copy_tb_s(device), share, _mma_tflops(device))
 
 
 def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
-    """Sentences that say why a run's figures mean little, if they do: the machine was busy.
+    """Sentences that say why a run's figures mean little: the machine was busy.
 
-    Ceilings are measured before the first row and after the last. On a CPU, threads that compute
-    at once tell directly whether they have the processors for themselves. On GPUs, and where the
-    system's accounts do not show what others take, two measurements that differ tell of it.
+    Ceilings are measured before the first row and after the last. On a CPU, the share of processor
+    time that threads get shows directly whether other programs run. On GPUs, and where the
+    operating system does not account for other programs' time, differing ceilings show it.
     """
     measured = [ceilings for ceilings in (before, after) if ceilings is not None]
     shares = [c.processor_share for c in measured if c.processor_share is not None]
@@ -86,12 +86,13 @@ def doubts(before: Ceilings | None, after: Ceilings | None) -> list[str]:
             f"this machine's speed changed while it was measured: {what} {old:.3g} before, "
             f"{new:.3g} after; times and speed-ups say little"
             for what, old, new in _pairs(before, after)
-            if abs(new - old) > UNSTEADY * max(old, new)
+            if abs(new - old) > CHANGED * max(old, new)
         ]
     return found
 
 
 def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
+    """The ceilings that both measurements have: name, rate before and rate after."""
     found = [
         (f"{prefix}{mode} TFLOP/s", old[mode], new[mode])
         for prefix, old, new in (
@@ -105,39 +106,39 @@ def _pairs(before: Ceilings, after: Ceilings) -> list[tuple[str, float, float]]:
 
 
 def limit(case: Case, ceilings: Ceilings) -> Limit:
-    """Whether arithmetic or memory binds the case: every operand moved once, none recomputed."""
-    flops, _ = work(case)
+    """The case's roofline limit, if every operand is moved once and nothing is recomputed."""
+    flops, _ = flops_and_bytes(case)
     return _binding("compute", flops / ceilings.tflops[case.mode] * 1e-9, case, ceilings)
 
 
 def mma_limit(case: Case, ceilings: Ceilings, plans: Sequence[Plan]) -> Limit | None:
-    """The same for kernels of ours that multiply by ``mma.sync``; ``plans`` are those of the case.
+    """The case's roofline limit if its ``plans`` use ``mma.sync``, which has a ceiling of its own.
 
-    None where no plan does, or where it was not measured what that reaches.
+    None if no plan uses it, or if its ceiling was not measured.
     """
     if not ceilings.mma_tflops or all(plan.family != MMA_FAMILY for plan in plans):
         return None
-    flops, _ = work(case)
-    rates = [_tflops(case, plan, ceilings) for plan in plans]
+    flops, _ = flops_and_bytes(case)
+    rates = [_plan_tflops(case, plan, ceilings) for plan in plans]
     compute_ms = sum(flops / len(plans) / rate for rate in rates) * 1e-9
     return _binding("mma.sync", compute_ms, case, ceilings)
 
 
 def multiplied(plan: Plan, dtype: str) -> tuple[str, int]:
-    """What tensor cores multiply in a plan, and how many such products make one of the layer's.
+    """The number format of a plan's MMAs, and how many of them it takes for one multiplication.
 
-    Kernels that split float32 in two parts have three. Those that multiply it as float16 may have
-    others beside them, for numbers that do not fit: these count for nothing.
+    Kernels that split float32 into two parts take three MMAs. A plan with scaled fp16 also has
+    repair launches, for numbers out of float16's range; these are not counted.
     """
     constants = [dict(launch.kernel.constants) for launch in plan.launches]
-    halves = [one for one in constants if one.get("halves")]
-    parts = max(int(one.get("parts", 1)) for one in halves or constants)
-    kind = "float16" if halves else {"float32": "tf32"}.get(dtype, dtype)
+    scaled_fp16 = [one for one in constants if one.get("halves")]
+    parts = max(int(one.get("parts", 1)) for one in scaled_fp16 or constants)
+    kind = "float16" if scaled_fp16 else {"float32": "tf32"}.get(dtype, dtype)
     return kind, 3 if parts > 1 else 1
 
 
-def _tflops(case: Case, plan: Plan, ceilings: Ceilings) -> float:
-    """Of the layer's own operations."""
+def _plan_tflops(case: Case, plan: Plan, ceilings: Ceilings) -> float:
+    """The highest rate at which a plan can compute, counting the convolution's own operations."""
     if plan.family != MMA_FAMILY:
         return ceilings.tflops[case.mode]
     kind, count = multiplied(plan, case.dtype)
@@ -145,15 +146,16 @@ def _tflops(case: Case, plan: Plan, ceilings: Ceilings) -> float:
 
 
 def _binding(name: str, compute_ms: float, case: Case, ceilings: Ceilings) -> Limit:
-    flops, moved = work(case)
+    """The limit of compute or of memory, whichever takes longer; ``name`` is that of compute."""
+    flops, moved = flops_and_bytes(case)
     memory_ms = moved / ceilings.copy_tb_s * 1e-9
     return Limit(
         name if compute_ms >= memory_ms else "memory", max(compute_ms, memory_ms), flops, moved
     )
 
 
-def work(case: Case) -> tuple[int, int]:
-    """Operations of the case, and the bytes that it cannot avoid to move.
+def flops_and_bytes(case: Case) -> tuple[int, int]:
+    """The case's operations, and the bytes that it has to move.
 
     Each pass reads two tensors and writes the third. A training step is all three passes.
     """
@@ -163,7 +165,7 @@ def work(case: Case) -> tuple[int, int]:
     return passes * problem.flops, passes * elements * DTYPES[case.dtype].itemsize
 
 
-def _matrix_product(case: Case, device: torch.device) -> float:
+def _matrix_tflops(case: Case, device: torch.device) -> float:
     side = MATRIX_SIDE[device.type]
     left, right = (
         torch.randn(side, side, device=device).to(case.torch_dtype) for _ in range(2)
@@ -173,37 +175,37 @@ def _matrix_product(case: Case, device: torch.device) -> float:
     return 2 * side**3 / seconds * 1e-12
 
 
-def _mma_products(device: torch.device) -> dict[str, float]:
+def _mma_tflops(device: torch.device) -> dict[str, float]:
     try:
-        return products.measure(device, lambda run: _best(run, device))
+        return mma_rate.measure(device, lambda run: _best(run, device))
     except (jit.CompilationError, jit.GpuUnavailable, jit.LaunchError):
-        return {}  # rows will say what is wrong
+        return {}  # The rows will report what is wrong.
 
 
-def _copy(device: torch.device) -> float:
+def _copy_tb_s(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _best(lambda: target.copy_(source), device) * 1e-12
 
 
 def _processor_share() -> float:
-    """How much of the time a thread has a processor while as many as PyTorch's are at work."""
+    """The share of time that a thread has a processor, while as many threads run as PyTorch's."""
     data, count = bytes(HASHED_BYTES), torch.get_num_threads()
     ready = threading.Barrier(count)
 
-    def work(_: int) -> tuple[float, float]:
+    def hash_data(_: int) -> tuple[float, float]:
         ready.wait()
         wall, used = time.perf_counter(), time.thread_time()
-        hashlib.sha256(data)  # without the interpreter's lock, and each by itself
+        hashlib.sha256(data)  # Releases the interpreter's lock, so that all threads run at once.
         return time.perf_counter() - wall, time.thread_time() - used
 
     with ThreadPoolExecutor(count) as threads:
-        walls, uses = zip(*threads.map(work, range(count)), strict=True)
+        walls, uses = zip(*threads.map(hash_data, range(count)), strict=True)
     return sum(uses) / sum(walls)
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs."""
+    """Seconds of the fastest of :data:`SAMPLES` runs, after one to warm up."""
     run()
     times = []
     for _ in range(SAMPLES):

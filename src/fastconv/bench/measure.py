@@ -1,4 +1,4 @@
-"""Measures cases row by row; a row that fails says why and costs no other."""
+"""Measures cases, each to a row; a failing case gives a row that says why."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from functools import partial
 
 import torch
 
-from fastconv.bench import configurations, contestants, limits, timing
+from fastconv.bench import configurations, contestants, limits, row_timing
 from fastconv.bench.cases import Case, Tensors, reason
 from fastconv.bench.contestants import PEERS, Pass
 from fastconv.bench.limits import Ceilings, Limit
 from fastconv.bench.results import Row
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.kernels.family import Gpu, Kernel
 from fastconv.timing import Effort, spread
 
 
 @dataclass(frozen=True)
 class Bench:
-    """All that rows have in common."""
+    """Measures cases; its fields are what all rows have in common."""
 
     device: torch.device
     peer: str
     effort: Effort
     ceilings: Ceilings
     gpu: Gpu | None
-    compiled: dict[Kernel, float]  # seconds
+    compiled: dict[Kernel, float]  # seconds that each kernel took to compile
 
     def row(self, case: Case) -> Row:
-        """The case measured, or why it could not be."""
+        """Measures a case; the row of a case that fails says why."""
         try:
             return self._measured(case)
-        except Exception as error:  # whatever it is, the other rows are worth having
+        except Exception as error:  # One row must not stop the others, whatever is wrong.
             return self.failed(case, reason(error))
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def failed(self, case: Case, why: str) -> Row:
+        """The row of a case that could not be measured."""
         return Row(case, self._command(case), error=why)
 
     def _measured(self, case: Case) -> Row:
@@ -66,14 +67,15 @@ class Bench:
         return case.command("--peer", self.peer, "--device", self.device.type)
 
     def _sets(self, case: Case) -> list[Tensors]:
+        """Sets of inputs to rotate through, so that no call finds its inputs in the cache."""
         first = case.tensors(self.device)
-        count = timing.set_count(first, self.device)
+        count = row_timing.set_count(first, self.device)
         return [first, *(case.tensors(self.device, seed) for seed in range(1, count))]
 
     def _own_limit(self, case: Case) -> Limit | None:
         if self.gpu is None:
             return None
-        plans = [configuration.plan for configuration in configurations.legal(case, self.gpu)]
+        plans = [configuration.plan for configuration in configurations.planned(case, self.gpu)]
         return limits.mma_limit(case, self.ceilings, plans)
 
     def _compile_s(self, case: Case) -> float | None:
@@ -84,16 +86,16 @@ class Bench:
 
 def _timings(passes: Sequence[Pass], sets: Sequence[Tensors], effort: Effort) -> list[Timing]:
     device = sets[0].input.device
-    first_calls = [timing.first_call_ms(partial(run, sets[0]), device) for run in passes]
-    samples = timing.take_turns(passes, sets, effort)
+    first_calls = [row_timing.first_call_ms(partial(run, sets[0]), device) for run in passes]
+    samples = row_timing.take_turns(passes, sets, effort)
     return [
         Timing(
             statistics.median(taken),
             spread(taken),
             len(taken),
             first,
-            timing.host_us(compute, sets, statistics.median(taken)),
-            timing.extra_mib(partial(compute, sets[0]), device),
+            row_timing.host_us(compute, sets, statistics.median(taken)),
+            row_timing.extra_mib(partial(compute, sets[0]), device),
         )
         for compute, taken, first in zip(passes, samples, first_calls, strict=True)
     ]

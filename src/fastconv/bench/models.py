@@ -1,7 +1,7 @@
-"""The convolutions of a network by name: torchvision's and timm's, as workloads.
+"""The convolutions of torchvision's and timm's networks, as workloads.
 
-A network is built without trained weights and run once on tensors without data, and every
-``conv2d`` that it calls is noted, whichever module or function calls it.
+A network is built without trained weights and run once on tensors without data. Every call of
+``conv2d`` is recorded, whichever module or function makes it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.overrides import TorchFunctionMode
 from fastconv.bench.console import MissingExtra
 from fastconv.workloads import Workload, WorkloadError
 
-BATCH = 64
-IMAGE = (3, 224, 224)  # of networks that do not say
+BATCH = 64  # images of a network, unless the user gives another number
+IMAGE = (3, 224, 224)  # channels, height and width for networks that do not state them
 
 
 def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Workload]:
-    """The layers of torchvision's or else timm's model of that name, each distinct one once.
+    """The distinct convolutions of the model ``name`` of torchvision, or else of timm.
 
-    Images have the model's own size, or height and width ``side``. A WorkloadError says why where
-    there is no such model, or it cannot be run on a batch of images.
+    Images have the model's own size, or height and width ``side``. Raises a WorkloadError if there
+    is no such model, or if it cannot be run on a batch of images.
     """
     network, (channels, *size) = build(name)
     if side is not None:
@@ -40,45 +40,45 @@ def workloads(name: str, batch: int = BATCH, side: int | None = None) -> list[Wo
 
 def layers(network: nn.Module, name: str, images: Sequence[int]) -> list[Workload]:
     """The distinct convolutions of a training step of the network, in the order of their calls."""
-    noted = _Noted(network)
-    network = network.to("meta").train()  # heads that training alone has are layers too
+    recorder = _Recorder(network)
+    network = network.to("meta").train()  # Some networks have heads that only training uses.
     try:
-        with torch.enable_grad(), noted:
+        with torch.enable_grad(), recorder:
             network(torch.empty(*images, device="meta"))
-    except Exception as error:  # whatever a network may raise for an input that it does not take
+    except Exception as error:  # A network may raise anything for unsuitable images.
         words = (str(error).splitlines() or [type(error).__name__])[0]
         shape = "x".join(map(str, images))
         raise WorkloadError(f"{name} cannot be run on images of {shape}: {words}") from error
-    if not noted.calls:
+    if not recorder.calls:
         raise WorkloadError(f"{name} has no 2-D convolution")
     return [
         replace(
-            layer, name=f"{name}_{number:02}", about=noted.paths[layer], model=name,
-            count=count, first=noted.first[layer],
+            layer, name=f"{name}_{number:02}", about=recorder.paths[layer], model=name,
+            count=count, first=recorder.first[layer],
         )
-        for number, (layer, count) in enumerate(noted.calls.items(), start=1)
+        for number, (layer, count) in enumerate(recorder.calls.items(), start=1)
     ]  # fmt: skip
 
 
-class _Noted(TorchFunctionMode):
-    """Notes the convolutions that are called, as workloads that have no name yet."""
+class _Recorder(TorchFunctionMode):
+    """Records calls of ``conv2d`` as workloads without names."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.calls: Counter[Workload] = Counter()
         self.first: Counter[Workload] = Counter()  # calls whose input needs no gradient
-        self.paths: dict[Workload, str] = {}  # where the network has the first of each
+        self.paths: dict[Workload, str] = {}  # the path of the first module of each workload
         self._network = network
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.conv2d:  # nn.functional's is the same
-            self._note(*args, **kwargs)
+        if func is torch.conv2d:  # nn.functional.conv2d is the same function.
+            self._record(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _note(
+    def _record(
         self,
         input: Tensor,
         weight: Tensor,
@@ -89,7 +89,7 @@ class _Noted(TorchFunctionMode):
         groups: int = 1,
     ) -> None:
         dilation = _pair(dilation)
-        shape = (1,) * (4 - input.dim()) + tuple(input.shape)  # of a single image, a batch
+        shape = (1,) * (4 - input.dim()) + tuple(input.shape)  # The input may be a single image.
         sides = _padding(padding, tuple(weight.shape[2:]), dilation)
         layer = Workload(
             "", "", shape, tuple(weight.shape), _pair(stride), sides, dilation, groups
@@ -99,7 +99,7 @@ class _Noted(TorchFunctionMode):
         self.paths.setdefault(layer, self._path(weight))
 
     def _path(self, weight: Tensor) -> str:
-        """Where the network has the weight; nothing if it is computed, as normalised ones are."""
+        """The path of the module that has the weight; "" if the weight is computed, not stored."""
         named = self._network.named_parameters()
         return next((path.rpartition(".")[0] for path, one in named if one is weight), "")
 
@@ -110,7 +110,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, int]) -> tuple[int, ...]:
-    """As a workload has it, from any form that PyTorch takes."""
+    """Converts any form of PyTorch's padding argument to a workload's."""
     if padding == "valid":
         return (0, 0)
     if padding != "same":
@@ -122,20 +122,20 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, int]) -
 
 
 def build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """The model of torchvision or else timm of that name, and its channels, height and width.
+    """Builds a model of torchvision, or else of timm; also returns channels, height and width.
 
-    Built on the CPU, for constructors may compute with tensors what has to be a number. A
-    WorkloadError says that there is no such model, a MissingExtra that neither is installed.
+    The model is built on the CPU, for constructors may need values of tensors. Raises a
+    WorkloadError if there is no such model, and a MissingExtra if neither library is installed.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about initial weights, which do not matter
-        return _built(name)
+        warnings.simplefilter("ignore", FutureWarning)  # It concerns initial weights.
+        return _build(name)
 
 
-def _built(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+def _build(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     torchvision = _library("torchvision.models")
     if torchvision is not None and name in torchvision.list_models():
-        return _of_torchvision(torchvision, name)
+        return _build_torchvision(torchvision, name)
     timm = _library("timm")
     if timm is not None and timm.is_model(name):
         network = timm.create_model(name, pretrained=False)
@@ -143,33 +143,36 @@ def _built(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     if torchvision is None and timm is None:
         raise MissingExtra(f"{name} needs torchvision or timm: pip install torchvision")
     known = {one for library in (torchvision, timm) if library for one in library.list_models()}
-    raise WorkloadError(_unknown(name, sorted(known), torchvision is not None, timm is not None))
+    raise WorkloadError(
+        _unknown_model(name, sorted(known), torchvision is not None, timm is not None)
+    )
 
 
 def _library(module: str) -> Any:
-    """The module, or None where its package is not installed."""
+    """The module, or None if its package is not installed."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another PyTorch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another PyTorch.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing in (package, module):
             return None
         raise MissingExtra(f"{package} is installed, but cannot be imported: {error}") from error
 
 
-def _of_torchvision(models: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
+def _build_torchvision(models: Any, name: str) -> tuple[nn.Module, tuple[int, ...]]:
     untrained = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        untrained["weights_backbone"] = None  # it would be downloaded
+        untrained["weights_backbone"] = None  # The default would be downloaded.
     side = 299 if name.endswith("inception_v3") else IMAGE[1]
     return models.get_model(name, **untrained), (IMAGE[0], side, side)
 
 
-def _unknown(name: str, known: Sequence[str], torchvision: bool, timm: bool) -> str:
+def _unknown_model(name: str, known: Sequence[str], torchvision: bool, timm: bool) -> str:
+    """The error message for an unknown name, with the closest known ones."""
     have = {"torchvision": torchvision, "timm": timm}
     where = " or ".join(library for library, there in have.items() if there)
     absent = "".join(f" ({library} is not installed)" for library in have if not have[library])
     close = difflib.get_close_matches(name, known, n=5)
-    hint = f"the closest are {', '.join(close)}" if close else "no name there is like it"
+    hint = f"the closest are {', '.join(close)}" if close else "no similar name is known"
     return f"no model {name!r} in {where}{absent}: {hint}"

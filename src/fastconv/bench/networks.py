@@ -1,8 +1,8 @@
-"""Whole networks, eager, before and after ``fastconv.optimize``.
+"""``fastconv bench --networks``: whole eager networks, before and after ``fastconv.optimize``.
 
-A sample is one step by the wall clock, from an idle device until the device is done, so the host's
-time counts. The contestants take turns, sample by sample. A network is built without trained
-weights, and everything of a row is freed before the next.
+A sample is the wall-clock time of one step, from an idle device until the device is done, so that
+host time counts. The contestants are sampled in turn. Networks are built without trained weights,
+and everything of a row is freed before the next.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fastconv.bench import contestants, models
 from fastconv.bench.cases import FORMATS, reason
 from fastconv.bench.console import MissingExtra
 from fastconv.bench.results import NetworkRow, Optimized
-from fastconv.bench.timing import Timing, extra_mib, first_call_ms
-from fastconv.optimization import Optimization
-from fastconv.preparation import tensors_of
+from fastconv.bench.row_timing import Timing, extra_mib, first_call_ms
+from fastconv.network.dry_run import tensors_of
+from fastconv.network.report import Optimization
 from fastconv.timing import Effort
 
 UNET = "unet"
@@ -36,10 +36,11 @@ NETWORKS = (
     "resnet50", "convnext_tiny", "efficientnet_b0", "inception_v3", "deeplabv3_resnet50", "vgg16",
     UNET,
 )  # fmt: skip
-BATCHES = {UNET: 16, "deeplabv3_resnet50": 16}  # whose outputs are images; of others, models.BATCH
+# Networks whose outputs are images have smaller batches than models.BATCH.
+BATCHES = {UNET: 16, "deeplabv3_resnet50": 16}
 TRAINING, INFERENCE = "training", "inference"
 MODES = (TRAINING, INFERENCE)
-COMPILE_MODE = "default"  # of torch.compile
+COMPILE_MODE = "default"  # the mode of torch.compile
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Configuration:
     """How a network computes; its weights are float32."""
 
     name: str
-    precision: str | None  # of float32 products; None: there are none
+    precision: str | None  # the arithmetic of float32 convolutions; None if there are none
     autocast: torch.dtype | None
     format: torch.memory_format
 
@@ -56,30 +57,30 @@ CONFIGURATIONS = {
     "float32": Configuration("float32 tf32 nchw", "tf32", None, FORMATS["nchw"]),
     "bfloat16": Configuration("bfloat16 autocast nhwc", None, torch.bfloat16, FORMATS["nhwc"]),
 }
-"""By what ``--dtype`` calls them."""
+"""The configurations, by their names for ``--dtype``."""
 
 
 @dataclass(frozen=True)
 class NetworkCase:
-    """One row before it is measured."""
+    """What one row measures."""
 
     network: str
     mode: str
     configuration: Configuration
     batch: int
-    side: int | None  # of the images; None: as the network has them
+    side: int | None  # height and width of the images; None for the network's own
 
     @property
     def label(self) -> str:
         return self.outcome().label
 
     def outcome(self, **found: Any) -> NetworkRow:
-        """The row, with what was found."""
+        """The case's row, with the given figures or reasons."""
         return NetworkRow(self.network, self.mode, self.configuration.name, **found)
 
     @contextmanager
     def circumstances(self, device: torch.device) -> Iterator[None]:
-        """Those in which the network is called, and optimized."""
+        """The gradient mode and autocast under which the network is optimized and called."""
         dtype = self.configuration.autocast
         with (
             torch.set_grad_enabled(self.mode == TRAINING),
@@ -95,7 +96,7 @@ def cases(
     batch: int | None = None,
     side: int | None = None,
 ) -> list[NetworkCase]:
-    """All rows, network by network."""
+    """All combinations of the given values, network by network."""
     return [
         NetworkCase(
             name, mode, CONFIGURATIONS[dtype], batch or BATCHES.get(name, models.BATCH), side
@@ -107,26 +108,30 @@ def cases(
 
 
 def row(case: NetworkCase, device: torch.device, effort: Effort, compile: bool) -> NetworkRow:
-    """The case measured, with ``compile`` beside torch.compile in inference; or why it was not."""
+    """Measures a case, with ``compile`` also torch.compile in inference.
+
+    The row of a case that is skipped or fails says why.
+    """
     try:
         with contestants.settings(case.configuration.precision):
             return _measured(case, device, effort, compile and case.mode == INFERENCE)
     except MissingExtra as missing:
         return case.outcome(skipped=str(missing))
-    except Exception as error:  # whatever it is, the other rows are worth having
+    except Exception as error:  # One row must not stop the others, whatever is wrong.
         why = reason(error, f"a smaller --batch than {case.batch} may fit")
         return case.outcome(error=why)
     finally:
         if compile:
-            torch._dynamo.reset()  # compiled code keeps what it was compiled for
-        gc.collect()  # networks are cycles of references, graphs above all
+            torch._dynamo.reset()  # Compiled code keeps its network alive.
+        gc.collect()  # Networks and graphs have cyclic references.
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: bool) -> NetworkRow:
     network, images = _made(case, device)
-    runs = [_Contestant(case, network, images)]  # first, before optimize tries algorithms out
+    # PyTorch's first call comes before optimize, which would try its algorithms out.
+    runs = [_Contestant(case, network, images)]
     with case.circumstances(device):
         optimized: Any = fastconv.optimize(network, images, progress=False)
     runs.append(_Contestant(case, optimized, images))
@@ -140,13 +145,13 @@ def _measured(case: NetworkCase, device: torch.device, effort: Effort, compile: 
         peer=peer,
         compiled=compiled[0] if compiled else None,
         compile_mode=COMPILE_MODE if compiled else None,
-        optimized=_summarised(network, optimized.fastconv_optimization),
+        optimized=_summary(network, optimized.fastconv_optimization),
         difference=difference,
     )
 
 
 def _made(case: NetworkCase, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """The network and a batch of images, as the case has them."""
+    """Makes the case's network and a batch of images."""
     network, (channels, *size) = _build(case.network)
     if case.side is not None:
         size = [case.side, case.side]
@@ -155,12 +160,12 @@ def _made(case: NetworkCase, device: torch.device) -> tuple[nn.Module, Tensor]:
     return network.train(case.mode == TRAINING).to(device=device, memory_format=format), images
 
 
-def _build(name: str) -> tuple[Any, tuple[int, ...]]:  # Any: annotations of nn.Module.to have gaps
+def _build(name: str) -> tuple[Any, tuple[int, ...]]:  # Any: nn.Module.to is incompletely typed.
     return (UNet(), UNET_IMAGE) if name == UNET else models.build(name)
 
 
 class _Contestant:
-    """A network that takes steps; it has taken the first."""
+    """A network whose steps are timed; constructing it takes and times the first step."""
 
     def __init__(self, case: NetworkCase, network: Any, images: Tensor) -> None:
         self._case, self._network, self._images = case, network, images
@@ -168,7 +173,10 @@ class _Contestant:
         self.clear()
 
     def run(self) -> list[Tensor]:
-        """A step: forward, and in training backward, of the sum of the outputs' means."""
+        """Takes a step: forward and, in training, backward from the sum of the outputs' means.
+
+        Returns the outputs in inference, and nothing in training.
+        """
         with self._case.circumstances(self._images.device):
             results = tensors_of(self._network(self._images))
             outputs = [one for one in results if one.is_floating_point()]
@@ -178,12 +186,13 @@ class _Contestant:
         return outputs
 
     def clear(self) -> None:
+        """Drops all gradients."""
         self._network.zero_grad(set_to_none=True)
 
 
 def _timings(runs: Sequence[_Contestant], device: torch.device, effort: Effort) -> list[Timing]:
     def clear() -> None:
-        """Of all: a step should not find another's gradients in its memory."""
+        """Drops all gradients of all contestants, so that each step has the same free memory."""
         for one in runs:
             one.clear()
 
@@ -201,7 +210,7 @@ def _timings(runs: Sequence[_Contestant], device: torch.device, effort: Effort) 
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """The largest relative difference of an output, in the Euclidean norm."""
+    """The largest relative difference of any output, in the Euclidean norm."""
     largest = 0.0
     for one, other in zip(expected, found, strict=True):
         norm = one.double().norm()
@@ -212,7 +221,7 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     return largest
 
 
-def _summarised(network: nn.Module, report: Optimization) -> Optimized:
+def _summary(network: nn.Module, report: Optimization) -> Optimized:
     timed = [(layer, layer.times) for layer in report.layers if layer.times is not None]
     return Optimized(
         layers=sum(isinstance(module, nn.Conv2d) for module in network.modules()),
@@ -228,19 +237,21 @@ def _summarised(network: nn.Module, report: Optimization) -> Optimized:
 
 
 class UNet(nn.Module):
-    """The usual U-Net: 5 levels, each twice as wide as the one above, ``width`` at the top."""
+    """The usual U-Net: each level has twice the channels of the one above, the top ``width``."""
 
     def __init__(self, width: int = 64, levels: int = 5, classes: int = 2) -> None:
         super().__init__()
         widths = [width << level for level in range(levels)]
         steps = list(pairwise(widths))
-        self.top = _twice(UNET_IMAGE[0], width)
-        self.down = nn.ModuleList(_twice(narrow, wide) for narrow, wide in steps)
+        self.top = _double_convolution(UNET_IMAGE[0], width)
+        self.down = nn.ModuleList(_double_convolution(narrow, wide) for narrow, wide in steps)
         self.pool = nn.MaxPool2d(2)
         self.widen = nn.ModuleList(
             nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in reversed(steps)
         )
-        self.up = nn.ModuleList(_twice(wide, narrow) for narrow, wide in reversed(steps))
+        self.up = nn.ModuleList(
+            _double_convolution(wide, narrow) for narrow, wide in reversed(steps)
+        )
         self.classify = nn.Conv2d(width, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -254,7 +265,8 @@ class UNet(nn.Module):
         return classified
 
 
-def _twice(channels: int, width: int) -> nn.Sequential:
+def _double_convolution(channels: int, width: int) -> nn.Sequential:
+    """Two 3x3 convolutions, each with BatchNorm and ReLU."""
     return nn.Sequential(
         *(
             layer

@@ -1,4 +1,4 @@
-"""One HTML page with everything in it: the table, sortable, and the plots. It loads nothing."""
+"""``fastconv report --html``: one self-contained page with plots and a sortable table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ document.querySelectorAll("table.sortable").forEach(table => {
   const key = (row, at) => row.cells[at]?.dataset.value ?? "";
   const order = (a, b) => {
     const x = parseFloat(a), y = parseFloat(b);
-    return isNaN(x) || isNaN(y) ? a.localeCompare(b) : x - y;  // failed rows, "", come first
+    return isNaN(x) || isNaN(y) ? a.localeCompare(b) : x - y;  // "" of failed rows comes first.
   };
   const sort = (head, at) => {
     const up = head.getAttribute("aria-sort") !== "ascending";
@@ -100,7 +100,7 @@ def _table(results: Results) -> str:
     shown = report.filled([report.row_cells(row) for row in rows], len(headings))
     head = "".join(f'<th{_class(at)} scope="col">{escape(headings[at])}</th>' for at in shown)
     body = "\n".join(_row(row, shown) for row in rows)
-    foot = "\n".join(_sum(found, shown) for found in results.sums)  # sorting leaves it there
+    foot = "\n".join(_sum(found, shown) for found in results.sums)  # Sorting moves the body only.
     return (
         f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>'
         f"<tfoot>\n{foot}\n</tfoot></table>"
@@ -108,11 +108,13 @@ def _table(results: Results) -> str:
 
 
 def _sum(found: Sum, shown: Sequence[int]) -> str:
+    """The row of a sum, with the columns that are shown."""
     cells, kind = report.sum_cells(found), "faster" if found.speedup >= 1 else "slower"
     return f'<tr class="{kind}">{"".join(_cell(at, cells[at], "") for at in shown)}</tr>'
 
 
 def _row(row: Row, shown: Sequence[int]) -> str:
+    """The row of a case; if it failed, the reason takes the place of all figures."""
     cells, tooltip = report.row_cells(row), f' title="{escape(row.command)}"'
     if row.error is not None:
         kind, shown, rest = "failed", shown[: len(report.LEFT)], len(shown) - len(report.LEFT)
@@ -124,12 +126,14 @@ def _row(row: Row, shown: Sequence[int]) -> str:
 
 
 def _cell(number: int, text: str, tooltip: str) -> str:
+    """The cell of a column; ``data-value`` is what its column is sorted by."""
     extra = tooltip if number == 0 else ""
     value = escape(text if number < len(report.LEFT) else text.split(" ")[0])
     return f'<td{_class(number)}{extra} data-value="{value}">{escape(text)}</td>'
 
 
 def _class(number: int) -> str:
+    """The class attribute of a column's cells; the columns of text have none."""
     if number < len(report.LEFT):
         return ""
     named = " speedup" if report.RIGHT[number - len(report.LEFT)] == "speed-up" else ""

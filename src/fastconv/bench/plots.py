@@ -1,4 +1,4 @@
-"""Plots of results: speed-ups, and a roofline with every row as a point."""
+"""Plots of results: speed-ups as bars, and a roofline with every row as a point."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 COLOURS = dict(zip((*PASSES, STEP), ("#3b6fb6", "#d9822b", "#3d9970", "#8e5ea2"), strict=True))
 NETWORK_COLOURS = dict(zip(MODES, ("#8e5ea2", "#3b6fb6"), strict=True))
-MARKERS = ("o", "s", "^", "D", "v")  # of the modes in a roofline
+MARKERS = ("o", "s", "^", "D", "v")  # one for each mode in a roofline
 BAR_INCHES = 0.17
 
 AnyRow = TypeVar("AnyRow", Row, NetworkRow)
 
 
 def speedups(results: Results) -> Figure:
-    """A bar for each row: how many times as fast as the peer, on a logarithmic scale."""
+    """A bar for each row: its speed-up over the peer, on a logarithmic scale."""
     figure, axes = _bars(results.measured, _bar_name, lambda row: row.case.direction, COLOURS)
     axes.set_xlabel("speed-up over the peer (right of 1: fastconv is faster)")
     axes.set_title(_title(results), fontsize=9)
@@ -36,7 +36,7 @@ def speedups(results: Results) -> Figure:
 
 
 def network_speedups(results: NetworkResults) -> Figure:
-    """A bar for each row: how many times as fast as PyTorch's network, on a logarithmic scale."""
+    """A bar for each row: its speed-up over PyTorch's network, on a logarithmic scale."""
     figure, axes = _bars(
         results.measured,
         lambda row: f"{row.network} · {row.configuration}",
@@ -54,7 +54,7 @@ def _bars(
     kind: Callable[[AnyRow], str],
     colours: Mapping[str, str],
 ) -> tuple[Figure, Axes]:
-    """Bars side by side for the kinds of rows that have a name in common."""
+    """Bars in groups of rows with the same name, coloured by kind."""
     names = list(dict.fromkeys(map(name, rows)))
     kinds = [one for one in colours if any(kind(row) == one for row in rows)]
     figure, axes = _figure(9, 1.6 + BAR_INCHES * (len(rows) + len(names)))
@@ -79,18 +79,18 @@ def _bars(
 
 
 def roofline(results: Results) -> Figure:
-    """Operations per byte against operations per second, ours and the peer's, under the roofs."""
+    """Operations per second over operations per byte, ours and the peer's, under the ceilings."""
     figure, axes = _figure(9, 6)
     rows = results.measured
     if results.ceilings is not None and rows:
-        _draw_roofs(axes, results.ceilings, rows)
+        _draw_ceilings(axes, results.ceilings, rows)
     modes = list(dict.fromkeys(row.case.mode for row in rows))
     markers = dict(zip(modes, MARKERS * len(modes), strict=False))
     for row in rows:
         _draw_point(axes, row, markers[row.case.mode])
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("operations per byte that has to be moved")
+    axes.set_xlabel("arithmetic intensity: operations per byte that has to be moved")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"roofline: {_title(results)}", fontsize=9)
     axes.grid(alpha=0.25, which="both", linewidth=0.4)
@@ -103,7 +103,7 @@ NETWORK_PLOTS: dict[str, Callable[[NetworkResults], Figure]] = {"speedups": netw
 
 
 def write(results: Results | NetworkResults, folder: Path) -> None:
-    """Every plot as PNG and as SVG."""
+    """Writes every plot to the folder, as PNG and as SVG."""
     if isinstance(results, NetworkResults):
         figures = {name: draw(results) for name, draw in NETWORK_PLOTS.items()}
     else:
@@ -115,13 +115,13 @@ def write(results: Results | NetworkResults, folder: Path) -> None:
 
 
 def outputs(results: Results | NetworkResults, folder: Path) -> list[Path]:
-    """The files that :func:`write` writes there."""
+    """The files that :func:`write` writes to the folder."""
     names = NETWORK_PLOTS if isinstance(results, NetworkResults) else PLOTS
     return [folder / f"{name}.{suffix}" for name in names for suffix in ("png", "svg")]
 
 
 def inline_svg(figure: Figure) -> str:
-    """The figure as an SVG element for a page."""
+    """The figure as an SVG element for an HTML page."""
     buffer = io.StringIO()
     with extra("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastconv"}):
         figure.savefig(buffer, format="svg", metadata=_undated("svg"))
@@ -130,11 +130,12 @@ def inline_svg(figure: Figure) -> str:
 
 
 def _undated(suffix: str) -> dict[str, Any]:
+    """Metadata without the date that matplotlib writes by default, so that files are the same."""
     return {"Date": None} if suffix == "svg" else {}
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure that needs no display: the canvas is Agg's unless a file asks for another."""
+    """A figure that needs no display: it is made without pyplot, which would open windows."""
     figure: Figure = extra("matplotlib.figure").Figure((width, height), layout="constrained")
     return figure, figure.add_subplot()
 
@@ -148,7 +149,7 @@ def _bar_name(row: Row) -> str:
 
 
 def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Ticks 0.5, 1, 2, ... rather than powers of ten."""
+    """Sets ticks at 0.5, 1, 2, ... rather than at powers of ten."""
     ticks = [2.0**power for power in range(-6, 9)]
     low, high = min([*values, 1.0]), max([*values, 1.0])
     axis.set_ticks([t for t in ticks if low / 2 <= t <= high * 2], minor=False)
@@ -156,7 +157,7 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_minor_formatter("")
 
 
-def _draw_roofs(axes: Axes, ceilings: Ceilings, rows: Sequence[Row]) -> None:
+def _draw_ceilings(axes: Axes, ceilings: Ceilings, rows: Sequence[Row]) -> None:
     intensities = [row.limit.intensity for row in rows if row.limit]
     low, high = min(intensities) / 2, max(intensities) * 2
     for mode, tflops in ceilings.tflops.items():
@@ -171,7 +172,7 @@ def _draw_roofs(axes: Axes, ceilings: Ceilings, rows: Sequence[Row]) -> None:
 
 
 def _draw_point(axes: Axes, row: Row, marker: str) -> None:
-    """Ours, filled, and the peer, hollow, with a line between them."""
+    """Draws a row: a filled point for ours, a hollow one for the peer, and a line between."""
     if row.limit and row.ours and row.peer:
         x, rates = row.limit.intensity, [_tflops(row, t.ms) for t in (row.ours, row.peer)]
         colour = COLOURS[row.case.direction]
@@ -181,7 +182,7 @@ def _draw_point(axes: Axes, row: Row, marker: str) -> None:
 
 
 def _add_legend(axes: Axes, directions: set[str], markers: dict[str, str]) -> None:
-    """Colours are passes, shapes are modes."""
+    """Explains the points: colours are passes, shapes are modes."""
     line = extra("matplotlib.lines").Line2D
     ours_and_peer = [
         line([], [], marker="o", linestyle="", color="black", label="filled: fastconv"),

@@ -1,7 +1,8 @@
-"""Random convolutions of every kind that people have: what verification and planning are tried on.
+"""Draws random convolutions of every kind, for verification and for tests of planners and kernels.
 
-Half of all sizes are odd ones, for what is round takes other paths than what is not. Work is drawn
-before sizes are: small problems take other kernels than real layers do.
+Many sizes are arbitrary rather than round, since round sizes take other paths through planners and
+kernels. The number of operations is drawn before the sizes, since small problems take other kernels
+than real layers do.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from fastconv.problem import Pair, Problem
 from fastconv.workloads import SUITES, Workload, unique
 
-LEAST_FLOPS = 1e4
+LEAST_FLOPS = 1e4  # The smallest problems that are drawn have about this many operations.
 KNOWN = unique(workload for suite in SUITES.values() for workload in suite)
-_KNOWN_SHARE = 0.1
+_KNOWN_SHARE = 0.1  # The share of convolutions that are drawn from KNOWN.
 _SIZES = (7, 8, 14, 16, 17, 28, 32, 33, 56, 64, 65, 112, 128, 224, 256, 512)
 _CHANNELS = (3, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 192, 256, 320, 512, 1024, 2048)
 _KERNELS = ((1, 1), (1, 1), (3, 3), (3, 3), (3, 3), (5, 5), (7, 7), (2, 2), (4, 4), (5, 9))
@@ -30,9 +31,10 @@ def workload(
     most_elements: float = math.inf,
     least_flops: float = LEAST_FLOPS,
 ) -> Workload:
-    """One with at most so much work in a pass, and so many elements in all of its tensors.
+    """Draws any convolution, with limits on operations in a pass and elements of all tensors.
 
-    Where ``least_flops`` is given, few have less: those that would have too many elements.
+    With ``least_flops``, convolutions have fewer operations only if they would have too many
+    elements otherwise.
     """
     flops = least_flops * (most_flops / least_flops) ** draw.random()
     while True:
@@ -43,37 +45,40 @@ def workload(
                 continue
             problem = _shrunk(draw, drawn.problem, flops, most_elements)
         except RuntimeError:
-            continue  # an image too small for its kernel
+            continue  # The kernel exceeds the image, or the problem its limits.
         return workload_of(problem)
 
 
 def narrow(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """The same of groups of few channels, or one; kernels may be wide and tall."""
+    """Draws a convolution with groups of few channels, often of one; kernels may be large."""
     flops = LEAST_FLOPS * (most_flops / LEAST_FLOPS) ** draw.random()
     while True:
         drawn = _drawn(draw, _narrow_kernel, _narrow_channels)
-        with suppress(RuntimeError):  # an image too small for its kernel
+        with suppress(RuntimeError):  # The kernel exceeds the image, or the problem its limits.
             problem = _shrunk(draw, drawn.problem, flops, most_elements)
             if problem.groups > 1:
                 return workload_of(problem)
 
 
 def dense(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """The same of one group of many channels, mostly in whole octets; kernels have few taps."""
+    """Draws a convolution with one group of many channels, mostly multiples of 8, and few taps."""
     flops = LEAST_FLOPS * (most_flops / LEAST_FLOPS) ** draw.random()
     while True:
         is_known = draw.random() < _KNOWN_SHARE
         drawn = _known(draw) if is_known else _drawn(draw, _dense_kernel, _dense_channels)
         if drawn.groups > 1:
             continue
-        with suppress(RuntimeError):  # an image too small for its kernel
+        with suppress(RuntimeError):  # The kernel exceeds the image, or the problem its limits.
             problem = _shrunk(draw, drawn.problem, flops, most_elements)
             octets = draw.random() < 0.8
             return workload_of(_in_octets(problem) if octets else problem)
 
 
 def residual(draw: Random) -> Workload:
-    """A layer as residual networks have them: all is round, which little is that is cut down."""
+    """Draws a layer of a residual network, where all sizes are round.
+
+    The other functions cut problems down to their limits, which rarely leaves all sizes round.
+    """
     width, side = draw.choice((64, 128, 256, 512)), draw.choice((7, 14, 28, 56))
     factors = ((1, 1), (1, 1), (4, 1), (1, 4), (2, 1), (2, 4))
     in_channels, out_channels = (width * factor for factor in draw.choice(factors))
@@ -90,27 +95,27 @@ def residual(draw: Random) -> Workload:
 
 
 def practical(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """A layer as networks have them: odd sides, dilations and strides, whole batches.
+    """Draws a layer as networks have them: their sides, dilations, strides, batches of images.
 
-    Where it would be too much, it has fewer images and channels; sides and kernel stay.
+    To stay within the limits, it gets fewer images and channels; sides and kernel stay.
     """
     while True:
         kernel, stride, dilation = draw.choice(_LAYERS)(draw)
-        height = draw.choice(_ODD_SIDES)
+        height = draw.choice(_NETWORK_SIDES)
         size = (1, 16 * height) if kernel[0] == 1 and draw.random() < 0.5 else (height, height)
         ins, outs, groups = _practical_channels(draw)
         made = Workload(
             "", "", (2 ** draw.randrange(7), ins, *size), (outs, ins // groups, *kernel), stride,
             _practical_padding(draw, kernel, dilation), dilation, groups,
         )  # fmt: skip
-        with suppress(RuntimeError):  # an image too small for its kernel
+        with suppress(RuntimeError):  # The kernel exceeds the image, or the problem its limits.
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
 
 
 def far(draw: Random, most_flops: float, most_elements: float = math.inf) -> Workload:
-    """A layer whose taps are so far apart that few of them meet the image.
+    """Draws a layer whose taps are so far apart that few of them meet the image.
 
-    What counts elements to where the others would be may not fit 32 bits.
+    Offsets to the elements of the other taps, which lie in the padding, may not fit 32 bits.
     """
     while True:
         taps, apart = draw.randint(2, 4), 2 ** draw.randint(8, 20)
@@ -127,14 +132,17 @@ def far(draw: Random, most_flops: float, most_elements: float = math.inf) -> Wor
             (0, 0, before, behind) if across else (before, behind, 0, 0),
             (1, apart) if across else (apart, 1), groups,
         )  # fmt: skip
-        with suppress(RuntimeError):  # an image too small for its kernel
+        with suppress(RuntimeError):  # The kernel exceeds the image, or the problem its limits.
             return workload_of(_with_fewer(draw, made.problem, most_flops, most_elements))
 
 
-_ODD_SIDES = (7, 14, 28, 33, 49, 56, 65, 65, 97, 101, 112, 129, 224, 257, 299, 513)
+_NETWORK_SIDES = (7, 14, 28, 33, 49, 56, 65, 65, 97, 101, 112, 129, 224, 257, 299, 513)
 
 
-def _atrous(draw: Random) -> tuple[Pair, Pair, Pair]:
+# Each of the next four functions draws the kernel size, stride and dilation of a layer.
+
+
+def _dilated(draw: Random) -> tuple[Pair, Pair, Pair]:
     kernel = draw.choice(((3, 3), (3, 3), (5, 5), (3, 5), (7, 3), (5, 9)))
     rate = draw.randint(2, 12)
     return (
@@ -145,7 +153,7 @@ def _atrous(draw: Random) -> tuple[Pair, Pair, Pair]:
 
 
 def _causal(draw: Random) -> tuple[Pair, Pair, Pair]:
-    """A row of many columns, as in sound: taps far apart."""
+    """A layer for sound, whose images are one row: few taps, far apart."""
     return (1, draw.randint(2, 4)), (1, 1), (1, 2 ** draw.randrange(8))
 
 
@@ -158,10 +166,11 @@ def _plain(draw: Random) -> tuple[Pair, Pair, Pair]:
     return draw.choice(_KERNELS), (1, 1), (1, 1)
 
 
-_LAYERS = (_atrous, _atrous, _causal, _strided, _plain)
+_LAYERS = (_dilated, _dilated, _causal, _strided, _plain)
 
 
 def _practical_channels(draw: Random) -> tuple[int, int, int]:
+    """Input channels, output channels and groups: mostly one group, sometimes depthwise."""
     ins, outs = draw.choice(_CHANNELS), draw.choice(_CHANNELS)
     which = draw.random()
     if which < 0.15:
@@ -173,14 +182,14 @@ def _practical_channels(draw: Random) -> tuple[int, int, int]:
 
 
 def _practical_padding(draw: Random, kernel: Pair, dilation: Pair) -> tuple[int, ...]:
-    """Mostly what keeps the size; else none, or all of it on one side."""
+    """Mostly the padding that keeps the size; else none, or all of it on one side."""
     rows, columns = (step * (taps - 1) for step, taps in zip(dilation, kernel, strict=True))
     same = (rows // 2, columns // 2)
     return draw.choice((same, same, same, (0, 0), (rows, 0, columns, 0)))
 
 
 def _with_fewer(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:
-    """The problem with so few images and channels that it is not too much."""
+    """The problem with so few images, channels or groups that it keeps to the limits."""
     while problem.flops > flops or _elements(problem) > elements:
         fewer: list[dict[str, Any]] = [{"batch": max(1, problem.batch // 2)}]
         depth, multiplier = (
@@ -194,7 +203,7 @@ def _with_fewer(draw: Random, problem: Problem, flops: float, elements: float) -
         )
         changed = list(_changed(problem, fewer))
         if not changed:
-            raise RuntimeError("a single channel of a single image is too much")
+            raise RuntimeError("a single channel of a single image exceeds the limits")
         problem = draw.choice(changed)
     return problem
 
@@ -239,12 +248,12 @@ def _drawn(
 
 
 def _small(draw: Random, most: int) -> int:
-    """From 1 up; small ones more often."""
+    """A number from 1 to ``most``, small ones more often."""
     return int(math.exp(draw.uniform(0.0, math.log(most + 1))))
 
 
 def _pair(draw: Random, first: int, second: int) -> Pair:
-    """Equal ones half of the time."""
+    """Both numbers, or the first one twice, with equal probability."""
     return (first, first) if draw.random() < 0.5 else (first, second)
 
 
@@ -279,7 +288,7 @@ def _stride(draw: Random, kernel: Pair) -> Pair:
 
 
 def _padding(draw: Random, extent: Sequence[int]) -> tuple[int, ...]:
-    """None, one that keeps the size, a little on each side or anything, or all on one side."""
+    """Padding (0, 0), or such as keeps the size, or random amounts, or all of it on one side."""
     rows, columns = extent
     return draw.choice(
         (
@@ -298,7 +307,7 @@ def _side(draw: Random) -> int:
 
 
 def _channels(draw: Random) -> tuple[int, int, int]:
-    """Of the input, of the output, and groups."""
+    """Input channels, output channels and groups."""
 
     def some() -> int:
         return draw.choice((draw.choice(_CHANNELS), _small(draw, 20), _small(draw, 600)))
@@ -306,7 +315,7 @@ def _channels(draw: Random) -> tuple[int, int, int]:
     which = draw.random()
     if which < 0.65:
         return some(), some(), 1
-    if which < 0.75:  # the first layers and the last ones of networks
+    if which < 0.75:  # First and last layers of networks have few channels on one side.
         few, many = draw.randint(1, 5), some()
         return (few, many, 1) if draw.random() < 0.5 else (many, few, 1)
     if which < 0.85:
@@ -333,7 +342,7 @@ def _dense_channels(draw: Random) -> tuple[int, int, int]:
 
 
 def _in_octets(problem: Problem) -> Problem:
-    """The same of whole octets of channels."""
+    """The problem with its channels rounded up to multiples of 8."""
     return replace(
         problem,
         in_channels=8 * math.ceil(problem.in_channels / 8),
@@ -342,19 +351,19 @@ def _in_octets(problem: Problem) -> Problem:
 
 
 def _shrunk(draw: Random, problem: Problem, flops: float, elements: float) -> Problem:
-    """The problem, cut down to so much work and so many elements: one dimension after another."""
+    """The problem, cut down dimension by dimension, at random, until it keeps to the limits."""
     while problem.flops > flops or _elements(problem) > elements:
         fewer = list(_smaller(problem)) or list(_with_smaller_kernel(problem))
         if not fewer:
-            raise RuntimeError("a single output of a single channel is too much")
+            raise RuntimeError("a single output of a single channel exceeds the limits")
         problem = draw.choice(fewer)
     return problem
 
 
 def smaller(problem: Problem) -> Iterator[Problem]:
-    """The same with less of one of its dimensions, each in turn."""
+    """Smaller variants of a problem, each with one dimension reduced, to shrink test cases."""
     yield from _smaller(problem)
-    yield from _with_fewer_of_a_kind(problem)
+    yield from _with_same_parity(problem)
     yield from _with_fewer_octets(problem)
     yield from _with_smaller_kernel(problem)
 
@@ -365,7 +374,7 @@ def _elements(problem: Problem) -> int:
 
 
 def _smaller(problem: Problem) -> Iterator[Problem]:
-    """With about two thirds of a dimension, each of them in turn."""
+    """Variants with about two thirds of a dimension of images, sizes or channels."""
     height, width = problem.input_size
     depth = problem.in_channels // problem.groups
     multiplier = problem.out_channels // problem.groups
@@ -381,8 +390,12 @@ def _smaller(problem: Problem) -> Iterator[Problem]:
     return _changed(problem, changes)
 
 
-def _with_fewer_of_a_kind(problem: Problem) -> Iterator[Problem]:
-    """Two thirds of an even batch may be odd, and of an odd side even: so halves and odd sides."""
+def _with_same_parity(problem: Problem) -> Iterator[Problem]:
+    """Variants with half of an even batch, or with a smaller odd side.
+
+    Two thirds of an even batch may be odd, and two thirds of an odd side even, and kernels may
+    depend on this.
+    """
     height, width = problem.input_size
     halves = [{"batch": problem.batch // 2}] if problem.batch % 2 == 0 else []
     sides = ((_less(height) | 1, width), (height, _less(width) | 1))
@@ -397,9 +410,9 @@ def _with_smaller_kernel(problem: Problem) -> Iterator[Problem]:
 
 
 def _with_fewer_octets(problem: Problem) -> Iterator[Problem]:
-    """Two thirds of whole octets are seldom octets, which some kernels need, or multiples of more.
+    """Variants with fewer channels that stay multiples of 8, which some kernels need.
 
-    So half of an even number of them is tried as well.
+    Some kernels need multiples of more than 8, so half of an even number of octets is also tried.
     """
     counts = {"in_channels": problem.in_channels, "out_channels": problem.out_channels}
     if problem.groups > 1 or any(count % 8 for count in counts.values()):
@@ -414,7 +427,7 @@ def _less(size: int) -> int:
 
 
 def _changed(problem: Problem, changes: Iterable[dict[str, Any]]) -> Iterator[Problem]:
-    """What differs from the problem, and is one: its kernel fits the image."""
+    """The changed problems, without those that are the same or whose kernel exceeds the image."""
     for change in changes:
         one = replace(problem, **change)
         fits = all(a >= b for a, b in zip(one.padded_size, one.kernel_extent, strict=True))

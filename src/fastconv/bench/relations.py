@@ -1,7 +1,8 @@
-"""What must hold between results, whatever they are: checked beside each of them.
+"""Relations that must hold between the results of several calls, whatever the data.
 
-All are between exact operands: sums are split into zeros and the rest, and factors are powers of
-two. So nothing but the kernels rounds, and the bounds are those of the results themselves.
+The operands of each call are derived from the trial's without rounding: elements are replaced by
+zeros or multiplied by powers of two. So only the kernels round, and the bounds are those of the
+results themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from fastconv.bench.cases import PASSES, Tensors
 from fastconv.bench.judging import CHUNK_ELEMENTS, Part, Reference, size_of, tolerance
 from fastconv.bench.trials import FAR, Data, Results, Trial
 
-ADJOINT_EVERY = 8  # trials: it needs the kernels of all three passes
-LARGE_EVERY = 2  # large trials with one more relation than the cheap ones
-_SPLIT_SLACK = 2.0  # √2 of the bound for both parts of a split sum, and some more
-_ADJOINT_SLACK = 2.0  # few weights make few independent errors
+ADJOINT_EVERY = 8  # One in so many trials checks `adjoint`, which compiles all three passes.
+LARGE_EVERY = 2  # On a GPU, one in so many large trials checks one of the expensive relations.
+_SPLIT_SLACK = 2.0  # The errors of both parts of a split sum allow √2 times the bound; a bit more.
+_ADJOINT_SLACK = 2.0  # With few weights, few independent rounding errors average out less.
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trial that has been computed."""
+    """A trial with its data, results and reference."""
 
     trial: Trial
     data: Data
@@ -38,7 +39,7 @@ class Subject:
 
 
 Relation = Callable[[Subject], str | None]
-"""What is wrong, or None."""
+"""Returns what is wrong, or None."""
 
 
 def repetition(subject: Subject) -> str | None:
@@ -52,9 +53,10 @@ def repetition(subject: Subject) -> str | None:
 
 
 def alone(subject: Subject) -> str | None:
-    """An image gives the same bits by itself as in its batch.
+    """An image gives the same bits alone as in its batch.
 
-    On a CPU, the matrix products of other sizes may round otherwise: there, results are as good.
+    On a CPU, matrix products of other sizes may round differently, so that the results only have
+    to keep to their bounds.
     """
     trial, data = subject.trial, subject.data
     index = Random(trial.seed).randrange(trial.problem.batch)
@@ -70,7 +72,7 @@ def alone(subject: Subject) -> str | None:
 
 
 def linearity(subject: Subject) -> str | None:
-    """f(x) = ½ f(2u) - f(-v), where x is u where v is zero and v where u is; in both operands."""
+    """f(u + v) = ½ f(2u) - f(-v) for each operand, if no element is nonzero in both u and v."""
     trial, data = subject.trial, subject.data
     for name, role in zip(("first", "second"), trial.roles[:2], strict=True):
         tensor: Tensor = getattr(data, name)
@@ -80,9 +82,9 @@ def linearity(subject: Subject) -> str | None:
             bias = None if data.bias is None else data.bias * (2.0 if factor == 0.5 else 0.0)
             changed: dict[str, Any] = {name: trial.placed(role, share / factor), "bias": bias}
             split = data._replace(**changed)
-            # The bias's gradient depends on the second operand alone.
-            once = factor if name == "second" else float(factor == 0.5)
-            parts.append(Part(trials.compute(trial, split), factor, once))
+            # The bias gradient depends only on the second operand.
+            bias_factor = factor if name == "second" else float(factor == 0.5)
+            parts.append(Part(trials.compute(trial, split), factor, bias_factor))
         complaint = subject.reference.judge(*parts, slack=_SPLIT_SLACK).complaint
         if complaint:
             return f"in {role}: {complaint}"
@@ -90,7 +92,11 @@ def linearity(subject: Subject) -> str | None:
 
 
 def scales(subject: Subject) -> str | None:
-    """Powers of two on images and channels show in the result, and make up for each other."""
+    """Images and channels multiplied by powers of two multiply the result by these.
+
+    The channels (or images) that are summed over are multiplied by a power in one operand and
+    divided by it in the other, which must not change the result.
+    """
     trial, data, roles = subject.trial, subject.data, subject.trial.roles
     powers = _powers(trial, data.first.device)
     summed = powers[roles.summed]
@@ -135,7 +141,7 @@ def adjoint(subject: Subject) -> str | None:
 
 
 def isolated(subject: Subject) -> str | None:
-    """A result does not depend on what its formula does not read."""
+    """A result does not depend on elements that its formula does not read."""
     return isolation.check(subject.trial, subject.data.first.device).complaint
 
 
@@ -146,10 +152,13 @@ RELATIONS: dict[str, Relation] = {
 
 
 def chosen(trial: Trial, device: torch.device) -> Sequence[str]:
-    """The relations that the trial is checked for: all that apply, of a large one a few."""
+    """The names of the relations to check: all that apply to a small trial, a few for a large one.
+
+    ``adjoint`` is checked for only some of the small trials.
+    """
     has_images = trial.case.direction != "weight_grad" and trial.problem.batch > 1
     names = ["repetition", "isolated", *["alone"] * has_images]
-    if trial.data == FAR:  # there is no room for factors of two beside it
+    if trial.data == FAR:  # Further powers of two would leave the range of the type.
         return names
     rest = ["linearity", "scales", "adjoint"]
     if trial.is_large(device):
@@ -161,7 +170,7 @@ def chosen(trial: Trial, device: torch.device) -> Sequence[str]:
 def _differences(found: Tensor, expected: Tensor) -> str | None:
     if found.equal(expected):
         return None
-    differ = ~(found == expected)  # NaN differs
+    differ = ~(found == expected)  # NaN counts as different.
     at = differ.nonzero()[0].tolist()
     return (
         f"{int(differ.sum())} of {differ.numel()} elements differ, first at {at}: "
@@ -175,13 +184,13 @@ def _random(trial: Trial, like: Tensor) -> Tensor:
 
 
 def _powers(trial: Trial, device: torch.device) -> dict[str, Tensor]:
-    """An exponent for every image, input channel and output channel."""
+    """Draws an exponent for every image (n), input channel (c) and output channel (k)."""
     problem, roles, draw = trial.problem, trial.roles, Random(trial.seed)
     most_summed, most = (2, 1) if trial.case.dtype == "float16" else (25, 15)
     counts = {"n": problem.batch, "c": problem.in_channels, "k": problem.out_channels}
     powers = {}
     for axis, count in counts.items():
-        # A bias belongs to no image, nor does its gradient.
+        # A bias and its gradient belong to no image, so that images cannot have powers then.
         within = 0 if axis == "n" and trial.bias else most_summed if axis == roles.summed else most
         exponents = [draw.randint(-within, within) for _ in range(count)]
         powers[axis] = torch.tensor(exponents, device=device)
@@ -189,7 +198,7 @@ def _powers(trial: Trial, device: torch.device) -> dict[str, Tensor]:
 
 
 def _along(trial: Trial, role: str, powers: dict[str, Tensor]) -> Tensor:
-    """The exponent of each element of a tensor, its rows and columns alike."""
+    """The exponents of a tensor's planes, as a tensor that broadcasts over rows and columns."""
     problem = trial.problem
     if role == "weight":
         of_group = powers["c"].view(problem.groups, -1)
@@ -200,18 +209,18 @@ def _along(trial: Trial, role: str, powers: dict[str, Tensor]) -> Tensor:
 
 
 def _all_terms(trial: Trial, at: Tensors) -> float:
-    """The size of all products of three numbers that the inner products are sums of."""
+    """The size, by :func:`size_of`, of all terms x·w·y of the inner products."""
     size = size_of(trial)
     case = trials.with_direction(trial, "forward").case
     wide = torch.float64 if trial.case.dtype == "float64" else torch.float32
     sizes = Tensors(*(size.term(tensor.to(wide), 0.0) for tensor in at))
-    with contestants.settings("tf32", benchmark=False):  # a few digits will do
+    with contestants.settings("tf32", benchmark=False):  # A few digits are enough.
         total = (contestants.pytorch(case)(sizes) * sizes.grad_output).sum(dtype=torch.float64)
     return float(size.root(total))
 
 
 def _inner(trial: Trial, result: Tensor, other: Tensor) -> tuple[float, float]:
-    """The inner product, and what rounding the result to its type may change it by."""
+    """The inner product, and the error that rounding the result to its type may add to it."""
     size, info = size_of(trial), torch.finfo(result.dtype)
     step = max(1, CHUNK_ELEMENTS * len(result) // result.numel())
     figures = torch.zeros(3, dtype=torch.float64, device=result.device)

@@ -1,4 +1,4 @@
-"""Tables of results: for the terminal and as Markdown."""
+"""Tables of results, for the terminal and as Markdown, and one-line outcomes for progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fastconv.bench import timing
+from fastconv.bench import row_timing
 from fastconv.bench.campaign import Group, Summary
 from fastconv.bench.console import extra
 from fastconv.bench.judging import Error
@@ -23,7 +23,7 @@ from fastconv.bench.results import (
     Row,
     Sum,
 )
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.bench.verify import Check
 
 if TYPE_CHECKING:
@@ -32,50 +32,52 @@ if TYPE_CHECKING:
 Cells = tuple[str, ...]
 
 NOTE = (
-    "median of interleaved samples ± half the interquartile range; share: of the limit that binds, "
-    "as measured on this machine; first call: with compiling and trying out algorithms; "
-    "host: to queue a call; extra: peak memory beyond the results"
+    "times: median of interleaved samples ± half the interquartile range; limit: the ceiling of "
+    "this machine that binds the row; share: the least time that this ceiling allows, over the "
+    "measured time; host: time to queue a call; extra: peak memory beyond operands and results; "
+    "first call: includes compiling and trying out algorithms"
 )
 HOST_NOTE = (
-    "time of the host to queue a call (on a CPU, to compute it): median of interleaved samples "
-    "(quartiles); ratio: fastconv's over PyTorch's, below 1 is less"
+    "host time to queue a call (on a CPU, to compute it): median of interleaved samples "
+    "(quartiles); ratio: fastconv's time over PyTorch's; below 1, fastconv takes less"
 )
 NETWORKS_NOTE = (
-    "a step of the whole network, eager, the host's time included: median of interleaved samples ± "
-    "half the interquartile range; layers: convolutions that fastconv.optimize exchanged, of all; "
-    "layers' ms: GPU time of all convolutions one by one, by PyTorch / as chosen; difference: of "
-    "the results, in the norm; extra: peak memory beyond the results; first call: PyTorch's with "
-    "trying out algorithms, ours after optimize"
+    "times: a step of the whole network, eager, host time included: median of interleaved samples "
+    "± half the interquartile range; over compile: speed-up over torch.compile; layers: "
+    "convolutions that fastconv.optimize exchanged, of all; layers' ms: GPU time of all "
+    "convolutions measured one by one, PyTorch's / as chosen; difference: norm of the difference "
+    "of the results, relative to PyTorch's norm; extra: peak memory beyond operands and results; "
+    "first call: PyTorch's includes trying out algorithms, fastconv's comes after optimize"
 )
 SUM_NOTE = (
-    "count: how often the model has the layer, and its layers in all; sum: of each row's time so "
-    "often, but a first layer has no input gradient"
+    "count: how many such layers the model has, in a sum all of its layers; sum: each row's time, "
+    "multiplied by its count; first layers have no input gradient and do not count there"
 )
-UNSTEADY = (
-    f"?: samples spread by more than {timing.UNSTEADY:.0%}, as they do on a busy machine: "
+UNSTEADY_NOTE = (
+    f"?: samples spread by more than {row_timing.UNSTEADY:.0%}, as on a busy machine: "
     "the figure says little"
 )
 LEFT = ("workload", "pass", "mode", "format")
 RIGHT = (
-    "count", "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's", "host µs",
+    "count", "fastconv ms", "peer ms", "speed-up", "limit", "share", "peer's share", "host µs",
     "extra MiB", "compile s", "first call ms",
 )  # fmt: skip
 _HOST_LEFT = ("row", "call")
 _HOST_RIGHT = ("fastconv µs", "PyTorch µs", "ratio")
 _NETWORK_LEFT = ("network", "mode", "configuration", "images")
 _NETWORK_RIGHT = (
-    "fastconv ms", "PyTorch ms", "speed-up", "torch.compile ms", "over it", "layers", "layers' ms",
-    "optimize s", "difference", "extra MiB", "first call ms",
+    "fastconv ms", "PyTorch ms", "speed-up", "torch.compile ms", "over compile", "layers",
+    "layers' ms", "optimize s", "difference", "extra MiB", "first call ms",
 )  # fmt: skip
 _CHANGE = ("old ms", "new ms", "change", "noise", "peer's change", "verdict")
 _STYLES = {"failed": "red", "FAIL": "red", "slower": "red", "faster": "green"}
-_CHECK = ("compared", "error", "PyTorch's", "max. error", "PyTorch's", "of bound", "check")
-_SUMMARY = (("kind", "name"), ("trials", "wrong", "of bound"))
-_SHARE = "of bound: the largest part of what it may be wrong by that any element is"
+_CHECK = ("compared", "error", "PyTorch's", "max. error", "PyTorch's", "error/bound", "check")
+_SUMMARY = (("kind", "name"), ("trials", "wrong", "error/bound"))
+_SHARE_NOTE = "error/bound: the largest error of any element, as a share of its allowed bound"
 
 
 def title(results: AnyResults) -> str:
-    """What was compared, and where."""
+    """The title of a table: the versions that were compared, and the device."""
     about = results.environment
     ours, commit, torch, threads = (
         about.get(name, "unknown") for name in ("fastconv", "commit", "torch", "threads")
@@ -86,19 +88,19 @@ def title(results: AnyResults) -> str:
 
 
 def ceilings(results: Results) -> str:
-    """The measured limits, and the time spent compiling, in a line."""
+    """The measured ceilings, and the time spent compiling, in a line."""
     if results.ceilings is None:
         return "ceilings not measured"
-    products = [f"{mode} {value:.3g}" for mode, value in results.ceilings.tflops.items()]
-    small = [f"{kind} {value:.3g}" for kind, value in results.ceilings.mma_tflops.items()]
-    warps = f"; mma.sync {', '.join(small)} TFLOP/s" if small else ""
+    matrices = [f"{mode} {value:.3g}" for mode, value in results.ceilings.tflops.items()]
+    kinds = [f"{kind} {value:.3g}" for kind, value in results.ceilings.mma_tflops.items()]
+    mma_sync = f"; mma.sync {', '.join(kinds)} TFLOP/s" if kinds else ""
     copy = results.ceilings.copy_tb_s
     compiled = f"; kernels compiled in {results.build_s:.1f} s" if results.build_s else ""
-    return f"ceilings: {', '.join(products)} TFLOP/s{warps}; copy {copy:.3g} TB/s{compiled}"
+    return f"ceilings: {', '.join(matrices)} TFLOP/s{mma_sync}; copy {copy:.3g} TB/s{compiled}"
 
 
 def row_cells(row: Row) -> Cells:
-    """The cells of a row; those of a failed one are empty but for the first of its times."""
+    """The cells of a row; a failed row has "failed" for its first time, and no other figures."""
     case = row.case
     count = f"{case.count}" if case.workload.model else ""
     head = (case.workload.name, case.direction, case.mode, case.format, count)
@@ -122,7 +124,7 @@ def row_cells(row: Row) -> Cells:
 
 
 def sum_cells(found: Sum) -> Cells:
-    """The cells of a sum; what has no sum is empty."""
+    """The cells of a sum; columns that cannot be added up are empty."""
     of = f" of {found.wanted}" if found.layers < found.wanted else ""
     return (
         f"{found.model}: sum", found.direction, found.mode, found.format, f"{found.layers}{of}",
@@ -131,12 +133,12 @@ def sum_cells(found: Sum) -> Cells:
 
 
 def note(results: Results) -> str:
-    """What the columns are."""
+    """Explains the columns of the table."""
     return f"{NOTE}; {SUM_NOTE}" if results.sums else NOTE
 
 
 def filled(rows: Sequence[Cells], columns: int) -> list[int]:
-    """The columns that at least one row fills."""
+    """The indices of the columns that at least one row fills; of all, if there are no rows."""
     return [at for at in range(columns) if not rows or any(cells[at] for cells in rows)]
 
 
@@ -148,9 +150,9 @@ def brief(row: Row) -> str:
 
 
 class Brief:
-    """The outcome of the last of the checks in a few words.
+    """Describes the last of the checks in a few words, for progress.
 
-    Where ``every_s`` is above 0, what went well is told every so many seconds, all at once.
+    With ``every_s`` above 0, checks that passed are reported together, every so many seconds.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -179,7 +181,7 @@ def table(results: AnyResults) -> Table:
 
 
 def markdown(results: AnyResults) -> str:
-    """A table for the documentation, with its legend."""
+    """A Markdown table with its legend."""
     if isinstance(results, HostResults):
         return _host_markdown(results)
     if isinstance(results, NetworkResults):
@@ -197,7 +199,7 @@ def _results_cells(results: Results) -> list[Cells]:
 
 
 def remarks(results: Results) -> list[str]:
-    """What to know before reading the figures, a sentence each: that the machine was busy."""
+    """Sentences of warning that belong above the figures: whether the machine was busy."""
     return [*_unsteady(results), *results.doubts]
 
 
@@ -225,21 +227,21 @@ def _host_markdown(results: HostResults) -> str:
 
 
 def _host_cells(row: HostRow) -> Cells:
-    """The cells of a row of host times; the last one of a row without them is empty."""
+    """The cells of a row of host times; a row without times says "skipped" or "failed"."""
     if not (row.ours and row.peer):
         return (row.name, row.about, *["skipped" if row.skipped else "failed"] * 2, "")
     return (row.name, row.about, _host_time(row.ours), _host_time(row.peer), _ratio(row))
 
 
 def host_brief(row: HostRow) -> str:
-    """The outcome of a row of host times in a few words."""
+    """A host row's outcome in a few words."""
     if not (row.ours and row.peer):
         return str(row.complaint)
     return f"{_us(row.ours.us)} µs, PyTorch {_us(row.peer.us)} µs, ratio {_ratio(row)}"
 
 
 def _ratio(row: HostRow) -> str:
-    """A measured row's ratio, with a question mark where it says little."""
+    """A measured row's ratio, with a question mark if its samples are unsteady."""
     return f"{row.ratio:.2f}" + ("?" if row.unsteady else "")
 
 
@@ -258,7 +260,7 @@ def _networks_markdown(results: NetworkResults) -> str:
 
 
 def _network_cells(row: NetworkRow) -> Cells:
-    """The cells of a network's row; those of one without times are empty but for the first."""
+    """The cells of a network's row; one without times says "skipped" or "failed"."""
     head, done = (row.network, row.mode, row.configuration, row.images), row.optimized
     if not (row.ours and row.peer and done):
         verdict = "skipped" if row.skipped else "failed"
@@ -281,7 +283,7 @@ def _network_cells(row: NetworkRow) -> Cells:
 
 
 def network_brief(row: NetworkRow) -> str:
-    """The outcome of a network's row in a few words."""
+    """A network row's outcome in a few words."""
     if not (row.ours and row.peer):
         return str(row.complaint)
     return f"{_time(row.ours)} ms, PyTorch {_time(row.peer)} ms, {speedup(row)}"
@@ -302,6 +304,8 @@ def _overall_line(found: Overall) -> str:
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
+    """A table for the terminal of the changes between two results."""
+
     def cells(change: Change) -> Cells:
         case = change.case
         return (
@@ -314,6 +318,8 @@ def changes_table(changes: Sequence[Change]) -> Table:
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
+    """A table for the terminal with the errors of each check."""
+
     def cells(check: Check) -> Cells:
         case = check.trial.case
         head = (case.workload.name, case.direction, case.mode, case.format)
@@ -324,33 +330,36 @@ def checks_table(checks: Sequence[Check]) -> Table:
         return (*head, check.part, *_errors(check.ours, check.peer), share, verdict)
 
     caption = (
-        "error: ‖result - float64‖ / ‖float64‖; max. error: of an element, over the largest; "
-        + _SHARE
+        "error: ‖result - float64‖ / ‖float64‖; max. error: the largest error of an element, over "
+        "the largest element; " + _SHARE_NOTE
     )
     return _table("errors against float64", caption, LEFT, _CHECK, list(map(cells, checks)))
 
 
 def summary_table(summary: Summary) -> Table:
-    return _table(_totals(summary), _SHARE, *_SUMMARY, _group_cells(summary))
+    """A table for the terminal of the counts of a run of trials."""
+    return _table(_totals(summary), _SHARE_NOTE, *_SUMMARY, _group_cells(summary))
 
 
 def summary_markdown(summary: Summary, environment: Mapping[str, str]) -> str:
-    """A table for the documentation, with where it comes from."""
+    """The counts of a run of trials as a Markdown table, with versions and device."""
     where = environment.get("gpu", f"CPU, {environment.get('threads')} threads")
     names = ("fastconv", "commit", "torch")
     ours, commit, torch = (environment.get(name, "unknown") for name in names)
-    legend = f"fastconv {ours} ({commit}), PyTorch {torch}, {where}: {_totals(summary)}; {_SHARE}."
+    versions = f"fastconv {ours} ({commit}), PyTorch {torch}, {where}"
+    legend = f"{versions}: {_totals(summary)}; {_SHARE_NOTE}."
     return f"{legend}\n\n{_markdown(*_SUMMARY, _group_cells(summary))}"
 
 
-def _section(legend: str, beware: Sequence[str], table: str, failed: Sequence[str]) -> str:
-    before = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in beware)
-    after = "".join(f"\n{line}\n" for line in failed)
+def _section(legend: str, warnings: Sequence[str], table: str, notes: Sequence[str]) -> str:
+    """A section of Markdown: legend, warnings in bold, table, notes."""
+    before = "".join(f"\n**{line[0].upper()}{line[1:]}.**\n" for line in warnings)
+    after = "".join(f"\n{line}\n" for line in notes)
     return f"{legend}\n{before}\n{table}{after}"
 
 
 def _unsteady(results: AnyResults) -> list[str]:
-    return [UNSTEADY] if any(row.unsteady for row in results.rows) else []
+    return [UNSTEADY_NOTE] if any(row.unsteady for row in results.rows) else []
 
 
 def _host_path(results: HostResults | NetworkResults) -> str:
@@ -398,7 +407,7 @@ def _errors(ours: Error, peer: Error) -> Cells:
 
 
 def _table(title: str, caption: str, left: Cells, right: Cells, rows: Sequence[Cells]) -> Table:
-    """A table without the columns that no row fills."""
+    """A table for the terminal, without the columns that no row fills."""
     table: Table = extra("rich.table").Table(
         title=_escaped(title), caption=_escaped(caption), caption_justify="left"
     )
@@ -415,6 +424,7 @@ def _table(title: str, caption: str, left: Cells, right: Cells, rows: Sequence[C
 
 
 def _markdown(left: Cells, right: Cells, rows: Sequence[Cells]) -> str:
+    """A table as Markdown, without the columns that no row fills."""
     shown = filled(rows, len(left + right))
     rules = ["---"] * len(left) + ["---:"] * len(right)
     lines = (
@@ -433,12 +443,12 @@ def _time(timing: Timing) -> str:
 
 
 def speedup(row: Row | Sum | NetworkRow) -> str:
-    """A measured row's or a sum's speed-up, with a question mark where it says little."""
+    """A measured row's or a sum's speed-up, with a question mark if its samples are unsteady."""
     return f"{row.speedup:.2f}x" + ("?" if row.unsteady else "")
 
 
 def _pair(ours: float | None, peer: float | None) -> str:
-    """Ours and the peer's figure, or nothing where it was not measured."""
+    """Our figure and the peer's; "" if they were not measured."""
     if ours is None or peer is None:
         return ""
     return f"{ours:.0f} / {peer:.0f}"

@@ -1,4 +1,4 @@
-"""Results as values and as JSON; two of them compared."""
+"""The results of ``fastconv bench``: their classes, their JSON, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from types import NoneType, UnionType
 from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from fastconv import files
-from fastconv.bench import limits, timing
+from fastconv.bench import limits, row_timing
 from fastconv.bench.cases import Case, case_from
 from fastconv.bench.limits import Ceilings, Limit
-from fastconv.bench.timing import Timing
+from fastconv.bench.row_timing import Timing
 from fastconv.workloads import from_dict, to_dict
 
 FORMAT = "fastconv bench 1"
 HOST_FORMAT = "fastconv bench --host 1"
 NETWORKS_FORMAT = "fastconv bench --networks 1"
 Kind = TypeVar("Kind")
-LEAST_CHANGE = 0.03  # what clocks and temperature do to the same code from run to run
+LEAST_CHANGE = 0.03  # Smaller changes are noise: clocks and temperature differ between runs.
 
 
 class ResultsError(ValueError):
-    """A file that does not hold results."""
+    """A file does not hold results; the message says why."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one case: timings and the limit, or else why there are none."""
+    """The outcome of one case: timings and the limit that binds it, or an error."""
 
     case: Case
     command: str
@@ -39,9 +39,9 @@ class Row:
     peer: Timing | None = None
     peer_name: str = ""
     limit: Limit | None = None
-    compile_s: float | None = None  # our kernels, one after the other; 0 from the disk cache
+    compile_s: float | None = None  # sum over our kernels; near 0 if they were in the disk cache
     error: str | None = None
-    own_limit: Limit | None = None  # of our kernels, where theirs is not that of the machine
+    own_limit: Limit | None = None  # of our kernels, if they have one of their own: mma.sync's
 
     @property
     def speedup(self) -> float | None:
@@ -49,20 +49,21 @@ class Row:
 
     @property
     def unsteady(self) -> bool:
-        """Whether the samples of either spread so much that the speed-up says little."""
+        """Whether the samples of either contestant spread so much that the speed-up says little."""
         return any(timing.unsteady for timing in (self.ours, self.peer) if timing)
 
     def share(self, timing: Timing | None) -> float | None:
-        """What part of the limit that binds the case a contestant reaches."""
+        """The time of the contestant's limit, over its measured time."""
         limit = self.binding if timing is self.ours else self.limit
         return limit.ms / timing.ms if limit and timing else None
 
     @property
     def binding(self) -> Limit | None:
-        """What binds our kernels."""
+        """The limit of our kernels."""
         return self.own_limit or self.limit
 
     def to_dict(self) -> dict[str, Any]:
+        """The row as values for JSON, with figures derived from its own."""
         case = {**vars(self.case), "workload": to_dict(self.case.workload)}
         found = {name: value for name, value in asdict(self).items() if name != "case"}
         derived = {
@@ -74,12 +75,12 @@ class Row:
 
     @classmethod
     def from_dict(cls, entry: Any) -> Row:
-        """Undoes :meth:`to_dict`; a ValueError or a KeyError if that cannot be done."""
+        """Reads what :meth:`to_dict` gives; raises a ValueError or KeyError if it is malformed."""
         _expect(entry, dict[str, Any], "a row")
         case = case_from(entry, from_dict(entry["workload"]))
         ours, peer = (_object(Timing, entry[name], name) for name in ("ours", "peer"))
         limit = _object(Limit, entry["limit"], "limit")
-        own_limit = _object(Limit, entry.get("own_limit"), "own_limit")  # old files have none
+        own_limit = _object(Limit, entry.get("own_limit"), "own_limit")  # Older files have no key.
         for name, kind in (("command", str), ("peer_name", str), ("error", str | None)):
             _expect(entry[name], kind, name)
         _expect(entry["compile_s"], float | None, "compile_s")
@@ -92,20 +93,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Sum:
-    """What one pass of a model's layers takes: every row as often as the model has its layer."""
+    """The time of one pass of all of a model's convolutions: rows times their counts, added up."""
 
     model: str
     direction: str
     mode: str
     format: str
-    wanted: int  # layers
-    layers: int  # those of them that were measured, which the times are of
+    wanted: int  # layers that the sum should have
+    layers: int  # layers that it has: those that were measured
     ours: Timing
     peer: Timing
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sum:
-        """The sum of rows that have model, pass, mode and format in common."""
+        """The sum of rows of the same model, pass, mode and format."""
         case = rows[0].case
         counted = [
             (row.case.count, row.ours, row.peer)
@@ -132,7 +133,7 @@ class Sum:
 
 
 def _total(counted: Sequence[tuple[int, Timing]]) -> Timing:
-    """So many of each, one after the other: it spreads by at most what they do together."""
+    """The sum of timings times their counts; its spread is the largest that theirs allow."""
     ms = sum(count * one.ms for count, one in counted)
     spread = sum(count * one.ms * one.spread for count, one in counted)
     samples = min((one.samples for _, one in counted), default=0)
@@ -141,21 +142,22 @@ def _total(counted: Sequence[tuple[int, Timing]]) -> Timing:
 
 @dataclass
 class Results:
-    """The rows of a run, and where they come from."""
+    """The rows of a run of ``fastconv bench``, with a description of the machine."""
 
     environment: dict[str, str]
     ceilings: Ceilings | None = None
     rows: list[Row] = field(default_factory=list)
-    build_s: float = 0.0  # all kernels, compiled side by side before the first row
+    build_s: float = 0.0  # wall-clock time of compiling all kernels in parallel before the rows
     ceilings_after: Ceilings | None = None  # measured again after the last row
 
     @property
     def measured(self) -> list[Row]:
+        """The rows that did not fail."""
         return [row for row in self.rows if row.error is None]
 
     @property
     def sums(self) -> list[Sum]:
-        """Of every model, pass, mode and format of which at least one layer was measured."""
+        """The sums of every model, pass, mode and format with at least one measured layer."""
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             case = row.case
@@ -166,7 +168,7 @@ class Results:
 
     @property
     def doubts(self) -> list[str]:
-        """Sentences that say why the figures mean little, if they do: the machine was busy."""
+        """Sentences that say why the figures mean little: the machine was busy."""
         return limits.doubts(self.ceilings, self.ceilings_after)
 
     def json(self) -> str:
@@ -188,26 +190,28 @@ class Results:
 
 @dataclass(frozen=True)
 class HostTiming:
-    """Microseconds of the host's time that a call of one contestant took."""
+    """The host time of a call of one contestant, in microseconds."""
 
     us: float  # the median
-    low_us: float  # the quartiles
-    high_us: float
+    low_us: float  # the lower quartile
+    high_us: float  # the upper quartile
     samples: int
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> HostTiming:
+        """Summarises samples, in microseconds."""
         low, median, high = statistics.quantiles(samples, n=4)
         return cls(median, low, high, len(samples))
 
     @property
     def unsteady(self) -> bool:
-        return (self.high_us - self.low_us) / 2 > timing.UNSTEADY * self.us
+        """Whether the samples spread so much that the median says little."""
+        return (self.high_us - self.low_us) / 2 > row_timing.UNSTEADY * self.us
 
 
 @dataclass(frozen=True)
 class HostRow:
-    """Host times of one kind of call: both contestants', or else why there are none."""
+    """The host times of one kind of call, or why there are none."""
 
     name: str
     about: str
@@ -218,12 +222,12 @@ class HostRow:
 
     @property
     def ratio(self) -> float | None:
-        """Our time over PyTorch's: below 1, ours is the shorter one."""
+        """Our time over PyTorch's: below 1, ours is shorter."""
         return self.ours.us / self.peer.us if self.ours and self.peer else None
 
     @property
     def unsteady(self) -> bool:
-        """Whether the samples of either spread so much that the ratio says little."""
+        """Whether the samples of either contestant spread so much that the ratio says little."""
         return any(timing.unsteady for timing in (self.ours, self.peer) if timing)
 
     @property
@@ -236,7 +240,7 @@ class HostRow:
 
     @classmethod
     def from_dict(cls, entry: Any) -> HostRow:
-        """Undoes :meth:`to_dict`; a ValueError or a KeyError if that cannot be done."""
+        """Reads what :meth:`to_dict` gives; raises a ValueError or KeyError if it is malformed."""
         _expect(entry, dict[str, Any], "a row")
         for name in ("name", "about"):
             _expect(entry[name], str, name)
@@ -251,7 +255,7 @@ class HostRow:
 
 @dataclass
 class HostResults:
-    """The rows of a run of host times, and where they come from."""
+    """The rows of ``fastconv bench --host``, with a description of the machine."""
 
     environment: dict[str, str]
     rows: list[HostRow] = field(default_factory=list)
@@ -270,22 +274,22 @@ class HostResults:
 
 @dataclass(frozen=True)
 class Optimized:
-    """What ``fastconv.optimize`` did to a network, and what it took for that."""
+    """What ``fastconv.optimize`` did to a network, and how long it took."""
 
     layers: int  # 2-D convolutions of the network
-    exchanged: int  # those of them that are ours now
-    folded: int  # BatchNorms that are part of weights now
+    exchanged: int  # convolutions that optimize replaced by ours
+    folded: int  # BatchNorms that optimize folded into weights
     fused: bool
-    measured: int  # of the layers' times; the others were kept from earlier
+    measured: int  # layers that were timed in this run; other times were stored by earlier ones
     seconds: float
-    before_ms: float  # all calls of layers, one by one, by PyTorch
-    after_ms: float  # and as chosen
+    before_ms: float  # sum over all calls of convolutions, timed one by one, by PyTorch
+    after_ms: float  # the same sum with the chosen implementations
     notes: str
 
 
 @dataclass(frozen=True)
 class NetworkRow:
-    """A step of one network: before and after ``fastconv.optimize``, or else why not."""
+    """The times of a step of one network before and after optimize, or why there are none."""
 
     network: str
     mode: str  # "training", "inference"
@@ -293,10 +297,10 @@ class NetworkRow:
     images: str = ""
     ours: Timing | None = None
     peer: Timing | None = None  # PyTorch, eager
-    compiled: Timing | None = None  # torch.compile, where it was asked for
+    compiled: Timing | None = None  # torch.compile, if requested
     compile_mode: str | None = None
     optimized: Optimized | None = None
-    difference: float | None = None  # of the results in inference: the relative one, of the norm
+    difference: float | None = None  # ‖ours - PyTorch's‖ / ‖PyTorch's‖ of the outputs, in inference
     skipped: str | None = None  # why it cannot be measured on this machine
     error: str | None = None
 
@@ -310,7 +314,7 @@ class NetworkRow:
 
     @property
     def compiled_speedup(self) -> float | None:
-        """How many times as fast ours is as ``torch.compile``."""
+        """Our speed-up over ``torch.compile``."""
         return self.compiled.ms / self.ours.ms if self.compiled and self.ours else None
 
     @property
@@ -329,7 +333,7 @@ class NetworkRow:
 
     @classmethod
     def from_dict(cls, entry: Any) -> NetworkRow:
-        """Undoes :meth:`to_dict`; a ValueError or a KeyError if that cannot be done."""
+        """Reads what :meth:`to_dict` gives; raises a ValueError or KeyError if it is malformed."""
         _expect(entry, dict[str, Any], "a row")
         for name in ("network", "mode", "configuration", "images"):
             _expect(entry[name], str, name)
@@ -353,19 +357,19 @@ class NetworkRow:
 
 @dataclass(frozen=True)
 class Overall:
-    """What the networks' speed-ups in one mode come to."""
+    """A summary of the networks' speed-ups in one mode."""
 
     mode: str
     rows: int
-    mean: float  # the geometric one
-    of_sums: float  # all times of PyTorch over all of ours
+    mean: float  # the geometric mean
+    of_sums: float  # the sum of PyTorch's times over the sum of ours
     least: float
-    least_of: str
-    over_compiled: float | None  # the geometric mean, over torch.compile where it was asked for
+    least_of: str  # the network and configuration of the least
+    over_compiled: float | None  # the geometric mean over torch.compile, if that was measured
 
     @classmethod
     def of(cls, rows: Sequence[NetworkRow]) -> Overall:
-        """Of measured rows that have the mode in common."""
+        """The summary of measured rows of the same mode."""
         timed = [(row, row.ours.ms, row.peer.ms) for row in rows if row.ours and row.peer]
         speedups = {row: peer / ours for row, ours, peer in timed}
         least = min(speedups, key=speedups.__getitem__)
@@ -383,18 +387,19 @@ class Overall:
 
 @dataclass
 class NetworkResults:
-    """The rows of a run of whole networks, and where they come from."""
+    """The rows of ``fastconv bench --networks``, with a description of the machine."""
 
     environment: dict[str, str]
     rows: list[NetworkRow] = field(default_factory=list)
 
     @property
     def measured(self) -> list[NetworkRow]:
+        """The rows that have times."""
         return [row for row in self.rows if row.complaint is None]
 
     @property
     def overall(self) -> list[Overall]:
-        """Of each mode that has measured rows."""
+        """A summary for each mode that has measured rows."""
         modes = dict.fromkeys(row.mode for row in self.measured)
         return [Overall.of([row for row in self.measured if row.mode == mode]) for mode in modes]
 
@@ -421,12 +426,12 @@ AnyResults: TypeAlias = Results | HostResults | NetworkResults
 
 
 def read(path: Path) -> Results:
-    """The results that a file holds."""
+    """Reads a file of ``fastconv bench``; raises a ResultsError if it holds something else."""
     return _load(path, _read)
 
 
 def read_any(path: Path) -> AnyResults:
-    """The results that a file holds, of any kind."""
+    """Reads a file of any kind of results; raises a ResultsError if it holds something else."""
     return _load(path, _read_any)
 
 
@@ -471,7 +476,7 @@ def _read(contents: Any) -> Results:
 
 
 def _object(kind: type[Kind], entry: Any, name: str) -> Kind | None:
-    """A dataclass from its JSON, whose keys and types have to be right; None where that is null."""
+    """A dataclass from its JSON, after checking keys and types; None if the JSON is null."""
     if entry is None:
         return None
     _expect(entry, dict[str, Any], name)
@@ -488,12 +493,13 @@ def _object(kind: type[Kind], entry: Any, name: str) -> Kind | None:
 
 
 def _expect(value: Any, hint: Any, name: str) -> None:
-    """Raises a ValueError unless the value is of the type."""
+    """Raises a ValueError unless the value has the type."""
     if not _is(value, hint):
         raise ValueError(f"{name} should be {_words(hint)}, but is {str(value)[:60]!r}")
 
 
 def _words(hint: Any) -> str:
+    """A type in the words of error messages."""
     if get_origin(hint) is UnionType:
         return " or ".join(map(_words, get_args(hint)))
     names = {
@@ -504,6 +510,7 @@ def _words(hint: Any) -> str:
 
 
 def _is(value: Any, hint: Any) -> bool:
+    """Whether a value read from JSON has the type."""
     if hint is Any:
         return True
     if get_origin(hint) is dict:
@@ -513,19 +520,19 @@ def _is(value: Any, hint: Any) -> bool:
         return all(_is(k, key) and _is(v, item) for k, v in value.items())
     if get_origin(hint) is UnionType:
         return any(_is(value, one) for one in get_args(hint))
-    if hint is float:  # all of them are times, rates and shares
+    if hint is float:  # All floats in results are times, rates and shares, none of them negative.
         return type(value) in (int, float) and 0 <= value < math.inf
     return type(value) is hint
 
 
 @dataclass(frozen=True)
 class Change:
-    """One case in two results."""
+    """One case in two runs."""
 
     case: Case
     old: Timing
     new: Timing
-    peer_ratio: float  # new over old, of the peer: how much the machine itself changed
+    peer_ratio: float  # the peer's new time over its old: how much the machine itself changed
 
     @property
     def ratio(self) -> float:
@@ -534,7 +541,7 @@ class Change:
 
     @property
     def noise(self) -> float:
-        """What the ratio may differ from 1 by without meaning anything."""
+        """How much the ratio may differ from 1 by chance."""
         return max(LEAST_CHANGE, 2 * math.hypot(self.old.spread, self.new.spread))
 
     @property
@@ -556,7 +563,7 @@ class Change:
 
 
 def changes(old: Results, new: Results) -> Iterator[Change]:
-    """The cases that both results have, in the order of the new."""
+    """The changes of all cases that both results have, in the order of the new."""
     before = {row.case: row for row in old.measured}
     for row in new.measured:
         past = before.get(row.case)
@@ -565,6 +572,6 @@ def changes(old: Results, new: Results) -> Iterator[Change]:
 
 
 def unmatched(old: Results, new: Results) -> tuple[Sequence[Case], Sequence[Case]]:
-    """Cases of the old results alone, and of the new alone."""
+    """The cases that only the old results have, and those that only the new have."""
     before, after = ({row.case: None for row in r.measured} for r in (old, new))
     return [c for c in before if c not in after], [c for c in after if c not in before]

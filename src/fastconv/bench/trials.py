@@ -1,6 +1,6 @@
-"""One pass of one convolution on given data, as verification tries it: drawn at random or not.
+"""Trials: one pass of one convolution on given data, for verification; some are drawn at random.
 
-A trial says everything: its data follows from it, on the same kind of device, to the last bit.
+A trial determines everything about a call: on the same kind of device, it always has the same data.
 """
 
 from __future__ import annotations
@@ -35,28 +35,33 @@ NORMAL = "normal"
 FAR = "far"
 DATA = {
     NORMAL: "Gaussian",
-    "sparse": "zero but for one in 16",
+    "sparse": "one number in 16 is not zero",
     "spike": "one number is 2^20 times larger",
-    "single": "a single 1 in each output channel of what the data is multiplied by",
+    "single": "the weight (of a weight gradient, the output gradient) is zero except for a single "
+    "1 in each output channel",
     "faint": "half of the channels are 2^20 times smaller",
-    FAR: "one operand is up to 2^90 times smaller or 2^122 times larger, the other makes up for it",
+    FAR: "one operand is up to 2^90 times smaller or 2^122 times larger, the other compensates",
 }
-"""What tensors hold. float16 has the range for 2^4 instead of 2^20 and 2^122."""
+"""What tensors hold. In float16, whose range is small, 2^4 stands for 2^20, 2^90 and 2^122."""
 
+# Shares of drawn trials: Gaussian data, tensors aligned to 16 bytes, layers as networks have them,
+# and groups of few channels.
 _NORMAL_SHARE, _ALIGNED_SHARE = 0.75, 0.85
-# Of what is drawn: layers as networks have them, and groups of few channels.
 _PRACTICAL_SHARE, _NARROW_SHARE = 0.35, 0.1
-# Small problems take other plans than real layers do, which have the most work or 1/500 of it.
+# Small problems take other plans than real layers do. So this share of the general problems has at
+# least 1/500 of the most operations that are allowed.
 _REAL_SHARE, _REAL_RANGE = 0.4, 500.0
-# Of the number that is multiplied: float16 results of long sums have to stay in range.
+# The second operand is divided by up to this power of two, the longer the sums are, so that float16
+# results stay in range.
 _MOST_HALVINGS = 6
 _LEAKY_SLOPE = 0.01
-# What is smaller is zero in float16, so that an eighth of every number is one, too.
-_LEAST_HALF = 2.0**-11
+# In float16 data, smaller numbers are replaced by zero, so that numbers stay normal, and exact, if
+# a relation divides them by up to 8.
+_LEAST_FLOAT16 = 2.0**-11
 
 
 class Kinds(NamedTuple):
-    """What drawn trials take in turn: each pass of each mode in each format."""
+    """The passes, modes and memory formats that drawn trials take in turn."""
 
     passes: Sequence[str]
     modes: Sequence[tuple[str, str | None]]
@@ -67,38 +72,37 @@ EVERY_KIND = Kinds(PASSES, modes(list(DTYPES), PRECISIONS), FORMAT_TRIPLES)
 
 
 class Limits(NamedTuple):
-    """The most that a trial may have."""
+    """Upper limits for a trial."""
 
-    flops: float
-    elements: float
+    flops: float  # of its pass
+    elements: float  # of all of its tensors
 
 
 LARGE = {"cpu": Limits(1e8, 2**22), "cuda": Limits(2e11, 2**25)}
-"""What is above either takes long: not everything is checked."""
+"""Trials above either limit take long, so that fewer relations are checked."""
 
 
 def drawn_limits(device: torch.device) -> Limits:
-    """Of drawn trials: milliseconds of work on the device, and some of its memory."""
+    """Limits for drawn trials: they take milliseconds, and a part of the device's memory."""
     if device.type != "cuda":
         return Limits(2e7, 2**22)
-    # Data, results and copies of them in float64 in a half of what is free; as a power of two, so
-    # that a little more or less draws the same.
+    # Data, results and their copies in float64 fit in half of the free memory. The limit is a power
+    # of two, so that a small change of free memory does not change what is drawn.
     elements = environment.free_bytes(device) // 64
     return Limits(5e11, 2.0 ** min(30, int(math.log2(max(elements, 1)))))
 
 
 class Roles(NamedTuple):
-    """Which tensors of a layer a pass multiplies, and which one its result has the shape of.
+    """The tensors of a layer that a pass multiplies, and the one whose shape its result has.
 
-    Axes are ``n``, images, ``c``, input channels, and ``k``, output channels. One of them is summed
-    over; ``rows`` is that of the result's channels, which ``second`` has as well.
+    Axes are ``n``, images, ``c``, input channels, and ``k``, output channels.
     """
 
     first: str
     second: str
     result: str
-    summed: str
-    rows: str
+    summed: str  # the axis that the pass sums over
+    rows: str  # the axis of the result's channels, which ``second`` has as well
 
 
 ROLES = {
@@ -108,11 +112,11 @@ ROLES = {
 }
 _TENSORS = ("input", "weight", "grad_output")
 PLACED = (*_TENSORS, "bias", "residual")
-"""The tensors whose place in memory a trial chooses."""
+"""The tensors whose alignment a trial chooses."""
 
 
 class Data(NamedTuple):
-    """What a pass multiplies, and what it adds."""
+    """The operands of a pass; the first two are multiplied, the others belong to the epilogue."""
 
     first: Tensor
     second: Tensor
@@ -127,7 +131,7 @@ class Data(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a pass gives; the bias's gradient beside that of the weight, where asked for."""
+    """The result of a pass, and for weight gradients the bias gradient, if requested."""
 
     main: Tensor
     bias_grad: Tensor | None
@@ -135,11 +139,11 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """A case, how its tensors lie in memory, and what they hold."""
+    """A case, the alignment of its tensors, and their data."""
 
     case: Case
-    misaligned: tuple[str, ...] = ()  # those of PLACED one element past a multiple of 16 bytes
-    bias: bool = False  # added by the forward pass; its gradient given by the weight's
+    misaligned: tuple[str, ...] = ()  # tensors of PLACED, one element past an aligned address
+    bias: bool = False  # a bias in the forward pass, its gradient in the weight gradient
     data: str = NORMAL
     seed: int = 0
 
@@ -153,7 +157,7 @@ class Trial:
 
     @property
     def terms(self) -> int:
-        """The most products in a sum."""
+        """The number of products in a sum, at most."""
         problem, (height, width) = self.problem, self.problem.kernel_size
         if self.case.direction == "weight_grad":
             return problem.batch * math.prod(problem.output_size)
@@ -167,7 +171,7 @@ class Trial:
 
     @property
     def bytes(self) -> int:
-        """Of its tensors in float64, as they are compared."""
+        """The size of its tensors in float64, the type in which they are compared."""
         return 8 * self.elements
 
     @property
@@ -177,11 +181,12 @@ class Trial:
         return " ".join(filter(None, [*words, self.data if self.data != NORMAL else ""]))
 
     def is_large(self, device: torch.device) -> bool:
+        """Whether the trial exceeds the limits of :data:`LARGE`."""
         most = LARGE[device.type]
         return self.problem.flops > most.flops or self.elements > most.elements
 
     def command(self, device: str | None = None) -> str:
-        """The one-line command that tries this again, on the same data."""
+        """The one-line command that repeats this trial on the same data."""
         words = ["fastconv", "verify", *self.case.arguments()]
         words += ["--misaligned", *self.misaligned] if self.misaligned else []
         words += ["--bias"] * self.bias
@@ -196,18 +201,18 @@ class Trial:
         return shapes[_TENSORS.index(role)]
 
     def make(self, device: torch.device) -> Data:
-        """The data that the trial's pass works on."""
+        """Makes the operands of the trial's pass."""
         roles, dtype = self.roles, self.case.torch_dtype
         check_memory([self.shape(role) for role in _TENSORS], dtype, device)
         bias = None
         if self.bias and self.case.direction == "forward":
             values = _normal((self.problem.out_channels,), self, 3, device)
-            values *= 2.0 ** sum(_far(self))
+            values *= 2.0 ** sum(_far_exponents(self))
             bias = self.placed("bias", _in_range(values.to(dtype)))
         return Data(self.tensor(roles.first, device), self.tensor(roles.second, device), bias)
 
     def tensor(self, role: str, device: torch.device) -> Tensor:
-        """The tensor that plays a role in the layer, as it lies in memory."""
+        """Makes the tensor of a role: its values, memory format and alignment."""
         values = _normal(self.shape(role), self, _TENSORS.index(role), device)
         draw = Random(f"{self.seed} {role}")
         values = _adverse(self, role, values, draw)
@@ -216,7 +221,7 @@ class Trial:
         return self.placed(role, _in_range(values.to(self.case.torch_dtype)))
 
     def placed(self, role: str, tensor: Tensor) -> Tensor:
-        """The tensor in the memory format of the role, and at such an address as the trial's."""
+        """The tensor with the memory format and the alignment of its role."""
         tensor = tensor.contiguous(memory_format=self.memory_format(role))
         if role not in self.misaligned:
             return tensor
@@ -224,7 +229,7 @@ class Trial:
         return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
     def memory_format(self, role: str) -> torch.memory_format:
-        """That of a tensor; a residual lies as the gradient of the output does."""
+        """The memory format of a role; a residual has that of the output gradient."""
         if role == "bias":
             return torch.contiguous_format
         return self.case.memory_formats[
@@ -233,7 +238,7 @@ class Trial:
 
 
 def compute(trial: Trial, data: Data) -> Results:
-    """The trial's pass through fastconv's operators, into memory that held NaN."""
+    """Computes the trial's pass by fastconv's operators, with new memory filled with NaN."""
     case, problem = trial.case, trial.problem
     geometry = (
         problem.stride, problem.padding, problem.dilation, problem.groups, case.precision
@@ -255,7 +260,7 @@ def compute(trial: Trial, data: Data) -> Results:
 
 
 def need(trial: Trial, data: Data, results: Results) -> cuda.Need | None:
-    """What the GPU kernels that computed the results were asked for; None on a CPU."""
+    """Everything that the plan of the results depends on; None on a CPU, which plans nothing."""
     if data.first.device.type != "cuda":
         return None
     direction = trial.case.direction
@@ -270,17 +275,17 @@ def need(trial: Trial, data: Data, results: Results) -> cuda.Need | None:
 
 
 def family(trial: Trial, data: Data, results: Results) -> str:
-    """Whose kernels have just computed the results."""
-    asked = need(trial, data, results)
-    return "cpu" if asked is None else cuda.ready(asked).family
+    """The family of the kernels that have just computed the results; "cpu" on a CPU."""
+    needed = need(trial, data, results)
+    return "cpu" if needed is None else cuda.ready(needed).family
 
 
 def drawn(
     seed: int, number: int, most: Limits, kinds: Kinds = EVERY_KIND, far_share: float = 0.0
 ) -> Trial:
-    """The trial of that number: passes, modes and formats in turn, the rest at random.
+    """Draws trial ``number``: passes, modes and formats come in turn, the rest is random.
 
-    Of all layers, ``far_share`` have taps so far apart that PyTorch has no reference for them.
+    A share of ``far_share`` has taps so far apart that PyTorch cannot compute a reference.
     """
     draw = Random(f"{seed} {number}")
     turn, at = divmod(number, len(kinds.passes))
@@ -308,12 +313,12 @@ def drawn(
 
 
 def _some_misaligned(draw: Random) -> tuple[str, ...]:
-    """All tensors, or one of them: what is aligned beside it must not vouch for it."""
+    """All tensors, or a single one: kernels must check the alignment of each."""
     return draw.choice((PLACED, *((one,) for one in PLACED)))
 
 
 def _read_format(direction: str, format: str) -> str:
-    """The format, without what makes no difference: the forward pass reads no gradient."""
+    """The format of the tensors that are read: the forward pass reads no output gradient."""
     names = format.split("/")
     if direction == "forward":
         names[2:] = names[:1]
@@ -321,12 +326,12 @@ def _read_format(direction: str, format: str) -> str:
 
 
 def with_direction(trial: Trial, direction: str) -> Trial:
-    """Another pass of the same layer, without the bias."""
+    """The trial of another pass of the same layer, without a bias."""
     return replace(trial, case=replace(trial.case, direction=direction), bias=False)
 
 
 def _gradient_format(trial: Trial, device: torch.device) -> torch.memory_format:
-    """Of both gradients, as autograd has it: that of input and weight."""
+    """The memory format that autograd gives to gradients: that of input and weight."""
     if trial.case.dtype == "float64" and device.type == "cuda":
         return torch.contiguous_format
     last = torch.channels_last
@@ -334,55 +339,60 @@ def _gradient_format(trial: Trial, device: torch.device) -> torch.memory_format:
 
 
 def _normal(shape: tuple[int, ...], trial: Trial, stream: int, device: torch.device) -> Tensor:
+    """Gaussian numbers; those of different streams of a trial are independent."""
     generator = torch.Generator(device).manual_seed(8 * trial.seed + stream)
     wide = torch.float64 if trial.case.dtype == "float64" else torch.float32
     return torch.randn(shape, dtype=wide, generator=generator, device=device)
 
 
 def _adverse(trial: Trial, role: str, values: Tensor, draw: Random) -> Tensor:
-    """The same numbers as the trial's kind of data has them."""
-    half = trial.case.dtype == "float16"
-    rows = 0 if role == "weight" else 1  # the dimension of channels
+    """Changes Gaussian numbers to the trial's kind of data."""
+    is_float16 = trial.case.dtype == "float16"
+    channels = 0 if role == "weight" else 1  # the dimension of (output) channels
     if trial.data == "sparse":
         chance = _normal(tuple(values.shape), trial, 4 + _TENSORS.index(role), values.device)
-        return torch.where(chance.abs() > 1.863, values, 0)  # 1 in 16
+        return torch.where(chance.abs() > 1.863, values, 0)  # True for 1 in 16 Gaussian numbers.
     if trial.data == "spike":
-        values.view(-1)[draw.randrange(values.numel())] *= 2.0 ** (4 if half else 20)
+        values.view(-1)[draw.randrange(values.numel())] *= 2.0 ** (4 if is_float16 else 20)
     if trial.data == "faint":
-        faint = [at for at in range(values.shape[rows]) if draw.random() < 0.5]
-        values.movedim(rows, 0)[faint] *= 2.0 ** (-4 if half else -20)
+        faint = [at for at in range(values.shape[channels]) if draw.random() < 0.5]
+        values.movedim(channels, 0)[faint] *= 2.0 ** (-4 if is_float16 else -20)
     if trial.data == FAR:
-        values *= 2.0 ** _far(trial)[role == trial.roles.second]
+        values *= 2.0 ** _far_exponents(trial)[role == trial.roles.second]
     if trial.data == "single" and role == trial.roles.second:
         values = torch.zeros_like(values)
-        for row in values.movedim(rows, 0):
-            row[tuple(draw.randrange(size) for size in row.shape)] = 1
+        for channel in values.movedim(channels, 0):
+            channel[tuple(draw.randrange(size) for size in channel.shape)] = 1
     return values
 
 
-def _far(trial: Trial) -> tuple[int, int]:
-    """Exponents of both operands: a result is in range, whatever each of them is alone."""
+def _far_exponents(trial: Trial) -> tuple[int, int]:
+    """Exponents of the two operands, large or small, whose products are in the type's range."""
     if trial.data != FAR:
         return 0, 0
     draw = Random(f"{trial.seed} {FAR}")
     if trial.case.dtype == "float16":
         first = draw.randint(-4, 4)
         return first, -first
-    # Below 2^-113, tensor cores lose bits of float32 (docs/numerics.md).
+    # Exponents stay well above -113, below which tensor cores lose bits (docs/numerics.md).
     total = draw.randint(-60, 72)
     second = draw.choice((-90, 122, draw.randint(-90, 90)))
     return max(-90, min(122, total - second)), second
 
 
 def _in_range(tensor: Tensor) -> Tensor:
+    """Replaces float16 numbers below ``_LEAST_FLOAT16`` by zero, in place."""
     if tensor.dtype == torch.float16:
-        tensor[tensor.abs() < _LEAST_HALF] = 0
+        tensor[tensor.abs() < _LEAST_FLOAT16] = 0
     return tensor
 
 
 @contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors hold NaN: whatever is not written, or read too early, shows."""
+    """Makes PyTorch fill uninitialised tensors with NaN.
+
+    So elements that kernels do not write, or read before they are written, show in results.
+    """
     was = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

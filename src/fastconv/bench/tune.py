@@ -1,4 +1,4 @@
-"""Measures which of the plans for a case is fastest."""
+"""``fastconv tune``: measures which of several plans for a case is fastest."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from fastconv import jit
 from fastconv.backends import cuda
-from fastconv.bench import configurations, contestants, timing
+from fastconv.bench import configurations, contestants, row_timing
 from fastconv.bench.cases import Case, Tensors
 from fastconv.jit import launch
 from fastconv.kernels import hopper
 from fastconv.kernels.family import Declined, Plan
 from fastconv.timing import Effort
 
-MOST_PLANS = 8
-GAIN = 0.98  # of the rules' time: a choice that gains less is not worth an entry
+MOST_PLANS = 8  # At most this many plans of a case are timed.
+GAIN = 0.98  # A plan must take less than this share of the default plan's time to be stored.
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of one case: milliseconds of each plan, the rules' choice first."""
+    """The outcome for one case: plans and their milliseconds, the planner's own choice first."""
 
     case: Case
     plans: Sequence[Plan]
@@ -32,11 +32,15 @@ class Tuned:
 
     @property
     def best(self) -> int:
+        """The index of the fastest plan."""
         return min(range(len(self.ms)), key=lambda i: self.ms[i])
 
     @property
     def choices(self) -> dict[str, str]:
-        """An entry for a table, if the rules can be bettered, and the kernel has entries at all."""
+        """The entry for the table of tuned plans; empty if the planner's own choice is as good.
+
+        It is also empty if the plan's kind has no key in the table.
+        """
         best = self.best
         if best == 0 or self.ms[best] > GAIN * self.ms[0] or not self.plans[best].key:
             return {}
@@ -44,17 +48,18 @@ class Tuned:
 
     @property
     def brief(self) -> str:
+        """The outcome in a few words."""
         if not self.plans:
             return f"{self.case.label}: one plan"
         best = self.best
         return (
-            f"{self.case.label}: rules {self.ms[0]:.4g} ms ({self.plans[0].choice}), best of "
+            f"{self.case.label}: default {self.ms[0]:.4g} ms ({self.plans[0].choice}), best of "
             f"{len(self.ms)} {self.ms[best]:.4g} ms ({self.plans[best].choice})"
         )
 
 
 def tune(case: Case, device: torch.device, effort: Effort) -> Tuned:
-    """Times the plans that the rules like best, in turns, on the same data.
+    """Times the plans that the planner estimates to be fastest, in turn, on the same data.
 
     Raises:
         AssertionError: two plans give different bits, which they must not.
@@ -63,17 +68,20 @@ def tune(case: Case, device: torch.device, effort: Effort) -> Tuned:
     if not plans:
         return Tuned(case, [], [])
     one = case.tensors(device)
-    sets = [one, *(case.tensors(device, seed) for seed in range(1, timing.set_count(one, device)))]
+    sets = [
+        one,
+        *(case.tensors(device, seed) for seed in range(1, row_timing.set_count(one, device))),
+    ]
     runs = [_Run(case, plan, one) for plan in plans]
     expected = runs[0](one).clone()
     for run, plan in zip(runs, plans, strict=True):
         assert run(one).equal(expected), f"{case.label}: {plan.choice} gives different bits"
-    samples = timing.take_turns(runs, sets, effort)
+    samples = row_timing.take_turns(runs, sets, effort)
     return Tuned(case, plans, [statistics.median(of_one) for of_one in samples])
 
 
 def build(cases: Sequence[Case], device: torch.device) -> None:
-    """Compiles all that tuning the cases needs, side by side."""
+    """Compiles the kernels of all plans of the cases, in parallel."""
     kernels = {
         launch.kernel.text: launch.kernel
         for case in cases
@@ -86,7 +94,7 @@ def build(cases: Sequence[Case], device: torch.device) -> None:
 def _plans(case: Case, device: torch.device) -> list[Plan]:
     gpu = configurations.device_gpu(device)
     assert gpu is not None, "plans are for GPUs"
-    _, tensors = configurations.roles(case, case.direction)
+    _, tensors = configurations.planner_and_tensors(case, case.direction)
     operands = configurations.operands(case, tensors)
     try:
         return hopper.alternatives(case.direction, case.workload.problem, operands, gpu, MOST_PLANS)
@@ -95,7 +103,7 @@ def _plans(case: Case, device: torch.device) -> list[Plan]:
 
 
 class _Run:
-    """Computes a case's pass by one plan, into a result of its own."""
+    """Computes a case's pass by one plan, into its own result tensor."""
 
     def __init__(self, case: Case, plan: Plan, tensors: Tensors) -> None:
         self._read: Callable[[Tensors], Tensor] = (
@@ -105,10 +113,10 @@ class _Run:
         )
         self._output = torch.empty_like(contestants.ours(case)(tensors))
         device = tensors.input.device
-        self._scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-        self._prepared = launch.prepare(plan.launches, device, cuda.CORRELATION_TENSORS)
+        self._workspace = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
+        self._launches = launch.load_launches(plan.launches, device, cuda.CORRELATION_TENSORS)
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        addresses = (self._read(tensors), tensors.weight, None, None, self._output, self._scratch)
-        self._prepared.run(*(0 if one is None else one.data_ptr() for one in addresses))
+        operands = (self._read(tensors), tensors.weight, None, None, self._output, self._workspace)
+        self._launches.run(*(0 if one is None else one.data_ptr() for one in operands))
         return self._output

@@ -1,4 +1,4 @@
-"""Whether results are right: every element against float64, and what must hold between results."""
+"""Checks trials: every element against float64, and relations between results."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fastconv.bench.trials import Data, Results, Trial
 from fastconv.workloads import to_dict
 
 ELEMENTS = "elements"
-"""The check of every element; the others are the relations'."""
+"""The name of the check of every element; other checks have the names of their relations."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found for one trial, or why nothing was."""
+    """The outcome of one trial: errors and complaints, or the failure that prevented them."""
 
     trial: Trial
-    part: str = ""  # of the result that was compared
-    family: str = ""  # of kernels
+    part: str = ""  # which part of the result was compared
+    family: str = ""  # of the kernels that ran
     share: float | None = None  # the largest error of an element, relative to its bound
     ours: Error | None = None
-    peer: Error | None = None
-    checked: tuple[str, ...] = ()
-    complaints: tuple[tuple[str, str], ...] = ()  # what does not hold, and how it shows
+    peer: Error | None = None  # PyTorch's error
+    checked: tuple[str, ...] = ()  # names of all checks that were made
+    complaints: tuple[tuple[str, str], ...] = ()  # names of failed checks, and what is wrong
     failure: str | None = None
     seconds: float = 0.0
 
@@ -42,12 +42,13 @@ class Check:
 
     @property
     def complaint(self) -> str:
-        """What is wrong, in a line."""
+        """What is wrong, in one line; empty if nothing is."""
         if self.failure is not None:
             return f"failed: {self.failure}"
         return "; ".join(f"{name}: {text}" for name, text in self.complaints)
 
     def to_dict(self, device: str | None = None) -> dict[str, Any]:
+        """The outcome as values for JSON; ``device`` is that of the command to repeat it."""
         case = {**vars(self.trial.case), "workload": to_dict(self.trial.case.workload)}
         trial = {name: value for name, value in vars(self.trial).items() if name != "case"}
         found = {name: value for name, value in asdict(self).items() if name != "trial"}
@@ -58,12 +59,15 @@ class Check:
 
 
 def check(trial: Trial, device: torch.device, with_peer: bool = False) -> Check:
-    """The trial checked, PyTorch's error beside ours if asked; a failure is part of the answer."""
+    """Makes all checks that apply to a trial, and with ``with_peer`` measures PyTorch's error.
+
+    Exceptions are caught and reported in the outcome.
+    """
     return _timed(trial, partial(_check, trial, device, with_peer))
 
 
 def check_isolation(trial: Trial, device: torch.device) -> Check:
-    """The trial checked for what its results must not depend on, and for nothing else."""
+    """Checks only the isolation of a trial (:mod:`fastconv.bench.isolation`)."""
     return _timed(trial, partial(_check_isolation, trial, device))
 
 
@@ -71,7 +75,7 @@ def _timed(trial: Trial, checked: Callable[[], dict[str, Any]]) -> Check:
     start = time.perf_counter()
     try:
         found = checked()
-    except Exception as error:  # whatever it is, the other trials are worth having
+    except Exception as error:  # One trial must not stop the others, whatever is wrong.
         found = {"failure": reason(error)}
     return Check(trial, **found, seconds=time.perf_counter() - start)
 
@@ -104,9 +108,9 @@ def _check(trial: Trial, device: torch.device, with_peer: bool) -> dict[str, Any
 
 
 def _peer_error(trial: Trial, data: Data, reference: Reference) -> Error:
-    """PyTorch's, on the same data."""
+    """PyTorch's error on the same data."""
     given = {trial.roles.first: data.first, trial.roles.second: data.second}
-    absent = data.first.new_zeros(1)  # in the place of what is computed
+    absent = data.first.new_zeros(1)  # stands for the tensor that the pass does not read
     tensors = Tensors(
         *(given.get(role, absent.expand(trial.shape(role))) for role in Tensors._fields)
     )

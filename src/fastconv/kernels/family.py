@@ -32,7 +32,7 @@ class Kernel:
     ``source`` is a file below :data:`FOLDER`, ``entry`` an ``extern "C" __global__`` function in
     it. The file reads its constants from a struct ``Config``: ints and bools are static constexpr
     members of it, strings are member types. A ``residual`` is also a parameter of the function, so
-    there is a preprocessor macro for it (``include/epilogue.cuh``).
+    there is a preprocessor macro for it (``device/epilogue.cuh``).
     """
 
     source: str
@@ -47,7 +47,7 @@ class Kernel:
         types = "epilogue" if "activation" in names else "scalar"
         return (
             f"{RESIDUAL if 'residual' in names else ''}"
-            f'#include "include/{types}.cuh"\n'
+            f'#include "device/{types}.cuh"\n'
             f"struct Config {{\n{members}\n}};\n"
             f'#include "{self.source}"\n'
         )

@@ -66,7 +66,7 @@ def _gpu(architecture: str, processors: int, block_kib: int, processor_kib: int)
 #   which are those of the slower boards: a Gpu does not tell them apart.
 # - Hopper reaches its full rate, 2048 for 16-bit types, only with wgmma. On an H200, mma.sync
 #   reaches 321 to 325 TFLOP/s of TF32 and 634 to 650 of 16-bit types, as measured by
-#   bench/products.py (287 and 575 with one warp per scheduler). That is two thirds of the full
+#   bench/mma_rate.py (287 and 575 with one warp per scheduler). That is two thirds of the full
 #   rate, 680 and 1360, if the clock, which was not read, is 1.79 GHz under that load.
 #   "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture" (Luo and others, 2024) finds
 #   62 % on average.
@@ -74,7 +74,7 @@ def _gpu(architecture: str, processors: int, block_kib: int, processor_kib: int)
 #   ESTIMATE: as on sm_80.
 # - The type of the accumulators is not published for Orin, and only FP4 is published for GB10.
 #   ESTIMATE: Orin's full rate, and as on a GeForce board of sm_120.
-# - Volta and Turing multiply float16 only, and in other shapes than those in include/mma.cuh.
+# - Volta and Turing multiply float16 only, and in other shapes than those in device/mma.cuh.
 #
 # The L2 cache's bandwidth is published for V100 and A100: 2048 and 5120 bytes per cycle.
 _BOARDS = (

@@ -22,11 +22,11 @@ from typing import NamedTuple, Protocol
 
 from fastconv import bypass
 from fastconv.kernels import ampere, depthwise, direct, gpus, hopper
-from fastconv.kernels.ampere.classes import ANATOMIES as AMPERE
-from fastconv.kernels.depthwise.classes import ANATOMIES as DEPTHWISE
-from fastconv.kernels.direct.classes import ANATOMIES as DIRECT
+from fastconv.kernels.ampere.coverage import ANATOMIES as AMPERE
+from fastconv.kernels.depthwise.coverage import ANATOMIES as DEPTHWISE
+from fastconv.kernels.direct.coverage import ANATOMIES as DIRECT
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
-from fastconv.kernels.hopper.classes import ANATOMIES as HOPPER
+from fastconv.kernels.hopper.coverage import ANATOMIES as HOPPER
 from fastconv.problem import NO_EPILOGUE, Problem
 
 Planner = Callable[[Problem, Operands, Gpu], Plan]
@@ -234,5 +234,5 @@ def _first(
 
 
 def _family(planner: Planner) -> str:
-    """Returns the family of a planner: the name of its folder."""
-    return planner.__module__.split(".")[-2]
+    """The name of a planner's family: its folder in ``fastconv.kernels``."""
+    return planner.__module__.removeprefix("fastconv.kernels.").partition(".")[0]

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastconv import problem as problems
 from fastconv.jit import cache as disk
+from fastconv.kernels import tuned
 from fastconv.kernels.family import (
     FOLDER,
     Gpu,
@@ -25,7 +26,6 @@ from fastconv.kernels.family import (
     Plan,
     TensorMap,
 )
-from fastconv.kernels.hopper.correlate import tuned
 from fastconv.kernels.planner import Pass, Switch
 from fastconv.problem import Problem
 

@@ -18,9 +18,9 @@ from fastconv.ops.schema import OPERATORS, Operator, Result
 class Entry(NamedTuple):
     """How calls of one form are computed; ``native/entry.h`` has a struct of the same name.
 
-    ``launches`` compute them (see ``Prepared.description``), or ``fill`` does. ``fill`` takes the
-    operator's two tensors, the bias or its gradient (or None), the residual (or None), the result
-    and the precision.
+    ``launches`` compute them (see ``LoadedLaunches.description``), or ``fill`` does. ``fill`` takes
+    the operator's two tensors, the bias or its gradient (or None), the residual (or None), the
+    result and the precision.
     """
 
     shape: tuple[int, ...]  # the result's

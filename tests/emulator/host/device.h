@@ -1,5 +1,5 @@
 // CUDA C++ for a host compiler: what NVRTC predefines, as far as kernels use it. The driver
-// includes it before the kernel. Hardware instructions are not here but in include/ptx.cuh.
+// includes it before the kernel. Hardware instructions are not here but in device/ptx.cuh.
 #pragma once
 #include "runtime.h"
 

@@ -1,4 +1,4 @@
-// What a warp does with matrices, for the host twins of include/mma.cuh, sm90.cuh and wgmma.cuh.
+// What a warp does with matrices, for the host twins of device/mma.cuh, sm90.cuh and wgmma.cuh.
 #pragma once
 #include "product.h"
 #include "runtime.h"

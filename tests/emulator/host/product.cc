@@ -63,7 +63,7 @@ struct Bfloat16 {
   static float widen(Bits bits) { return as_float(uint32_t{bits} << 16); }
 };
 
-// As half_to_float in include/ptx.cuh, without branches.
+// As half_to_float in device/ptx.cuh, without branches.
 struct Float16 {
   using Bits = uint16_t;
   static float widen(Bits bits) {

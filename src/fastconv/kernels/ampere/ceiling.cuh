@@ -1,5 +1,5 @@
-// How fast a GPU's warps multiply small matrices, if they do nothing else: bench/products.py.
-#include "include/mma.cuh"
+// How fast a GPU's warps multiply small matrices, if they do nothing else: bench/mma_rate.py.
+#include "device/mma.cuh"
 
 // Each warp has kLeft matrices of 16 rows and kRight of 8 rows, all rows of 32 bytes, in registers;
 // they come one after the other in `matrices`. It multiplies each of the one with each of the

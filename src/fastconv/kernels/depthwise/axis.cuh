@@ -1,7 +1,7 @@
 // How outputs of a thread depend on a window of the input, along one axis; and what of a tile is in
 // shared memory.
 #pragma once
-#include "include/tile.cuh"
+#include "device/tile.cuh"
 
 namespace fastconv {
 namespace depthwise {

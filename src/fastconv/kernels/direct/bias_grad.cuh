@@ -5,7 +5,7 @@
 // the blocks' sums in order: no atomics, the same bits every time. For weight gradients that do not
 // see the output's gradient as it is, and for exported files.
 #pragma once
-#include "include/scalar.cuh"
+#include "device/scalar.cuh"
 
 namespace fastconv {
 namespace bias_grad {

@@ -1,4 +1,4 @@
-"""Arithmetic that both kernels' plans share; mirrors ``include/tile.cuh``."""
+"""Arithmetic that both kernels' plans share; mirrors ``device/tile.cuh``."""
 
 from __future__ import annotations
 

@@ -11,10 +11,8 @@ from fastconv.kernels.arithmetic import ceil_div, divisors
 from fastconv.kernels.family import Operands
 from fastconv.kernels.hopper.block import OUTPUTS, PRODUCT_BYTES
 from fastconv.kernels.lazy import lazy
-from fastconv.kernels.tensor import layers
-from fastconv.kernels.tensor.layers import (
-    SHORT_SUM_PRODUCTS,
-)
+from fastconv.kernels.planning import layers
+from fastconv.kernels.planning.layers import SHORT_SUM_PRODUCTS
 from fastconv.problem import Problem
 
 # A chunk should hold this many products for each pair of barriers.

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from fastconv.kernels.family import Declined, Gpu, Operands, Plan
 from fastconv.kernels.hopper import block
-from fastconv.kernels.hopper.collect import collect
-from fastconv.kernels.hopper.correlate import correlate
-from fastconv.kernels.hopper.gemm_pixels import gemm_pixels
-from fastconv.kernels.hopper.gemm_planes import gemm_planes
-from fastconv.kernels.hopper.gemm_weights import gemm_weights
+from fastconv.kernels.hopper.few_outputs import plan as few_outputs
+from fastconv.kernels.hopper.halo import plan as halo
+from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
+from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
 from fastconv.kernels.hopper.layers import Layer, forward_ways, input_grad_ways
-from fastconv.kernels.hopper.spread import spread
-from fastconv.kernels.hopper.weight_grad import weight_grad as by_tiles
-from fastconv.kernels.tensor import limits
-from fastconv.kernels.tensor.layers import MOST_PHASES
+from fastconv.kernels.hopper.wgrad_few_inputs import plan as wgrad_few_inputs
+from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
+from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
+from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.layers import MOST_PHASES
 from fastconv.problem import Problem
 
 # Of correlate's estimates, which are made to choose among its tiles, large images took 0.7 to 0.8
@@ -93,23 +93,23 @@ def _tiles(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
 
 
 def _collect(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    way = collect.collect_of(problem, operands, gpu)
-    return way.cycles(gpu), partial(collect.plan, way, gpu)
+    way = wgrad_few_inputs.collect_of(problem, operands, gpu)
+    return way.cycles(gpu), partial(wgrad_few_inputs.plan, way, gpu)
 
 
 def _gemm_weights(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    layer = gemm_weights.layer_of(problem.without_idle_dilation, operands, gpu)
+    layer = wgrad_implicit_gemm.layer_of(problem.without_idle_dilation, operands, gpu)
     return _gemm_way(layer, gpu)
 
 
 def _mirrored(problem: Problem, operands: Operands, gpu: Gpu, most: float) -> _Way:
-    layer = gemm_weights.mirrored_layer_of(problem.without_idle_dilation, operands, gpu)
+    layer = wgrad_implicit_gemm.mirrored_layer_of(problem.without_idle_dilation, operands, gpu)
     return _gemm_way(layer, gpu)
 
 
-def _gemm_way(layer: gemm_weights.Layer, gpu: Gpu) -> _Way:
-    tile = gemm_weights.tiles_of(layer, gpu)[0]
-    return tile.cycles(gpu), partial(gemm_weights.plan, tile, gpu)
+def _gemm_way(layer: wgrad_implicit_gemm.Layer, gpu: Gpu) -> _Way:
+    tile = wgrad_implicit_gemm.tiles_of(layer, gpu)[0]
+    return tile.cycles(gpu), partial(wgrad_implicit_gemm.plan, tile, gpu)
 
 
 def alternatives(
@@ -143,13 +143,13 @@ def _choice(direction: str, problem: Problem, operands: Operands, gpu: Gpu) -> _
     problem = problem.without_idle_dilation
     ways = _WAYS[direction](problem, operands)
     choices = list(_special(direction, problem, operands, gpu, ways))
-    portable = sum(map(spread.portable_cycles, ways[0]))
+    portable = sum(map(few_outputs.portable_cycles, ways[0]))
     better = [one for one in choices if one.cycles < portable]
     plain = [way for way in ways if not way[0].unfolds]
     if better:
         # Tiles take by far the longest to plan with: only for ways that might win.
         most = _least(better).cycles / CORRELATE_SHARE
-        plain = [way for way in plain if correlate.may_take_less(way, most)]
+        plain = [way for way in plain if halo.may_take_less(way, most)]
         if not plain:
             return _least(better)
     try:
@@ -170,9 +170,9 @@ def _correlate(ways: list[list[Layer]], gpu: Gpu) -> _Choice:
         raise Declined(f"input gradients of more than {MOST_PHASES} phases, but all at once")
     share = UNFOLDING_SHARE if ways[0][0].unfolds else CORRELATE_SHARE
     return _Choice(
-        correlate.image_cycles(ways, gpu) * share,
-        partial(correlate.plan, ways, gpu),
-        partial(correlate.alternatives, ways, gpu),
+        halo.image_cycles(ways, gpu) * share,
+        partial(halo.plan, ways, gpu),
+        partial(halo.alternatives, ways, gpu),
     )
 
 
@@ -184,10 +184,10 @@ def _special(
         yield _correlate([way for way in ways if way[0].unfolds], gpu)
     if len(ways[0]) == 1:
         with suppress(Declined):
-            few = spread.spread_of(ways[0][0], gpu)
-            one = partial(spread.plan, few, gpu)
+            few = few_outputs.spread_of(ways[0][0], gpu)
+            one = partial(few_outputs.plan, few, gpu)
             yield _Choice(few.image_cycles, one, lambda most: [one()])
-    for gemm in (gemm_pixels, gemm_planes):
+    for gemm in (implicit_gemm_nhwc, implicit_gemm_nchw):
         with suppress(Declined):
             yield _gemm(gemm, gemm.layer_of(problem, operands, gpu, direction == "input_grad"), gpu)
 

@@ -1,8 +1,8 @@
 // How warpgroups or blocks that need no tiles share an image: in walks down strips of it.
 #pragma once
-#include "include/tile.cuh"
-#include "include/wgmma.cuh"
-#include "tensor/operand.cuh"
+#include "device/tile.cuh"
+#include "device/wgmma.cuh"
+#include "device/tensor/operand.cuh"
 
 namespace fastconv {
 namespace hopper {

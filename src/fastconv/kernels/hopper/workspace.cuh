@@ -1,7 +1,7 @@
 // What wgmma's sums need on their way to the workspace.
 #pragma once
-#include "include/sm90.cuh"
-#include "tensor/workspace.cuh"
+#include "device/sm90.cuh"
+#include "device/tensor/workspace.cuh"
 
 namespace fastconv {
 namespace hopper {

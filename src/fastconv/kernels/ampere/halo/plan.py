@@ -1,0 +1,200 @@
+"""Plans forward passes and input gradients with ``correlate.cuh``: the cheapest tile that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from fastconv.kernels import gpus
+from fastconv.kernels.ampere import block
+from fastconv.kernels.ampere.halo.layer import Layer
+from fastconv.kernels.ampere.halo.tiles import INPUT_STAGES, Tile, tiles_of
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import Constant, Declined, Gpu, Operands, Plan
+from fastconv.kernels.planning import limits
+from fastconv.kernels.planning.launches import (
+    Correlation,
+    best_way,
+    launches,
+    layer_constants,
+)
+from fastconv.kernels.planning.layers import forward_ways, input_grad_ways, views
+from fastconv.problem import Problem
+
+EXPLAINED = 5  # tiles
+# Of a pass: for each layer's launches, and for those that find out whether float16 will do.
+LAYER_COST = 0.05
+HALVES_COST = 0.05
+HALVES_CYCLES = 2.5e5  # of an image, at least: what those launches take is its share of a batch
+
+# What only Hopper's tiles have, of what they share with these.
+ABSENT: dict[str, Constant] = {
+    "stack": 1,
+    "lead": 0,
+    "segment_tiles": 1,
+    "wraps": False,
+    "rolling": False,
+    "watches": False,
+    "smaller_part": False,
+}
+
+
+def forward(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a forward convolution: tensors ``input``, ``weight``, ``bias`` and ``output``.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    limits.check_reach(problem, operands)
+    return _plan(forward_ways(Layer.of(problem, operands)), gpu)
+
+
+def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans an input gradient: ``input`` is the output's gradient, ``output`` the input's.
+
+    Raises:
+        Declined: another family does it better, or this one cannot.
+    """
+    limits.check_reach(problem, operands)
+    return _plan(input_grad_ways(Layer.of(problem, operands), problem, most_together=1), gpu)
+
+
+def _check(layers: list[Layer], gpu: Gpu) -> None:
+    layer, operands = layers[0], layers[0].operands
+    block.check(gpu)
+    channels = (layer.group_in // (layer.folding[0] * layer.folding[1]), layer.group_out)
+    limits.check(operands, layer.groups, channels, layer.in_size, layer.image_size)
+    rates = gpus.rates(gpu)
+    counted = _tensor_share(layers) / layer.products
+    if rates.products[layer.multiplied] * counted < block.PORTABLE_SHARE * rates.float32:
+        raise Declined(
+            f"what plain cores are as fast at: {counted:.0%} of the tensor cores' products count"
+        )
+
+
+def _tensor_share(layers: list[Layer]) -> float:
+    """The share of products that count, but for the ends of tiles; of layers of like sizes."""
+    terms = sum(layer.terms for layer in layers)
+    multiplied = sum(layer.steps * 2 * layer.vector_channels * layer.taps for layer in layers)
+    rows = layers[0].group_out
+    return terms / multiplied * rows / (16 * ceil_div(rows, 16))
+
+
+def _plan(ways: list[list[Layer]], gpu: Gpu) -> Plan:
+    return _plan_of(*best_way(ways, partial(_checked_tiles, gpu=gpu), _cost), gpu)
+
+
+def _checked_tiles(layers: list[Layer], gpu: Gpu) -> list[tuple[Tile, ...]]:
+    _check(layers, gpu)
+    return [_tiles(layer, gpu) for layer in layers]
+
+
+@lru_cache(maxsize=64)
+def _tiles(layer: Layer, gpu: Gpu) -> tuple[Tile, ...]:
+    """All tiles that fit, the best first; kept, for a plan asks for them more than once."""
+    return tuple(tiles_of(views(layer), gpu))
+
+
+def _cost(layers: list[Layer], tiles: list[tuple[Tile, ...]]) -> float:
+    fastest = sum(min(one.image_tiles * one.tile_cycles for one in each) for each in tiles)
+    more = LAYER_COST * len(layers)
+    if not layers[0].halves:
+        return fastest * (1 + more)
+    return max(fastest * (1 + more + HALVES_COST), HALVES_CYCLES)
+
+
+def _plan_of(layers: list[Layer], tiles: list[tuple[Tile, ...]], gpu: Gpu) -> Plan:
+    repairs = None
+    explanation = tuple(line for of_layer in tiles for line in _explanation(of_layer))
+    if layers[0].halves:
+        repairing = _tiles(replace(layers[0], halves=False), gpu)[0]
+        repairs = _correlation(repairing)
+        explanation += (f"beyond float16's range, in TF32: {_explain(repairing)}",)
+    chosen = [of_layer[0] for of_layer in tiles]
+    return Plan(
+        *launches([_correlation(tile) for tile in chosen], repairs),
+        "ampere",
+        _why(chosen),
+        explanation,
+        choice=" + ".join(tile.name for tile in chosen),
+        packs=int(len(chosen) == 1 and repairs is None),
+    )
+
+
+def _why(tiles: list[Tile]) -> str:
+    shapes = dict.fromkeys(
+        f"{team.block_channels} channels by {patch.rows} rows of {patch.columns} pixels a block"
+        for team, patch in ((tile.team, tile.patch) for tile in tiles)
+    )
+    phases = f" in {len(tiles)} phases" if len(tiles) > 1 else ""
+    share = _tensor_share([tile.layer for tile in tiles])
+    halves = " in float16, where the range allows it" if tiles[0].layer.halves else ""
+    return f"tensor cores{halves}{phases}: {', '.join(shapes)}; {share:.0%} of the products count"
+
+
+def _explanation(tiles: tuple[Tile, ...]) -> list[str]:
+    rows, columns = tiles[0].layer.placing
+    phase = "" if rows.step == columns.step == 1 else f"phase {rows.at}, {columns.at}: "
+    lines = [f"{phase}{len(tiles)} tiles fit; the cheapest, in cycles:"]
+    return lines + [_explain(tile) for tile in tiles[:EXPLAINED]]
+
+
+def _explain(tile: Tile) -> str:
+    work = ", ".join(f"{name} {cycles:.0f}" for name, cycles in tile.work.items())
+    team, patch = tile.team, tile.patch
+    rounds = ceil_div(tile.tiles, team.gpu.processors)
+    return (
+        f"{tile.cycles():.3g}: {team.block_channels} channels x {patch.rows} rows x "
+        f"{patch.columns} pixels by {team.warps} warps of {team.product_rows} x {team.pixels}, "
+        f"{team.loaders} that load, {rounds} rounds: {work}; {tile.shared_bytes // 1024} KiB shared"
+    )
+
+
+def _correlation(tile: Tile) -> Correlation:
+    layer = tile.layer
+    # A block counts on from its last tile by as many as there are blocks.
+    if tile.tiles + tile.team.gpu.processors >= 2**31:
+        raise Declined("more than 2^31 tiles")
+    blocks = layer.groups * tile.team.output_groups
+    return Correlation(
+        layer,
+        "ampere/halo/kernel.cuh",
+        _constants(tile),
+        min(tile.tiles, tile.team.gpu.processors),
+        32 * tile.team.all_warps,
+        tile.shared_bytes,
+        blocks * layer.chunks * layer.taps * tile.team.tap_bytes,
+        blocks * tile.team.block_channels,
+        layer.groups * layer.chunks * layer.k_steps * 2 * layer.vector_channels,
+    )
+
+
+def _constants(tile: Tile) -> dict[str, Constant]:
+    layer, team, patch = tile.layer, tile.team, tile.patch
+    return {
+        **layer_constants(layer),
+        **ABSENT,
+        "warps": team.warps,
+        "product_rows": team.product_rows,
+        "channel_groups": team.channel_groups,
+        "pixels": team.pixels,
+        "block_rows": patch.rows,
+        "tile_columns": patch.columns,
+        "pitch": patch.pitch,
+        "plane_padding": patch.plane_padding,
+        "k_steps": layer.k_steps,
+        "stage_taps": tile.stage_taps,
+        "period_taps": layer.period_taps,
+        "flush_taps": layer.flush_taps,
+        "input_stages": INPUT_STAGES,
+        "weight_stages": tile.weight_stages,
+        "resident": tile.resident,
+        "loaders": 32 * team.loaders,
+        "unit_vectors": 2,
+        "batch": tile.batch,
+        "batches_ahead": 1,
+        "pass_pixels": team.pass_pixels,
+        "buffers": team.buffers,
+        "store_vector": tile.store_vector,
+        "shared_bytes": tile.shared_bytes,
+    }

@@ -1,0 +1,527 @@
+// Loads what a step needs of both tensors to shared memory. Most of it is copied asynchronously;
+// 16-bit elements that lie alone, or have to be transposed, go through registers: a slice's share
+// is loaded before the slice is multiplied, and written after that. What has been copied of float32
+// is converted in place, by the thread that copied it.
+#pragma once
+#include "ampere/wgrad_halo/tile.cuh"
+
+namespace fastconv {
+namespace ampere {
+
+// How threads share units, of which a row has kWidth: kLanes of them have neighbours of a row. A
+// thread has kTasks units; those of all threads are rows and columns of a grid.
+template <int kWidth, int kRows, int kLanes>
+struct Sheet {
+  static constexpr int kAcross = ceil_div(kWidth, kLanes);
+  static constexpr int kRowsAtOnce = kThreads / kLanes;
+  static constexpr int kTasks = kAcross * ceil_div(kRows, kRowsAtOnce);
+
+  __device__ static int column(int task) {
+    return static_cast<int>(threadIdx.x) % kLanes + task % kAcross * kLanes;
+  }
+  __device__ static int row(int task) {
+    return static_cast<int>(threadIdx.x) / kLanes + task / kAcross * kRowsAtOnce;
+  }
+  __device__ static bool exists(int task) {
+    return (kWidth % kLanes == 0 || column(task) < kWidth) &&
+           (kRows % kRowsAtOnce == 0 || row(task) < kRows);
+  }
+};
+
+__device__ __forceinline__ bool is_below(int value, int bound) {
+  return static_cast<unsigned>(value) < static_cast<unsigned>(bound);
+}
+
+// --- float32 as the tensor core wants it ---------------------------------------------------------
+
+// Whether rounding to even is one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kRoundsToEven = true;
+#else
+constexpr bool kRoundsToEven = false;
+#endif
+
+__device__ __forceinline__ void split_operand(float value, unsigned& high, unsigned& low) {
+  if constexpr (kRoundsToEven) {
+    split(value, high, low);
+  } else {
+    split_away(value, high, low);
+  }
+}
+
+// Numbers are rounded, or split, where they lie in shared memory: once, not for every product that
+// they are in. The input's are not split: that would take twice the room, and most of a product's
+// numbers are the output's gradient.
+constexpr bool kConvertsGrad = !kHalves;
+constexpr bool kConvertsInput = !kHalves && C::parts == 1;
+constexpr int kConvertedAtOnce = 4;  // vectors, beside the sums in registers
+
+// Neighbours that were in shared memory, to there; if they are split, `low` bytes from where their
+// low parts go.
+template <int kParts, int kCount>
+__device__ __forceinline__ void convert(Vector<float, kCount> numbers, unsigned char* first,
+                                        int low) {
+  Vector<float, kCount> rest;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& number = numbers.element[i];
+    if constexpr (kParts == 2) {
+      unsigned parts[2];
+      split_operand(number, parts[0], parts[1]);
+      number = __uint_as_float(parts[0]);
+      rest.element[i] = __uint_as_float(parts[1]);
+    } else {
+      number = round_operand_to_tf32(number);
+    }
+  }
+  *reinterpret_cast<Vector<float, kCount>*>(first) = numbers;
+  if constexpr (kParts == 2) *reinterpret_cast<Vector<float, kCount>*>(first + low) = rest;
+}
+
+// What the tasks of a sheet have copied, some of them at once: they do not wait for one another.
+// `place` tells where a task's is.
+template <class Sheet, int kParts, int kCount, class Place>
+__device__ __forceinline__ void convert_tasks(const Place& place, int low) {
+#pragma unroll 1
+  for (int first = 0; first < Sheet::kTasks; first += kConvertedAtOnce) {
+    Vector<float, kCount> numbers[kConvertedAtOnce];
+#pragma unroll
+    for (int i = 0; i < kConvertedAtOnce; ++i) {
+      if (first + i < Sheet::kTasks && Sheet::exists(first + i)) {
+        numbers[i] = *reinterpret_cast<const Vector<float, kCount>*>(place(first + i));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kConvertedAtOnce; ++i) {
+      if (first + i < Sheet::kTasks && Sheet::exists(first + i)) {
+        convert<kParts>(numbers[i], place(first + i), low);
+      }
+    }
+  }
+}
+
+// --- The output's gradient -----------------------------------------------------------------------
+
+constexpr int kOutImage = C::groups * C::group_out * C::out_height * C::out_width;
+constexpr int kOutColumn = C::grad_channels_last ? C::groups * C::group_out : 1;
+constexpr int kOutRow = C::out_width * kOutColumn;
+constexpr int kOutChannel = C::grad_channels_last ? 1 : C::out_height * C::out_width;
+static_assert(elements_of(C::groups, C::group_out, C::out_height, C::out_width) < kMostElements,
+              "");
+using OutOffset = IndexTo<elements_of(kWalkRows + 1, kRowStep, kOutRow) +
+                          elements_of(kStrips, C::strip_columns, kOutColumn) +
+                          elements_of(kBlockOutputs, kOutChannel)>;
+
+// Neighbours in memory, of a row or of a pixel: what is copied at once, or what a thread writes.
+constexpr bool kGradInRegisters = kHalves && C::grad_vector == 1;
+constexpr int kGradUnit = kGradInRegisters ? kVector : C::grad_vector;
+// Of an output row: units along memory, and what lies across.
+using GradSheet = Sheet<(C::grad_channels_last ? kBlockOutputs : C::strip_columns) / kGradUnit,
+                        C::grad_channels_last ? C::strip_columns : kBlockOutputs, C::grad_lanes>;
+constexpr int kGradTasks = C::step_rows * GradSheet::kTasks;
+
+struct GradLoader {
+  const Scalar* channels;  // the tile's first, of image 0
+  int channels_left;       // of those that exist
+  const Scalar* image;
+  int row;
+  int column;
+
+  __device__ GradLoader(const Scalar* grad_output, const Tile& tile)
+      : channels(grad_output +
+                 static_cast<long long>(tile.group * C::group_out + tile.output) * kOutChannel),
+        channels_left(C::group_out - tile.output) {}
+
+  __device__ void move_to(const Cursor& at) {
+    image = channels + static_cast<long long>(at.image()) * kOutImage;
+    row = at.output_row();
+    column = at.output_column();
+  }
+
+  // A task's first element: where it lies, where it goes, and how many exist from it on.
+  struct Place {
+    const Scalar* source;
+    int target;
+    int left;
+  };
+  __device__ __forceinline__ Place find(int step_row, int task) const {
+    const int along = GradSheet::column(task) * kGradUnit;
+    const int across = GradSheet::row(task);
+    const int channel = C::grad_channels_last ? along : across;
+    const int pixel = C::grad_channels_last ? across : along;
+    const int y = row + step_row * kRowStep;
+    const int x = column + pixel;
+    const bool exists =
+        y < C::out_height && (C::grad_channels_last ? x < C::out_width : channel < channels_left);
+    Place place;
+    place.source =
+        image + (static_cast<OutOffset>(channel) * kOutChannel +
+                 static_cast<OutOffset>(y) * kOutRow + static_cast<OutOffset>(x) * kOutColumn);
+    place.target =
+        C::grad_channels_last
+            ? (step_row * C::strip_columns + pixel) * C::grad_pitch + channel * kScalarBytes
+            : channel * C::grad_pitch + (step_row * C::strip_columns + pixel) * kScalarBytes;
+    place.left = !exists ? 0 : C::grad_channels_last ? channels_left - channel : C::out_width - x;
+    return place;
+  }
+
+  __device__ __forceinline__ void copy(unsigned char* stage) const {
+#pragma unroll 1
+    for (int step_row = 0; step_row < C::step_rows; ++step_row) {
+#pragma unroll
+      for (int task = 0; task < GradSheet::kTasks; ++task) {
+        if (!GradSheet::exists(task)) continue;
+        const Place place = find(step_row, task);
+        copy_elements<C::grad_vector>(reinterpret_cast<Scalar*>(stage + place.target), place.source,
+                                      place.left > 0);
+      }
+    }
+  }
+
+  // What this thread has copied.
+  __device__ __forceinline__ void convert_copied(unsigned char* stage) const {
+#pragma unroll 1
+    for (int step_row = 0; step_row < C::step_rows; ++step_row) {
+      const auto place = [&](int task) { return stage + find(step_row, task).target; };
+      convert_tasks<GradSheet, C::parts, C::grad_vector>(place, kPartBytes);
+    }
+  }
+
+  // Some tasks' elements, on their way through registers.
+  template <int kTasks>
+  struct Batch {
+    unsigned short elements[kTasks][kVector];
+  };
+  template <int kTasks>
+  __device__ __forceinline__ void load(Batch<kTasks>& batch, int first) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int task = first + i;
+      const bool exists = task < kGradTasks && GradSheet::exists(task % GradSheet::kTasks);
+      const Place place = find(task / GradSheet::kTasks, task % GradSheet::kTasks);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        batch.elements[i][j] = load_or_zero(
+            reinterpret_cast<const unsigned short*>(place.source) + j, exists && j < place.left);
+      }
+    }
+  }
+  template <int kTasks>
+  __device__ __forceinline__ void store(const Batch<kTasks>& batch, int first,
+                                        unsigned char* stage) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int task = first + i;
+      if (task >= kGradTasks || !GradSheet::exists(task % GradSheet::kTasks)) continue;
+      const Place place = find(task / GradSheet::kTasks, task % GradSheet::kTasks);
+      unsigned words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[j] = batch.elements[i][2 * j] | static_cast<unsigned>(batch.elements[i][2 * j + 1])
+                                                  << 16;
+      }
+      *reinterpret_cast<uint4*>(stage + place.target) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+};
+
+// --- The input -----------------------------------------------------------------------------------
+
+constexpr int kInImage = C::groups * C::group_in * C::in_height * C::in_width;
+constexpr int kInColumn = C::in_channels_last ? C::groups * C::group_in : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+static_assert(elements_of(C::groups, C::group_in, C::in_height, C::in_width) < kMostElements, "");
+// Rows and columns that taps read, before or behind the input's first; and where the farthest
+// element would be.
+constexpr long long kFarRow =
+    max_of<long long>(C::padding_top, elements_of(kWalkRows + 1, kRowStep, C::stride_height) +
+                                          elements_of(kRowBlocks, C::box_rows, C::dilation_height));
+constexpr long long kFarColumn = max_of<long long>(
+    C::padding_left + C::shift, elements_of(kStrips, C::strip_columns, C::stride_width) +
+                                    elements_of(kColumnBlocks, C::box_columns, C::dilation_width) +
+                                    elements_of(kLineColumns + 1, kColumnUnit));
+using InOffset = IndexTo<elements_of(kFarRow, kInRow) + elements_of(kFarColumn, kInColumn) +
+                         elements_of(C::box_channels + kOctet, kInChannel)>;
+
+// Of contiguous 16-bit types, a task is in_vector columns of 8 channels, which are transposed. Of
+// others it is neighbours in memory: columns, or channels if they are neighbours.
+constexpr bool kInInRegisters = kHalves && (!C::in_channels_last || C::in_vector == 1);
+constexpr int kTaskChannels = kInInRegisters ? kOctet : C::in_channels_last ? C::in_vector : 1;
+constexpr int kTaskColumns = C::in_channels_last ? 1 : C::in_vector;
+// Of a line.
+using InSheet =
+    Sheet<C::in_channels_last ? C::box_channels / kTaskChannels : kLineColumns / kTaskColumns,
+          C::in_channels_last ? kLineColumns : C::box_channels / kTaskChannels, C::in_lanes>;
+constexpr int kInTasks = kNewLines * InSheet::kTasks;
+
+// kCount neighbouring elements of 16 bits.
+template <int kCount>
+struct Neighbours {
+  static_assert(kCount == 2 || kCount == 4, "");
+  unsigned words[kCount / 2];
+
+  __device__ __forceinline__ void load(const Scalar* source, bool valid) {
+    if constexpr (kCount == 2) {
+      words[0] = load_bits(reinterpret_cast<const float*>(source), valid);
+    } else {
+      const uint2 both = load_or_zero(reinterpret_cast<const uint2*>(source), valid);
+      words[0] = both.x;
+      words[kCount / 2 - 1] = both.y;
+    }
+  }
+  __device__ __forceinline__ unsigned element(int i) const {
+    return i % 2 == 0 ? words[i / 2] & 0xffffu : words[i / 2] >> 16;
+  }
+};
+template <>
+struct Neighbours<1> {
+  unsigned short word;
+
+  __device__ __forceinline__ void load(const Scalar* source, bool valid) {
+    word = load_or_zero(reinterpret_cast<const unsigned short*>(source), valid);
+  }
+  __device__ __forceinline__ unsigned element(int) const { return word; }
+};
+
+struct InLoader {
+  const Scalar* channels;  // the tile's first, of image 0
+  int channels_left;
+  int first_row;     // that the first output row's first line is, of the tile
+  int first_column;  // the same of columns; where lines begin
+  const Scalar* image;
+  int row;
+  int column;
+
+  __device__ InLoader(const Scalar* input, const Tile& tile)
+      : channels(input +
+                 static_cast<long long>(tile.group * C::group_in + tile.channel) * kInChannel),
+        channels_left(C::group_in - tile.channel),
+        first_row(tile.kernel_row * C::dilation_height - C::padding_top) {
+    first_column = tile.kernel_column * C::dilation_width - C::padding_left;
+    first_column -= shift(tile);
+  }
+
+  // By how many columns lines begin early. That is the same for all strips.
+  __device__ static int shift(const Tile& tile) {
+    if constexpr (C::shift == 0) return 0;
+    const int column = tile.kernel_column * C::dilation_width - C::padding_left;
+    return column - floor_div(column, C::in_vector) * C::in_vector;
+  }
+
+  __device__ void move_to(const Cursor& at) {
+    image = channels + static_cast<long long>(at.image()) * kInImage;
+    row = first_row + at.output_row() * C::stride_height;
+    column = first_column + at.output_column() * C::stride_width;
+  }
+
+  // The input row of one of the step's lines.
+  __device__ __forceinline__ int row_of(int line) const {
+    constexpr bool kSkips = kRowAdvance > C::box_rows;
+    return row + C::dilation_height *
+                     (kSkips ? line / C::box_rows * kRowAdvance + line % C::box_rows : line);
+  }
+
+  struct Place {
+    const Scalar* source;
+    int target;
+    int channels;  // that exist, from the first on
+  };
+  __device__ __forceinline__ Place find(int y, int task) const {
+    const int along = InSheet::column(task);
+    const int across = InSheet::row(task);
+    const int channel = (C::in_channels_last ? along : across) * kTaskChannels;
+    const int at = (C::in_channels_last ? across : along) * kTaskColumns;
+    const int x = column + at * kColumnUnit;
+    Place place;
+    place.source =
+        image + (static_cast<InOffset>(channel) * kInChannel + static_cast<InOffset>(y) * kInRow +
+                 static_cast<InOffset>(x) * kInColumn);
+    place.target = channel_bytes(channel) + at * kColumnBytes;
+    const bool exists = is_below(y, C::in_height) && is_below(x, C::in_width);
+    place.channels = exists ? channels_left - channel : 0;
+    return place;
+  }
+
+  // Copies lines of a step, whose first one is `position` of the ring.
+  __device__ __forceinline__ void copy(int position, int first, int end) const {
+#pragma unroll 1
+    for (int line = first; line < end; ++line) {
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes;
+      const int y = row_of(line);
+#pragma unroll
+      for (int task = 0; task < InSheet::kTasks; ++task) {
+        if (!InSheet::exists(task)) continue;
+        const Place place = find(y, task);
+        copy_elements<C::in_vector>(reinterpret_cast<Scalar*>(target + place.target), place.source,
+                                    place.channels > 0);
+      }
+    }
+  }
+
+  // What this thread has copied of them.
+  __device__ __forceinline__ void convert_copied(int position, int first, int end) const {
+#pragma unroll 1
+    for (int line = first; line < end; ++line) {
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes;
+      const auto place = [&](int task) { return target + find(0, task).target; };
+      convert_tasks<InSheet, 1, C::in_vector>(place, 0);
+    }
+  }
+
+  template <int kTasks>
+  struct Batch {
+    Neighbours<kTaskColumns> elements[kTasks][kOctet];
+  };
+  // Tasks from `first` on, of lines from `first_line` to kWindow.
+  template <int kTasks>
+  __device__ __forceinline__ void load(Batch<kTasks>& batch, int first_line, int first) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int line = first_line + (first + i) / InSheet::kTasks;
+      const int task = (first + i) % InSheet::kTasks;
+      const bool exists = line < kWindow && InSheet::exists(task);
+      const Place place = find(row_of(line), task);
+#pragma unroll
+      for (int j = 0; j < kOctet; ++j) {
+        batch.elements[i][j].load(place.source + static_cast<InOffset>(j) * kInChannel,
+                                  exists && j < place.channels);
+      }
+    }
+  }
+  template <int kTasks>
+  __device__ __forceinline__ void store(const Batch<kTasks>& batch, int position, int first_line,
+                                        int first) const {
+#pragma unroll
+    for (int i = 0; i < kTasks; ++i) {
+      const int line = first_line + (first + i) / InSheet::kTasks;
+      const int task = (first + i) % InSheet::kTasks;
+      if (line >= kWindow || !InSheet::exists(task)) continue;
+      unsigned char* const target =
+          shared_memory() + kInput + ring_line(position + line) * kLineBytes + find(0, task).target;
+#pragma unroll
+      for (int column = 0; column < kTaskColumns; ++column) {
+        unsigned words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          words[j] = batch.elements[i][2 * j].element(column) |
+                     batch.elements[i][2 * j + 1].element(column) << 16;
+        }
+        *reinterpret_cast<uint4*>(target + column * kColumnBytes) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+};
+
+// --- Both ----------------------------------------------------------------------------------------
+
+// Tasks of a thread that go through registers while a slice is multiplied, and how many at once.
+constexpr int kSliceGradTasks = kGradInRegisters ? ceil_div(kGradTasks, kWarpSlices) : 0;
+constexpr int kSliceInTasks = kInInRegisters ? ceil_div(kInTasks, kWarpSlices) : 0;
+constexpr int kGradBatch = kSliceGradTasks < C::grad_batch ? kSliceGradTasks : C::grad_batch;
+constexpr int kInBatch = kSliceInTasks < C::in_batch ? kSliceInTasks : C::in_batch;
+static_assert(C::grad_batch > 0 && C::in_batch > 0, "");
+
+// Where a step's numbers are in shared memory.
+struct StepPlace {
+  int position = 0;  // of its first line in the ring
+  int stage = 0;
+
+  __device__ unsigned char* grad() const { return shared_memory() + kGrad + stage * kStageBytes; }
+  __device__ StepPlace next() const {
+    StepPlace place;
+    place.position = ring_line(position + kNewLines);
+    place.stage = 1 - stage;
+    return place;
+  }
+};
+
+struct Loader {
+  GradLoader grad;
+  InLoader in;
+  GradLoader::Batch<kGradBatch + (kGradBatch == 0)> grad_batch;
+  InLoader::Batch<kInBatch + (kInBatch == 0)> in_batch;
+
+  __device__ Loader(const Scalar* grad_output, const Scalar* input, const Tile& tile)
+      : grad(grad_output, tile), in(input, tile) {}
+
+  __device__ void move_to(const Cursor& at) {
+    grad.move_to(at);
+    in.move_to(at);
+  }
+
+  // Starts asynchronous copies of a step, of its lines from `first_line` on.
+  __device__ __forceinline__ void copy(const StepPlace& to, int first_line) const {
+    if constexpr (!kGradInRegisters) grad.copy(to.grad());
+    if constexpr (!kInInRegisters) in.copy(to.position, first_line, kWindow);
+    copy_async_commit();
+  }
+
+  // Waits for what this thread has copied of a step, and converts it.
+  __device__ __forceinline__ void convert_copied(const StepPlace& to, int first_line) const {
+    copy_async_wait<0>();
+    if constexpr (kConvertsGrad) grad.convert_copied(to.grad());
+    if constexpr (kConvertsInput) in.convert_copied(to.position, first_line, kWindow);
+  }
+
+  // Loads a slice's share of what goes through registers; all but the last of it is written at
+  // once.
+  __device__ __forceinline__ void load_slice(const StepPlace& to, int slice) {
+    if constexpr (kGradBatch > 0) {
+      int task = slice * kSliceGradTasks;
+#pragma unroll 1
+      for (; task < (slice + 1) * kSliceGradTasks - kGradBatch; task += kGradBatch) {
+        grad.load(grad_batch, task);
+        grad.store(grad_batch, task, to.grad());
+      }
+      grad.load(grad_batch, task);
+    }
+    if constexpr (kInBatch > 0) {
+      int task = slice * kSliceInTasks;
+#pragma unroll 1
+      for (; task < (slice + 1) * kSliceInTasks - kInBatch; task += kInBatch) {
+        in.load(in_batch, kOldLines, task);
+        in.store(in_batch, to.position, kOldLines, task);
+      }
+      in.load(in_batch, kOldLines, task);
+    }
+  }
+  __device__ __forceinline__ void store_slice(const StepPlace& to, int slice) const {
+    if constexpr (kGradBatch > 0) {
+      grad.store(grad_batch, last_batch(slice, kSliceGradTasks, kGradBatch), to.grad());
+    }
+    if constexpr (kInBatch > 0) {
+      in.store(in_batch, to.position, kOldLines, last_batch(slice, kSliceInTasks, kInBatch));
+    }
+  }
+  // The first task of a slice's last batch.
+  __device__ static int last_batch(int slice, int tasks, int batch) {
+    return batch == 0 ? 0 : slice * tasks + (tasks - 1) / batch * batch;
+  }
+
+  // Loads all of a step, while nothing else is done.
+  __device__ __forceinline__ void load_all(const StepPlace& to) {
+    copy(to, 0);
+    if constexpr (kGradBatch > 0) {
+#pragma unroll 1
+      for (int task = 0; task < kGradTasks; task += kGradBatch) {
+        grad.load(grad_batch, task);
+        grad.store(grad_batch, task, to.grad());
+      }
+    }
+    if constexpr (kInBatch > 0) {
+#pragma unroll 1
+      for (int task = 0; task < kWindow * InSheet::kTasks; task += kInBatch) {
+        in.load(in_batch, 0, task);
+        in.store(in_batch, to.position, 0, task);
+      }
+    }
+  }
+};
+
+}  // namespace ampere
+}  // namespace fastconv

@@ -1,0 +1,261 @@
+"""What chooses the code of the kernels for narrow groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.depthwise.layer import Axis
+from fastconv.kernels.family import GEOMETRY, Constant
+
+
+def _common(c: Mapping[str, Any]) -> dict[str, Constant]:
+    rows, columns = _axis(c, "height", "top"), _axis(c, "width", "left")
+    height, width = c["lanes_y"] * c["rows"], c["lanes_x"] * c["columns"]
+    is_whole = height >= c["out_height"] and width >= c["out_width"]
+    return {
+        "rows read": _steps(rows),
+        "columns read": _steps(columns),
+        "copied in vectors": c["vector"] > 1,
+        "image": "inside" if c["inside"] else "whole" if is_whole else "in tiles",
+        "several inputs": c["group_in"] > 1,
+    }
+
+
+def _axis(c: Mapping[str, Any], side: str, before: str) -> Axis:
+    return Axis(
+        c["transposed"], c[f"kernel_{side}"], c[f"stride_{side}"], c[f"dilation_{side}"],
+        c[f"padding_{before}"], c[f"out_{side}"],
+    )  # fmt: skip
+
+
+def _steps(axis: Axis) -> str:
+    """How the inputs lie that a thread's outputs read."""
+    if axis.between:
+        return "between"
+    if axis.dilation > 1:
+        return "apart"
+    return "strided" if axis.times > 1 else "neighbours"
+
+
+def _window(c: Mapping[str, Any]) -> str:
+    """How a contiguous row of it is read."""
+    if c["piece"] == 1:
+        return "elements"
+    shift = _axis(c, "width", "left").origin % c["vector"]
+    return "pieces" if shift % c["piece"] == 0 else "from within a piece"
+
+
+def _copied(c: Mapping[str, Any], threads: int, grads: int = 0) -> str:
+    """How: rows that have more vectors than there are threads, in parts."""
+    columns, vector = _axis(c, "width", "left"), c["vector"]
+    first, end = 0, columns.halo(c["lanes_x"] * c["columns"])
+    if c["inside"]:
+        first, end = max(0, -columns.origin), min(end, c["in_width"] - columns.origin)
+    shift = columns.origin % vector
+    vectors = ceil_div(shift + end, vector) - (shift + first if c["inside"] else 0) // vector
+    return "in parts" if max(vectors, grads) > threads else "at once"
+
+
+_TILE = {"rows", "columns", "lanes_y", "lanes_x", "vector", "inside", "shared_bytes",
+         "blocks_per_sm"}  # fmt: skip
+_ROWS = {"piece", "pitch", "plane_padding"}  # of contiguous tensors
+_LANES = {"lanes_c", "lane_channels"}  # of channels-last ones
+
+
+def _planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    outputs, of_thread = c["group_out"], c["channels"]
+    threads = round_up(c["slots"] * c["lanes_y"] * c["lanes_x"], 32)
+    return _common(c) | {
+        "window": _window(c),
+        "rows copied": _copied(c, threads),
+        "several planes": c["slots"] > 1,
+        "outputs": "one" if outputs == 1 else "all" if outputs == of_thread else "in parts",
+        "stored in vectors": c["store_vector"] > 1,
+    }
+
+
+PLANES = Anatomy(
+    sizes=GEOMETRY
+    | _TILE
+    | _ROWS
+    | {"flush_rows", "channels", "slots", "weight_padding", "store_vector"},
+    chosen=_planes,
+    parts={
+        "load": ("copied in vectors", "rows copied", "image", "several planes", "several inputs"),
+        "weights": ("Scalar", "transposed", "outputs"),
+        "multiply": ("transposed", "rows read", "columns read", "window"),
+        "sum": ("outputs", "several inputs", "two_level"),
+        "store": ("Scalar", "stored in vectors", "outputs"),
+    },
+)
+
+
+def _pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
+    threads = c["slots"] * c["lanes_y"] * c["lanes_x"] * c["lanes_c"]
+    return _common(c) | {
+        "channels": _channels(c),
+        "several images": c["slots"] > 1,
+        "weights in vectors": c["weight_vector"] > 1,
+        "idle threads": threads % 32 > 0,
+    }
+
+
+def _channels(c: Mapping[str, Any]) -> str:
+    """Of a tile, and of a lane."""
+    if c["lane_channels"] > 1:
+        return "pairs"
+    if c["group_out"] > c["lanes_c"]:
+        return "of a part"
+    return "of groups" if c["group_out"] > 1 else "one by one"
+
+
+PIXELS = Anatomy(
+    # A bias that is not aligned is no class: tests/emulator/test_alignment.py has some.
+    sizes=GEOMETRY | _TILE | _LANES | {"flush_rows", "slots", "weight_vector", "aligned_bias"},
+    chosen=_pixels,
+    parts={
+        "load": ("copied in vectors", "image", "several images"),
+        "weights": ("transposed", "channels", "several inputs", "weights in vectors"),
+        "multiply": ("transposed", "rows read", "columns read"),
+        "sum": ("channels", "several inputs", "two_level"),
+        "store": ("Scalar", "channels", "idle threads"),
+    },
+)
+
+
+def _walk(c: Mapping[str, Any], patches: int) -> dict[str, Constant]:
+    """``patches`` are those that a block's threads of the same kernel rows have at once."""
+    of_unit = c["slots"] * c["lanes_y"] * c["lanes_x"]
+    is_whole = c["out_width"] % c["columns"] == 0 and _axis(c, "width", "left").out_step == 1
+    return _common(c) | {
+        "several images": c["slots"] > 1,
+        "taps": _taps(c),
+        "several rounds": of_unit > patches,
+        "whole columns": is_whole,
+        "many splits": c["reduce_rows"] > 1,
+    }
+
+
+def _taps(c: Mapping[str, Any]) -> str:
+    """Whose a kernel's rows are."""
+    groups = _tap_groups(c)
+    if groups == 1:
+        return "one thread's"
+    rows = ceil_div(groups, c["tap_blocks"]) * c["tap_blocks"] * c["tap_rows"]
+    return "shared" if rows == c["kernel_height"] else "shared unevenly"
+
+
+def _tap_groups(c: Mapping[str, Any]) -> int:
+    return ceil_div(int(c["kernel_height"]), int(c["tap_rows"]))
+
+
+_WALK = GEOMETRY | _TILE | {
+    "transposed", "in_channels_last", "grad_channels_last", "channels_last", "slots", "tap_rows",
+    "tap_blocks", "grad_vector", "splits", "reduce_threads", "reduce_rows",
+}  # fmt: skip
+
+
+def _walk_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    threads = 32 * c["group_warps"] * ceil_div(_tap_groups(c), c["tap_blocks"])
+    grads = ceil_div(c["lanes_x"] * c["columns"], c["grad_vector"])
+    return _walk(c, 32 * c["group_warps"]) | {
+        "window": _window(c),
+        "rows copied": _copied(c, threads, grads),
+    }
+
+
+WEIGHT_GRAD_PLANES = Anatomy(
+    sizes=_WALK | _ROWS | {"group_warps", "grad_piece", "grad_pitch"},
+    chosen=_walk_planes,
+    parts={
+        "load": ("copied in vectors", "rows copied", "image", "several images"),
+        "multiply": ("rows read", "columns read", "window", "whole columns"),
+        "sum": ("taps", "several rounds", "bias"),
+        "reduce": ("Scalar", "bias", "many splits", "several inputs"),
+    },
+)
+
+
+def _walk_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return _walk(c, c["group_patches"]) | {
+        "channels": _channels(c),
+    }
+
+
+WEIGHT_GRAD_PIXELS = Anatomy(
+    sizes=_WALK | _LANES | {"group_patches"},
+    chosen=_walk_pixels,
+    parts={
+        "load": ("copied in vectors", "image", "several images"),
+        "multiply": ("rows read", "columns read", "channels", "whole columns"),
+        "sum": ("taps", "several rounds", "channels", "bias"),
+        "reduce": ("Scalar", "bias", "many splits", "several inputs"),
+    },
+)
+
+
+def _bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+    strips = c["slots"] * c["lanes_y"]
+    columns = _axis(c, "width", "left")
+    read = columns.origin % c["vector"] + c["columns"] + columns.kernel - 1
+    return _common(c) | {
+        "several images": c["slots"] > 1,
+        "odd strips": strips % 2 == 1,
+        "several turns": c["channels"] * ceil_div(strips, 2) > c["warps"],
+        "several products": c["lanes_x"] > 1,
+        "several steps": read * (4 if c["Scalar"] == "float" else 2) > 32,
+        "multiplied": c["group_out"] > 1,
+    }
+
+
+_BANDS = GEOMETRY | _TILE | _ROWS | {"flush_rows", "two_level", "slots", "warps", "channels"}
+
+
+def _plane_bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return _bands(c) | {
+        "begins within a copy": _axis(c, "width", "left").origin % c["vector"] > 0,
+        "stored in pairs": c["store_vector"] > 1,
+    }
+
+
+PLANE_BANDS = Anatomy(
+    sizes=_BANDS | {"store_vector"},
+    chosen=_plane_bands,
+    parts={
+        "load": ("copied in vectors", "image", "several images", "begins within a copy"),
+        "weights": ("Scalar", "transposed", "multiplied"),
+        "multiply": ("Scalar", "several products", "several steps"),
+        "strips": ("odd strips", "several turns", "several images"),
+        "store": ("Scalar", "stored in pairs"),
+    },
+)
+
+
+def _pixel_bands(c: Mapping[str, Any]) -> dict[str, Constant]:
+    size = 4 if c["Scalar"] == "float" else 2
+    return _bands(c) | {"bytes of a pixel": c["channels"] * size}
+
+
+PIXEL_BANDS = Anatomy(
+    sizes=_BANDS,
+    chosen=_pixel_bands,
+    parts={
+        "load": ("bytes of a pixel", "image", "several images"),
+        "weights": ("Scalar", "transposed"),
+        "multiply": ("Scalar", "several products", "several steps"),
+        "strips": ("odd strips", "several turns", "several images"),
+        "store": ("Scalar", "bytes of a pixel"),
+    },
+)
+
+ANATOMIES = {
+    "depthwise/fma/planes.cuh": PLANES,
+    "depthwise/fma/pixels.cuh": PIXELS,
+    "depthwise/toeplitz/planes.cuh": PLANE_BANDS,
+    "depthwise/toeplitz/pixels.cuh": PIXEL_BANDS,
+    "depthwise/wgrad/planes.cuh": WEIGHT_GRAD_PLANES,
+    "depthwise/wgrad/pixels.cuh": WEIGHT_GRAD_PIXELS,
+}

@@ -1,0 +1,186 @@
+// Convolutions of narrow groups, and their input gradients, of channels-last tensors: neighbouring
+// threads have neighbouring channels.
+//
+// A block has a tile of output pixels of `slots` images, and some channels of them: whole groups,
+// or a part of one. It loads the pixels that they read, with their halo, and the weights to shared
+// memory. A thread has `lane_channels` channels of `rows` x `columns` pixels, neighbours in a row;
+// all lanes of a warp read neighbouring words. It loads a row of its window at a time, which all of
+// its output rows use that have a tap there.
+//
+//   input    [slot][halo row][halo column][channel]     weights   [channel][tap row][tap][output]
+//
+// `pack` lays the weights out like that before, of all outputs.
+#pragma once
+#include "depthwise/fma/kernel.cuh"
+#include "depthwise/pixel_tiles.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kPatches = C::lanes_y * C::lanes_x;
+constexpr int kThreads = round_up(C::slots * kPatches * C::lanes_c, 32);
+constexpr int kTaps = C::kernel_height * C::kernel_width;
+static_assert(kInputBytes + C::group_in * kTaps * kOutputs * static_cast<int>(sizeof(Scalar)) ==
+                  C::shared_bytes,
+              "as planned");
+
+struct Tile {
+  int y, x;  // the first output
+  int first_image;
+  ChannelTile channels;
+
+  __device__ explicit Tile(unsigned block) : channels(static_cast<int>(block % kChannelTiles)) {
+    block /= kChannelTiles;
+    x = static_cast<int>(block % kTilesX) * kTileColumns;
+    block /= kTilesX;
+    y = static_cast<int>(block % kTilesY) * kTileRows;
+    first_image = static_cast<int>(block / kTilesY) * C::slots;
+  }
+};
+
+// All taps' weights of the tile's channels, as `pack` has laid them out.
+__device__ __forceinline__ void load_weights(Scalar* target, const Scalar* packed,
+                                             const Tile& tile) {
+  constexpr int kVectors = kOutputs / C::weight_vector;
+  const int first = tile.channels.first_output();
+#pragma unroll 4
+  for (int task = static_cast<int>(threadIdx.x); task < C::group_in * kTaps * kVectors;
+       task += kThreads) {
+    const int at = task % kVectors * C::weight_vector;
+    const bool exists = first + at < kOutChannels;
+    const int source = task / kVectors * kOutChannels + first + at;
+    copy_elements<C::weight_vector>(target + task * C::weight_vector,
+                                    packed + (exists ? source : 0), exists);
+  }
+}
+
+// A thread's place in the block.
+struct Position {
+  int slot, y, x;  // the first output, in the tile
+  int output;      // the first channel
+  int input;       // that it reads first
+
+  __device__ Position() {
+    int thread = static_cast<int>(threadIdx.x);
+    output = thread % C::lanes_c * C::lane_channels;
+    thread /= C::lanes_c;
+    slot = thread / kPatches;
+    y = Rows::first_output<C::rows>(thread % kPatches / C::lanes_x);
+    x = Columns::first_output<C::columns>(thread % C::lanes_x);
+    input = first_read(output);
+  }
+  __device__ bool idle() const {
+    return C::slots * kPatches * C::lanes_c < kThreads && slot >= C::slots;
+  }
+};
+
+__device__ __forceinline__ void multiply(Sums<C::lane_channels>& sums, const Scalar* input,
+                                         const Scalar* weights, const Position& at) {
+  const int row = at.y * Rows::kTimes / Rows::kOver;
+  const int column = at.x * Columns::kTimes / Columns::kOver;
+  const Scalar* window =
+      input + at.slot * kSlot + (row * kHaloColumns + column) * kPixel + at.input;
+  weights += at.output;
+#pragma unroll 1
+  for (int channel = 0; channel < C::group_in; ++channel) {
+#pragma unroll 1
+    for (int i = 0; i < kWindowRows; ++i) {
+      Sum elements[C::lane_channels][kWindowColumns];
+      load_window(elements, window, i);
+#pragma unroll
+      for (int r = 0; r < C::rows; ++r) {
+        const int k = Rows::tap(i, r);
+        if (!is_tap<Rows>(k)) continue;
+        const Scalar* const taps = weights + k * (C::kernel_width * kOutputs);
+#pragma unroll
+        for (int m = 0; m < C::lane_channels; ++m) {
+          sums.add(m, r, elements[m], [&](int tap) {
+            Sum weight[C::lane_channels];
+            load(weight, taps + tap * kOutputs);
+            return weight[m];
+          });
+        }
+        sums.end_row(r, k);
+      }
+    }
+    window += 1;
+    weights += kTaps * kOutputs;
+  }
+}
+
+// Adds the bias, and writes what lies in the image.
+__device__ __forceinline__ void store(const Sums<C::lane_channels>& sums, const Scalar* bias,
+                                      Scalar* output, const Tile& tile, const Position& at,
+                                      int images, const Epilogue<C>& epilogue) {
+  const int image = tile.first_image + at.slot;
+  const int channel = tile.channels.first_output() + at.output;
+  if (image >= images || !tile.channels.has(at.output)) return;
+  Channels shift = {};
+  if (bias != nullptr) shift = load_bias<C::lane_channels, C::aligned_bias>(bias + channel);
+#pragma unroll
+  for (int r = 0; r < C::rows; ++r) {
+    const int y = tile.y + at.y + r * Rows::kOutStep;
+    if (y >= C::out_height) continue;
+#pragma unroll
+    for (int p = 0; p < C::columns; ++p) {
+      const int x = tile.x + at.x + p * Columns::kOutStep;
+      if (x >= C::out_width) continue;
+      Sum values[C::lane_channels];
+#pragma unroll
+      for (int m = 0; m < C::lane_channels; ++m) {
+        values[m] = sums.result(m, r, p) + Sum(widen(shift.element[m]));
+      }
+      Scalar* const target =
+          output +
+          (((1ll * image * C::out_height + y) * C::out_width + x) * kOutChannels + channel);
+      store_vector(target, epilogue(values, target), true);
+    }
+  }
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+// Lays the weights out as blocks read them: [channel][tap row][tap][output].
+extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
+                                Config::Scalar* __restrict__ packed) {
+  using namespace fastconv::depthwise;
+  constexpr int kTotal = C::group_in * kTaps * kOutChannels;
+  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < kTotal; i += step) {
+    const int group = i % kOutChannels / C::group_out;
+    const int output = i % C::group_out;
+    const int tap = i / kOutChannels % kTaps;
+    const int channel = i / (kOutChannels * kTaps);
+    packed[i] =
+        kernel_row(weight, group, output, channel,
+                   tap / C::kernel_width)[1ll * (tap % C::kernel_width) * C::weight_stride_width];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
+    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ packed,
+              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+  using namespace fastconv::depthwise;
+  const auto epilogue = FASTCONV_EPILOGUE(output);
+  const Tile tile(blockIdx.x);
+  input += 1ll * first_image * C::in_height * C::in_width * kInChannels;
+  output += 1ll * first_image * C::out_height * C::out_width * kOutChannels;
+  Scalar* const inputs = reinterpret_cast<Scalar*>(fastconv::shared_memory());
+  Scalar* const weights = reinterpret_cast<Scalar*>(fastconv::shared_memory() + kInputBytes);
+  if constexpr (C::inside) {
+    clear<kInputBytes, kThreads>(inputs);
+    __syncthreads();
+  }
+  load_halo<kThreads>(inputs, input, tile.first_image, images, tile.channels, tile.y, tile.x);
+  load_weights(weights, packed, tile);
+  fastconv::copy_async_commit();
+  fastconv::copy_async_wait<0>();
+  __syncthreads();
+  const Position at;
+  if (at.idle()) return;
+  Sums<C::lane_channels> sums;
+  multiply(sums, inputs, weights, at);
+  store(sums, bias, output, tile, at, images, epilogue);
+}

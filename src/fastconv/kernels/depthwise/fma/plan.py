@@ -1,0 +1,354 @@
+"""Forward convolutions and input gradients on plain cores: tiles of ``{planes,pixels}.cuh``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+
+from fastconv.kernels import gpus
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.depthwise.layer import Layer
+from fastconv.kernels.depthwise.tiles import (
+    BANK_BYTES,
+    STARTED,
+    Area,
+    Channels,
+    PixelsTile,
+    PlanesTile,
+    Tile,
+    areas,
+    lane_channels,
+    lanes_of_channels,
+    occupancy,
+)
+from fastconv.kernels.family import Constant, Gpu
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.planning.limits import together
+
+MOST_THREADS = 256
+OTHER_REGISTERS = 32  # than sums and a window's row
+
+# Estimated, as measured on an H200: instructions that a processor issues in a cycle, with so many
+# warps half of them; instructions of a thread to copy a vector, to load a weight, for each output
+# row that a row of the window may belong to, and to store a vector; how much longer copies take
+# than at the L2 cache's rate, cycles for a byte that is stored, and what of other work is not
+# hidden.
+ISSUED, HALF_ISSUED = 4.4, 4.2
+COPY, WEIGHT, OUTPUT_ROW, STORE = 40, 45, 3.7, 9
+L2_LOAD, STORED_SECTOR, LOSS = 2.0, 0.67, 0.1
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correlation(Tile):
+    """What a block computes at once, and what that takes, estimated."""
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """That a block has room for."""
+
+    @abstractmethod
+    def blocks(self, images: int) -> int: ...
+
+    @property
+    @abstractmethod
+    def copies(self) -> int:
+        """Vectors that a block copies."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> int:
+        """That a block loads one by one."""
+
+    @property
+    @abstractmethod
+    def loads(self) -> tuple[float, float]:
+        """From shared memory, of a thread: instructions, and cycles that a warp's take."""
+
+    @property
+    @abstractmethod
+    def stores(self) -> int:
+        """Instructions of a thread."""
+
+    @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """From one thread's to the next one's, no more than a sector: as many cycles of a warp."""
+
+    @lazy
+    def moved(self) -> int:
+        """Elements of memory: about as many as outputs are read, and residuals, if there are."""
+        return (2 + self.layer.operands.epilogue.residual) * self.outputs
+
+    @lazy
+    def registers(self) -> int:
+        """Of a thread, about."""
+        words = max(1, self.layer.operands.scalar_bytes // 4)
+        sums = self.channels * self.area.rows * self.area.columns * (1 + self.layer.two_level)
+        return min(255, words * (sums + self.area.window_columns * self.channels) + OTHER_REGISTERS)
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """Without copies, and with as many blocks at once as a processor has in all."""
+        layer, rates = self.layer, gpus.rates(gpu)
+        blocks = ceil_div(self.blocks(layer.problem.batch), gpu.processors)
+        products = self.channels * self.area.rows * self.area.columns * layer.products
+        rows = layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+        loads, bank_cycles = self.loads
+        stores = self.stores
+        warps = self.threads / 32 * blocks
+        least = together(
+            (products + loads + rows + STORE * stores) * (warps + HALF_ISSUED) / ISSUED,
+            32 * warps * products / rates.float32,
+            warps * bank_cycles,
+            warps * stores * self.stored_bytes * STORED_SECTOR,
+            blocks * self.moved * layer.operands.scalar_bytes / rates.memory_bytes,
+            loss=LOSS,
+        )
+        return max(least, self.blocks(layer.problem.batch) / STARTED)
+
+    def cycles(self, gpu: Gpu) -> float:
+        layer, rates = self.layer, gpus.rates(gpu)
+        blocks = self.blocks(layer.problem.batch)
+        rounds, resident = occupancy(blocks, self.blocks_per_processor(gpu), gpu)
+        sums = self.channels * self.area.rows * self.area.columns
+        instructions, bank_cycles = self.loads
+        issued = (
+            sums * layer.products
+            + instructions
+            + layer.group_in * self.area.window_rows * OUTPUT_ROW * self.area.rows
+            + (COPY * self.copies + WEIGHT * self.weights) / self.threads
+            + STORE * self.stores
+        )
+        warps = self.threads / 32 * resident
+        size = layer.operands.scalar_bytes
+        one_round = together(
+            issued * (warps + HALF_ISSUED) / ISSUED,
+            32 * warps * sums * layer.products / rates.float32,
+            warps * bank_cycles,
+            warps * self.stores * self.stored_bytes * STORED_SECTOR,
+            resident * self.copies * self.vector * size / rates.l2_bytes * L2_LOAD,
+            resident * self.moved * size / rates.memory_bytes,
+            loss=LOSS,
+        )
+        return max(rounds * one_round, blocks / STARTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planes(PlanesTile, Correlation):
+    """Of contiguous tensors, see ``planes.cuh``."""
+
+    source = "depthwise/fma/planes.cuh"
+
+    thread_channels: int
+
+    @property
+    def channels(self) -> int:
+        return self.thread_channels
+
+    @property
+    def parts(self) -> int:
+        return ceil_div(self.layer.group_out, self.channels)
+
+    @lazy
+    def threads(self) -> int:
+        return round_up(self.slots * self.slot_threads, 32)
+
+    @property
+    def outputs(self) -> int:
+        return self.slots * self.channels * self.area.outputs
+
+    def blocks(self, images: int) -> int:
+        planes = images * self.layer.problem.groups * self.parts
+        return ceil_div(planes, self.slots) * self.area.image_tiles
+
+    @property
+    def _weight_plane(self) -> int:
+        kernel = self.layer.problem.kernel_size
+        return self.channels * kernel[0] * round_up(kernel[1], 4)
+
+    @property
+    def weight_padding(self) -> int:
+        """Neighbouring planes' weights lie in different banks."""
+        return 4 if self.slots > 1 and self._weight_plane // 4 % 2 == 0 else 0
+
+    @lazy
+    def shared_bytes(self) -> int:
+        layer, operands = self.layer, self.layer.operands
+        weights = self.slots * (self._weight_plane + self.weight_padding) * operands.sum_bytes
+        pixels = round_up(self.slots * self.plane * operands.scalar_bytes, 16)
+        return (pixels + round_up(weights, 16)) * min(2, layer.group_in)
+
+    @lazy
+    def copies(self) -> int:
+        return self.layer.group_in * self.slots * self.copied
+
+    @property
+    def weights(self) -> int:
+        return self.layer.group_in * self.slots * self._weight_plane
+
+    @lazy
+    def loads(self) -> tuple[float, float]:
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        kernel, rows = layer.problem.kernel_size, layer.rows
+        windows = layer.group_in * self.area.window_rows * self.pieces
+        fours = self.channels * self.area.rows * kernel[0] / rows.over * ceil_div(kernel[1], 4)
+        fours *= layer.group_in
+        widened = windows * self.piece * (size == 2)
+        slots = min(self.slots, ceil_div(32, self.slot_threads))  # of a warp
+        cycles = windows * self.window_cycles + fours * ceil_div(slots, 8)
+        return windows + widened + fours, cycles
+
+    @lazy
+    def store_vector(self) -> int:
+        layer = self.layer
+        if layer.columns.out_step > 1:
+            return 1
+        return layer.operands.widest_vector(layer.out_size[1], self.area.columns)
+
+    @lazy
+    def stores(self) -> int:
+        return self.channels * self.area.rows * self.area.columns // self.store_vector
+
+    @property
+    def stored_bytes(self) -> int:
+        size = self.layer.operands.scalar_bytes
+        if self.layer.columns.out_step > 1:
+            return size
+        return max(self.store_vector * size, min(SECTOR_BYTES, self.area.columns * size))
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "channels": self.channels,
+            "weight_padding": self.weight_padding,
+            "store_vector": self.store_vector,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(PixelsTile, Correlation):
+    """Of channels-last tensors, see ``pixels.cuh``."""
+
+    source = "depthwise/fma/pixels.cuh"
+
+    @lazy
+    def threads(self) -> int:
+        return round_up(self.slots * self.area.threads * self.block.lanes, 32)
+
+    @property
+    def outputs(self) -> int:
+        return self.slots * self.block.count * self.area.outputs
+
+    def blocks(self, images: int) -> int:
+        return ceil_div(images, self.slots) * self.area.image_tiles * self.block.tiles
+
+    @property
+    def weight_vector(self) -> int:
+        """Weights that are copied at once, packed."""
+        layer = self.layer
+        outputs = (layer.problem.groups * layer.group_out, layer.group_out, self.block.count)
+        if layer.group_out <= self.block.count:
+            outputs = (outputs[0], self.block.count, self.block.count)
+        return replace(layer.operands, aligned=True).widest_vector(*outputs)
+
+    @lazy
+    def shared_bytes(self) -> int:
+        return self.input_bytes + self._weights * self.layer.operands.scalar_bytes
+
+    @lazy
+    def copies(self) -> int:
+        return self.copied + self._weights // self.weight_vector
+
+    @property
+    def _weights(self) -> int:
+        return self.layer.terms * self.block.count
+
+    @property
+    def weights(self) -> int:
+        return 0
+
+    @lazy
+    def loads(self) -> tuple[float, float]:
+        layer, size = self.layer, self.layer.operands.scalar_bytes
+        windows = layer.group_in * self.area.window_rows * self.area.window_columns
+        taps = layer.terms * self.area.rows / layer.rows.over
+        widened = self.channels * (windows + taps) * (size == 2)
+        banks = max(1.0, self.channels * size * 32 / BANK_BYTES)
+        return windows + taps + widened, (windows * self.clashes + taps) * banks
+
+    @property
+    def stores(self) -> int:
+        return self.area.rows * self.area.columns * self.channels
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.channels * self.layer.operands.scalar_bytes
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "weight_vector": self.weight_vector,
+            "aligned_bias": self.layer.operands.aligned_bias,
+        }
+
+
+def planes(layer: Layer) -> Iterator[Planes]:
+    """All that may be worth it."""
+    areas_of = cache(partial(areas, layer))
+    strided = max(layer.columns.times, layer.columns.over) > 1
+    usual = (4,) if layer.operands.scalar_bytes > 2 else (8, 4) if strided else (8,)
+    for columns in _columns(layer, usual):
+        most = max(1, layer.most_sums // columns)
+        channels = min(layer.group_out, most // layer.rows.over or 1)
+        for rows in _rows(layer, most // channels):
+            for area in areas_of(rows, columns):
+                for slots in _slots(area, MOST_THREADS):
+                    yield Planes(area=area, slots=slots, thread_channels=channels)
+
+
+def pixels(layer: Layer) -> Iterator[Pixels]:
+    """All that may be worth it."""
+    channels = lane_channels(layer)
+    room = layer.most_sums // channels
+    areas_of = cache(partial(areas, layer))
+    all_columns = _columns(layer, (16, 8, 4))
+    for lanes_c, columns in product(lanes_of_channels(layer, channels), all_columns):
+        if columns > room:
+            continue
+        block = Channels(layer, lanes_c, channels)
+        for rows in _rows(layer, room // columns):
+            for area in areas_of(rows, columns):
+                for slots in _slots(area, MOST_THREADS // lanes_c):
+                    yield Pixels(area=area, slots=slots, block=block)
+
+
+def _columns(layer: Layer, usual: tuple[int, ...]) -> list[int]:
+    """Of a thread, in whole strides: fewer than usual where an image has half as many or less."""
+    axis, found = layer.columns, list(usual)
+    width = ceil_div(axis.out_size, axis.over * axis.out_step)
+    while found[-1] >= 2 * width:
+        found.append(found[-1] // 2)
+    return [columns * axis.over for columns in found]
+
+
+def _rows(layer: Layer, most: int) -> Iterable[int]:
+    """Of a thread: no more than there are; between inputs, one of each residue."""
+    over = layer.rows.over
+    if over > 1:
+        return (over,)
+    return range(1, min(max(most, 1), ceil_div(layer.out_size[0], layer.rows.out_step)) + 1)
+
+
+def _slots(area: Area, most: int) -> Iterator[int]:
+    """For so many threads; several only where each is a whole image."""
+    if area.threads > most:
+        return
+    yield 1
+    if not area.is_whole:
+        return
+    for eighths in (2, 4, 8):
+        slots = eighths * most // 8 // area.threads
+        if slots > 1:
+            yield slots

@@ -1,0 +1,243 @@
+// Convolutions of narrow groups, and their input gradients, of contiguous tensors: an image's
+// channel is a plane of its own.
+//
+// A block has `slots` output planes of a tile each (times `channels` of the same group), and loads
+// what they read of an input plane, with its halo, to shared memory; planes of small images are as
+// many as threads. Where groups have several input channels, the next one's planes are loaded while
+// one is multiplied.
+//
+// A thread has `rows` x `columns` outputs, neighbours in a row, so that it loads few words for many
+// products: a row of its window at a time, which all of its output rows use that have a tap there.
+// Weights are read by all lanes of a plane at once. 16 bytes in shared memory are what a thread's
+// columns take of the next one's: no bank is hit twice.
+//
+//   input    [slot][halo row][column]     weights   [slot][channel][tap row][tap column]
+#pragma once
+#include "depthwise/fma/kernel.cuh"
+#include "depthwise/plane_rows.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kSlotThreads = C::lanes_y * C::lanes_x;
+constexpr int kThreads = round_up(C::slots * kSlotThreads, 32);
+constexpr int kParts = ceil_div(C::group_out, C::channels);  // of a group's output planes
+constexpr int kStages = C::group_in > 1 ? 2 : 1;
+
+constexpr int kWeightRow = round_up(Columns::kTaps, 4);
+constexpr int kWeightPlane = C::channels * C::kernel_height * kWeightRow + C::weight_padding;
+constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kInputBytes + round_up(C::slots * kWeightPlane * static_cast<int>(sizeof(Sum)), 16);
+static_assert(kStages * kStageBytes == C::shared_bytes, "as planned");
+
+struct Tile {
+  int y, x;   // the first output
+  int first;  // plane: image, group, part of it
+
+  __device__ explicit Tile(unsigned block) {
+    x = static_cast<int>(block % kTilesX) * kTileColumns;
+    block /= kTilesX;
+    y = static_cast<int>(block % kTilesY) * kTileRows;
+    first = static_cast<int>(block / kTilesY) * C::slots;
+  }
+  // Of a slot's plane, the group, counted over all images.
+  __device__ int group(int slot) const { return (first + slot) / kParts; }
+};
+
+// From the first slot's input plane to those of the others, and to rows that padding or the last
+// tile has before or behind one.
+constexpr long long kFarRow = 1ll * (C::out_height + kTileRows) * Rows::kTimes + kHaloRows +
+                              max_of(Rows::kOrigin, -Rows::kOrigin);
+using Offset = IndexTo<(C::slots + 1) * C::group_in * kInPlane + (kFarRow + 1) * C::in_width>;
+
+// A thread copies vectors of one column, of rows that are as far apart as others copy meanwhile.
+// Rows that are longer than there are threads are copied in parts, from vector kFirst on.
+template <int kFirst = kFirstVector>
+__device__ __forceinline__ void load_input(Scalar* target, const Scalar* input, const Tile& tile,
+                                           int channel, int planes) {
+  constexpr int kVectors = min_of(kEndVector - kFirst, kThreads);
+  constexpr int kRows = kThreads / kVectors;  // at once
+  if constexpr (kFirst + kVectors < kEndVector) {
+    load_input<kFirst + kVectors>(target, input, tile, channel, planes);
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  if (kThreads % kVectors != 0 && thread >= kRows * kVectors) return;
+  const int at = (kFirst + thread % kVectors) * C::vector;
+  const int first_row = tile.y * Rows::kTimes / Rows::kOver + Rows::kOrigin + kFirstRow;
+  const int x = tile.x * Columns::kTimes / Columns::kOver + Columns::kOrigin - kShift + at;
+  const bool inside = C::inside || static_cast<unsigned>(x) < C::in_width;
+  const int group = tile.group(0);
+  input += (1ll * group * C::group_in + channel) * kInPlane;
+  target += kFirstRow * C::pitch + at;
+#pragma unroll 4
+  for (int i = thread / kVectors; i < C::slots * kCopiedRows; i += kRows) {
+    const int slot = C::slots == 1 ? 0 : i / kCopiedRows;
+    const int row = C::slots == 1 ? i : i % kCopiedRows;
+    const int y = first_row + row;
+    const bool exists = inside && (C::inside || static_cast<unsigned>(y) < C::in_height) &&
+                        (C::slots == 1 || tile.first + slot < planes);
+    const Offset source = static_cast<Offset>(tile.group(slot) - group) * (C::group_in * kInPlane) +
+                          static_cast<Offset>(y) * C::in_width + x;
+    copy_elements<C::vector>(target + slot * kPlane + row * C::pitch, input + (exists ? source : 0),
+                             exists);
+  }
+}
+
+// Of the input channel `channel` of each plane's group, a kernel row by a thread. What there is not
+// are zeros, as is what rows are rounded up by.
+__device__ __forceinline__ void load_weights(Sum* target, const Scalar* weight, const Tile& tile,
+                                             int channel, int planes) {
+  constexpr int kRows = C::channels * C::kernel_height;  // of a slot
+  for (int i = static_cast<int>(threadIdx.x); i < C::slots * kRows; i += kThreads) {
+    const int slot = i / kRows;
+    const int tap_row = i % C::kernel_height;
+    const int plane = tile.first + slot;
+    const int group = plane / kParts % C::groups;
+    const int output = plane % kParts * C::channels + i / C::kernel_height % C::channels;
+    const bool exists = plane < planes && output < C::group_out;
+    const Scalar* const source =
+        exists ? kernel_row(weight, group, output, channel, tap_row) : weight;
+    Sum* const row = target + slot * kWeightPlane + i % kRows * kWeightRow;
+#pragma unroll
+    for (int tap = 0; tap < C::kernel_width; ++tap) {
+      const Scalar* const weight = source + 1ll * tap * C::weight_stride_width;
+      if constexpr (sizeof(Scalar) == sizeof(Sum)) {
+        copy_elements<1>(reinterpret_cast<Scalar*>(row + tap), weight, exists);
+      } else {
+        row[tap] = exists ? Sum(widen(*weight)) : Sum(0);
+      }
+    }
+#pragma unroll
+    for (int tap = C::kernel_width; tap < kWeightRow; ++tap) row[tap] = 0;
+  }
+}
+
+// A thread's place in the block.
+struct Position {
+  int slot, y, x;  // the first output, in the tile
+
+  __device__ Position() {
+    const int thread = static_cast<int>(threadIdx.x);
+    slot = thread / kSlotThreads;
+    y = Rows::first_output<C::rows>(thread % kSlotThreads / C::lanes_x);
+    x = Columns::first_output<C::columns>(thread % C::lanes_x);
+  }
+  __device__ bool idle() const { return C::slots * kSlotThreads < kThreads && slot >= C::slots; }
+};
+
+// A row of weights, of which four are read at once.
+struct WeightRow {
+  const Sum* row;
+  mutable Sum four[4];
+
+  __device__ explicit WeightRow(const Sum* row) : row(row) {}
+  __device__ __forceinline__ Sum operator()(int k) const {
+    if (k % 4 == 0) load4(row + k, four);
+    return four[k % 4];
+  }
+};
+
+__device__ __forceinline__ void multiply(Sums<C::channels>& sums, const Scalar* input,
+                                         const Sum* weights, const Position& at) {
+  const Scalar* const window = input + at.slot * kPlane +
+                               at.y * Rows::kTimes / Rows::kOver * C::pitch + kFirstPiece +
+                               at.x * Columns::kTimes / Columns::kOver;
+  weights += at.slot * kWeightPlane;
+#pragma unroll 1
+  for (int i = 0; i < kWindowRows; ++i) {
+    const WindowRow row(window + i * (Rows::kUnit * C::pitch));
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+      const int k = Rows::tap(i, r);
+      if (!is_tap<Rows>(k)) continue;
+#pragma unroll
+      for (int m = 0; m < C::channels; ++m) {
+        sums.add(m, r, row, WeightRow(weights + (m * C::kernel_height + k) * kWeightRow));
+      }
+      sums.end_row(r, k);
+    }
+  }
+}
+
+// Adds the bias, and writes what lies in the image.
+__device__ __forceinline__ void store(const Sums<C::channels>& sums, const Scalar* bias,
+                                      Scalar* output, const Tile& tile, const Position& at,
+                                      int planes, const Epilogue<C>& epilogue) {
+  const int plane = tile.first + at.slot;
+  if (plane >= planes) return;
+  const int part = plane % kParts * C::channels;
+  const int group = plane / kParts % C::groups;
+  const int y = tile.y + at.y;
+  const int x = tile.x + at.x;
+#pragma unroll
+  for (int m = 0; m < C::channels; ++m) {
+    const int channel = part + m;
+    if (channel >= C::group_out) return;
+    const Sum shift = bias != nullptr ? Sum(widen(bias[group * C::group_out + channel])) : Sum(0);
+    Scalar* const target = output + (1ll * (plane / kParts) * C::group_out + channel) * kOutPlane;
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+      const int row = y + r * Rows::kOutStep;
+      if (row >= C::out_height) continue;
+#pragma unroll
+      for (int p = 0; p < C::columns; p += C::store_vector) {
+        const int column = x + p * Columns::kOutStep;
+        Sum values[C::store_vector];
+#pragma unroll
+        for (int i = 0; i < C::store_vector; ++i) values[i] = sums.result(m, r, p + i) + shift;
+        Scalar* const place = target + 1ll * row * C::out_width + column;
+        const bool valid = column < C::out_width;
+        store_vector(place, epilogue(values, place, valid), valid);
+      }
+    }
+  }
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
+    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+  using namespace fastconv::depthwise;
+  const auto epilogue = FASTCONV_EPILOGUE(output);
+  const Tile tile(blockIdx.x);
+  const int planes = images * C::groups * kParts;
+  input += 1ll * first_image * C::groups * C::group_in * kInPlane;
+  output += 1ll * first_image * C::groups * C::group_out * kOutPlane;
+  unsigned char* const shared = fastconv::shared_memory();
+  const auto inputs = [&](int channel) {
+    return reinterpret_cast<Scalar*>(shared + channel % kStages * kStageBytes);
+  };
+  const auto weights = [&](int channel) {
+    return reinterpret_cast<Sum*>(shared + channel % kStages * kStageBytes + kInputBytes);
+  };
+  const auto load = [&](int channel) {
+    load_input(inputs(channel), input, tile, channel, planes);
+    load_weights(weights(channel), weight, tile, channel, planes);
+    fastconv::copy_async_commit();
+  };
+  if constexpr (C::inside) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) clear<kInputBytes, kThreads>(inputs(stage));
+    __syncthreads();
+  }
+  const Position at;
+  Sums<C::channels> sums;
+  load(0);
+#pragma unroll 1
+  for (int channel = 0; channel < C::group_in; ++channel) {
+    if (channel + 1 < C::group_in) {
+      load(channel + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    if (!at.idle()) multiply(sums, inputs(channel), weights(channel), at);
+    if (channel + 1 < C::group_in) __syncthreads();  // before the next but one overwrites this one
+  }
+  if (!at.idle()) store(sums, bias, output, tile, at, planes, epilogue);
+}

@@ -1,0 +1,153 @@
+// Weight gradients of narrow groups, of channels-last tensors. Neighbouring threads have
+// neighbouring channels; those of other patches, or other kernel rows, come after them.
+//
+//   input    [slot][halo row][halo column][channel]     the output's gradient   [slot][row][column]
+//                                                                               [channel]
+#pragma once
+#include "depthwise/pixel_tiles.cuh"
+#include "depthwise/wgrad/kernel.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kGroupPatches = C::group_patches;  // that a group of threads has at once
+constexpr int kThreads = round_up(kBlockGroups * kGroupPatches * C::lanes_c, 32);
+constexpr int kPatchRounds = ceil_div(kPatches, kGroupPatches);
+
+constexpr int kGradPixel = round_up(kOutputs, C::grad_vector);
+constexpr int kGradSlot = kTileRows * kTileColumns * kGradPixel;
+constexpr int kStageBytes =
+    kInputBytes + round_up(C::slots * kGradSlot * static_cast<int>(sizeof(Scalar)), 16);
+static_assert(2 * kStageBytes <= C::shared_bytes &&
+                  kBlockGroups * kSums * kOutputs * static_cast<int>(sizeof(Sum)) <=
+                      C::shared_bytes,
+              "as planned");
+
+// A thread's place in the block.
+struct Position {
+  int output;  // the first channel, of the tile
+  int input;   // that it reads
+  int patch;   // the first
+  int group;   // of kernel rows
+
+  __device__ explicit Position(int channel) {
+    int thread = static_cast<int>(threadIdx.x);
+    output = thread % C::lanes_c * C::lane_channels;
+    thread /= C::lanes_c;
+    patch = thread % kGroupPatches;
+    group = thread / kGroupPatches;
+    input = first_read(output) + channel;
+  }
+  __device__ bool idle() const {
+    return kBlockGroups * kGroupPatches * C::lanes_c < kThreads && group >= kBlockGroups;
+  }
+};
+
+// Adds the sums of a unit's patches that are this thread's.
+__device__ __forceinline__ void add_unit(TapSums<C::lane_channels>& sums, const Scalar* input,
+                                         const Scalar* grad, const Position& at, const Unit& unit,
+                                         int images, int first_tap, bool has_bias) {
+#pragma unroll 1
+  for (int round = 0; round < kPatchRounds; ++round) {
+    const int index = round * kGroupPatches + at.patch;
+    if (kPatches % kGroupPatches != 0 && index >= kPatches) return;
+    const Patch patch(index);
+    if (C::slots > 1 && unit.image + patch.slot >= images) return;
+    Sum numbers[C::lane_channels][C::rows][C::columns];
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+#pragma unroll
+      for (int p = 0; p < C::columns; ++p) {
+        const int pixel =
+            (patch.y + r * Rows::kOutStep) * kTileColumns + patch.x + p * Columns::kOutStep;
+        Sum pixels[C::lane_channels];
+        load(pixels, grad + patch.slot * kGradSlot + pixel * kGradPixel + at.output);
+#pragma unroll
+        for (int m = 0; m < C::lane_channels; ++m) numbers[m][r][p] = kept(pixels[m]);
+      }
+    }
+    const int first = (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * kHaloColumns +
+                      patch.x * Columns::kTimes;
+    const Scalar* const window = input + patch.slot * kSlot + first * kPixel + at.input;
+    sums.add(
+        numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
+        [&](Sum(&row)[C::lane_channels][kWindowColumns], int i) { load_window(row, window, i); });
+    if (has_bias) sums.add_bias(numbers);
+  }
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
+    weight_grad(const Config::Scalar* __restrict__ grad_output,
+                const Config::Scalar* __restrict__ input,
+                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int images) {
+  using namespace fastconv::depthwise;
+  unsigned block = blockIdx.x;
+  const ChannelTile tile(static_cast<int>(block % kChannelTiles));  // neighbours share sectors
+  block /= kChannelTiles;
+  const int split = static_cast<int>(block % C::splits);
+  block /= C::splits;
+  const int first_group = static_cast<int>(block % C::tap_blocks) * kBlockGroups;
+  const int channel = static_cast<int>(block / C::tap_blocks);  // of the group
+  const Position at(channel);
+  const int first_tap = (first_group + at.group) * C::tap_rows;
+  const bool has_bias = C::bias && channel == 0 && first_tap == 0;
+
+  unsigned char* const shared = fastconv::shared_memory();
+  const auto inputs = [&](int unit) {
+    return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes);
+  };
+  const auto grads = [&](int unit) {
+    return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes + kInputBytes);
+  };
+  const auto load_unit = [&](int index) {
+    const Unit unit(index);
+    load_halo<kThreads>(inputs(index), input, unit.image, images, tile, unit.y, unit.x);
+    load_pixels<kTileRows, kTileColumns, kTileColumns, kGradSlot, kGradPixel, C::grad_vector,
+                kOutChannels, C::out_height, C::out_width, kThreads>(
+        grads(index), grad_output + 1ll * unit.image * C::out_height * C::out_width * kOutChannels,
+        images - unit.image, tile.first_output(), unit.y, unit.x);
+    fastconv::copy_async_commit();
+  };
+
+  if constexpr (C::inside) {
+    clear<kInputBytes, kThreads>(inputs(0));
+    clear<kInputBytes, kThreads>(inputs(1));
+    __syncthreads();
+  }
+
+  TapSums<C::lane_channels> sums;
+  walk(Share(split, images), load_unit, [&](int unit) {
+    if (at.idle()) return;
+    add_unit(sums, inputs(unit), grads(unit), at, Unit(unit), images, first_tap, has_bias);
+  });
+
+  // Patch after patch, a group's threads add what they have: [group][sum][channel].
+  Sum* const gathered = reinterpret_cast<Sum*>(shared);
+  Sum* const mine = gathered + at.group * (kSums * kOutputs) + at.output;
+#pragma unroll 1
+  for (int turn = 0; turn < kGroupPatches; ++turn) {
+    if (!at.idle() && at.patch == turn) {
+#pragma unroll
+      for (int m = 0; m < C::lane_channels; ++m) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          const Sum sum =
+              i + 1 < kSums ? sums.taps[m][i / C::kernel_width][i % C::kernel_width] : sums.bias[m];
+          Sum& target = mine[i * kOutputs + m];
+          target = turn == 0 ? sum : target + sum;
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < kBlockGroups * kSums * kOutputs; i += kThreads) {
+    const int place = i % kOutputs;
+    const int group = first_group + i / (kOutputs * kSums);
+    if (!tile.has(place)) continue;
+    write_sum(workspace, split, tile.first_output() + place, channel, group, i / kOutputs % kSums,
+              gathered[i]);
+  }
+}

@@ -1,0 +1,583 @@
+"""Plans weight gradients of narrow groups."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import gcd, inf, lcm
+from typing import TypeVar
+
+from fastconv.kernels import gpus
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.depthwise.layer import CHAIN, Layer, require
+from fastconv.kernels.depthwise.tiles import (
+    FAMILY,
+    RESERVED_BYTES,
+    WHY,
+    Area,
+    Channels,
+    PixelsTile,
+    PlanesTile,
+    Tile,
+    areas,
+    best,
+    lane_channels,
+    lanes_of_channels,
+    occupancy,
+    read_cycles,
+)
+from fastconv.kernels.family import (
+    Constant,
+    Gpu,
+    Kernel,
+    Launch,
+    Operands,
+    Plan,
+    weight_grad_constants,
+)
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.planning.limits import together
+from fastconv.problem import Problem
+
+MOST_TAPS, MOST_PAIRED_TAPS = 56, 98  # sums of a thread, unless a kernel row has more
+MOST_PATCH = 28  # pixels
+MOST_WRITTEN = 1600  # products of a patch: they are written out
+MOST_WARPS = 8
+MOST_LANES, FEWEST_ACROSS = 512, 8  # patches of a tile, and in a row of one
+WORKSPACE_BYTES = 64 << 20
+REDUCE_THREADS = 256
+MOST_REDUCE_ROWS = 8
+OTHER_REGISTERS = 44  # of a thread, than sums, a patch and a window's row
+
+# Estimated, as measured on an H200: instructions that a processor issues in a cycle, and a warp
+# alone; instructions of a thread to copy a vector, more for a unit and for a patch, and for a sum
+# in the end; cycles of a round until the first copies have come, for a turn in the end, and to
+# reduce 8 splits' sums.
+ISSUED, ISSUED_BY_WARP = 2.9, 0.36
+COPY, UNIT, PATCH, END = 20, 230, 25, 4
+START, TURN, REDUCE = 4000, 600, 1100
+
+
+def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
+    """Plans a weight gradient: tensors ``grad_output``, ``input`` and ``output``.
+
+    Raises:
+        Declined: the portable kernels have to do it.
+    """
+    layer = Layer.of_weight_grad(problem, operands)
+    if operands.input_channels_last:
+        return _plan(best(_pixels(layer), gpu), gpu)
+    return _plan(best(_planes(layer), gpu).spread_over_banks(gpu), gpu)
+
+
+def _plan(tile: Planes | Pixels, gpu: Gpu) -> Plan:
+    layer = tile.layer
+    cycles, splits = tile.best_splits(gpu)
+    rows = _reduce_rows(splits)
+    constants: dict[str, Constant] = {
+        **weight_grad_constants(layer.problem, layer.operands),
+        "transposed": False,
+        **tile.constants(),
+        "splits": splits,
+        "reduce_threads": REDUCE_THREADS,
+        "reduce_rows": rows,
+        "shared_bytes": tile.shared_bytes,
+        "blocks_per_sm": tile.blocks_per_processor(gpu),
+    }
+    kernels = [Kernel(tile.source, entry, tuple(constants.items())) for entry in tile.entries]
+    blocks = tile.blocks * splits
+    require("blocks of a weight gradient", blocks)
+    require("weights, and sums of the bias", tile.sums)
+    require("tiles of all images", tile.units)
+    reducing = ceil_div(tile.sums, REDUCE_THREADS // rows)
+    sum_bytes = layer.operands.sum_bytes
+    batch = layer.problem.batch
+    launches = (
+        Launch(
+            kernels[0],
+            (blocks, 1, 1),
+            tile.threads,
+            tile.shared_bytes,
+            ("grad_output", "input", "scratch", batch),
+        ),
+        Launch(
+            kernels[1],
+            (reducing, 1, 1),
+            REDUCE_THREADS,
+            REDUCE_THREADS * sum_bytes if rows > 1 else 0,
+            ("scratch", "output", "bias_grad"),
+        ),
+    )
+    return Plan(launches, splits * tile.sums * sum_bytes, FAMILY, WHY, cycles=cycles)
+
+
+def _reduce_rows(splits: int) -> int:
+    """Threads that add up a weight's sums."""
+    return MOST_REDUCE_ROWS if splits > MOST_REDUCE_ROWS else 1
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Kernel rows of a thread, blocks that share a kernel's, and lanes of some channels each.
+
+    What follows from these is the same for all patches.
+    """
+
+    layer: Layer
+    rows: int
+    blocks: int
+    lanes: int = 1
+    channels: int = 1
+
+    @lazy
+    def count(self) -> int:
+        return self.rows * self.layer.columns.kernel
+
+    @lazy
+    def block_groups(self) -> int:
+        """Of kernel rows, in a block."""
+        return ceil_div(ceil_div(self.layer.rows.kernel, self.rows), self.blocks)
+
+    @lazy
+    def threads(self) -> int:
+        """Of a block, that share a patch."""
+        return self.block_groups * self.lanes
+
+    @lazy
+    def sums(self) -> int:
+        """Of a thread: so many products has a pixel."""
+        return self.channels * self.count
+
+
+_Walk = TypeVar("_Walk", bound="Walk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk(Tile):
+    """A patch of a thread, patches of a unit, and how a block's threads share them.
+
+    ``slots`` are images of a unit.
+    """
+
+    taps: Taps
+
+    source = ""
+    entries = ("weight_grad", "reduce")
+
+    @property
+    def patches(self) -> int:
+        """Of a unit."""
+        return self.slots * self.area.threads
+
+    @lazy
+    def units(self) -> int:
+        return ceil_div(self.layer.problem.batch, self.slots) * self.area.image_tiles
+
+    @lazy
+    def sums(self) -> int:
+        """All weights, and the bias."""
+        layer = self.layer
+        outputs = layer.problem.groups * layer.group_out
+        return outputs * (layer.terms + layer.operands.bias_grad)
+
+    def _splits(self, fit: int, gpu: Gpu) -> set[int]:
+        """Shares of the units: so many that no chain of products is long; more fill processors."""
+        chain = self.units * self.rounds * self.area.rows * self.area.columns
+        room = max(1, WORKSPACE_BYTES // (self.sums * self.layer.operands.sum_bytes))
+        most = min(self.units, room)
+        least = min(most, ceil_div(chain, CHAIN))
+        filling = (rounds * fit * gpu.processors // self.blocks for rounds in (1, 2, 4, 8))
+        return {least, *(min(most, max(least, splits)) for splits in filling)}
+
+    @abstractmethod
+    def teams(self: _Walk) -> Iterator[_Walk]:
+        """With all of these threads, and with half of them, rounded up."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> int:
+        """Patches of a thread, in a unit."""
+
+    @property
+    @abstractmethod
+    def turns(self) -> int:
+        """In which a block's threads add up what they have."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> int:
+        """Of a split."""
+
+    @property
+    @abstractmethod
+    def stage_bytes(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def end_bytes(self) -> int:
+        """Of shared memory, to add up what threads have."""
+
+    @property
+    @abstractmethod
+    def copies(self) -> int:
+        """Vectors of a unit."""
+
+    @property
+    @abstractmethod
+    def grad_vector(self) -> int:
+        """Elements of the output's gradient that are copied at once."""
+
+    @property
+    @abstractmethod
+    def loads(self) -> tuple[float, float]:
+        """From shared memory, for a patch: instructions, and cycles that a warp's take."""
+
+    @lazy
+    def shared_bytes(self) -> int:
+        return max(2 * self.stage_bytes, round_up(self.end_bytes, 16))
+
+    @lazy
+    def registers(self) -> int:
+        words = max(1, self.layer.operands.scalar_bytes // 4)
+        numbers = self.taps.count + self.area.rows * self.area.columns + self.area.window_columns
+        return min(255, words * self.channels * numbers + OTHER_REGISTERS)
+
+    def least_cycles(self, gpu: Gpu) -> float:
+        """No more than that of any team: with half of the threads, and none of them idle."""
+        return self._least(self.threads / 2, self.taps.threads * self.patches, self.turns / 2, gpu)
+
+    def variants(self: _Walk, gpu: Gpu, most: float) -> Iterator[_Walk]:
+        for tile in self.teams():
+            if tile._least(tile.threads, tile.threads * tile.rounds, tile.turns, gpu) <= most:
+                yield tile
+
+    def _least(self, threads: float, in_rounds: int, turns: float, gpu: Gpu) -> float:
+        """No more than it takes with so many threads, those of a unit's rounds, and turns.
+
+        It is what ``_cycles`` adds up, but units, and blocks, are shared out equally: rounding up,
+        more splits than one, and writing their sums only add to it. And as many warps issue as
+        there is room for what is copied: other limits only leave fewer.
+        """
+        fit = gpu.shared_bytes_per_processor // (2 * self.stage_bytes + RESERVED_BYTES)
+        if fit == 0:
+            return inf
+        instructions, bank_cycles = self._patch
+        issued = in_rounds * instructions + COPY * self.copies + threads * UNIT
+        blocks = self.blocks / gpu.processors
+        units = blocks * self.units
+        one_round = together(
+            (units * issued + blocks * threads * END * self.taps.sums)
+            / (32 * min(ISSUED, ISSUED_BY_WARP * self.threads / 32 * fit)),
+            units * in_rounds / 32 * bank_cycles,
+            units * self.stage_bytes / gpus.rates(gpu).l2_bytes,
+        )
+        return START + TURN * turns + one_round + REDUCE
+
+    def cycles(self, gpu: Gpu) -> float:
+        return self.best_splits(gpu)[0]
+
+    def best_splits(self, gpu: Gpu) -> tuple[float, int]:
+        """What that takes, and how many shares there are then."""
+        fit = self.blocks_per_processor(gpu)
+        return min((self._cycles(splits, fit, gpu), splits) for splits in self._splits(fit, gpu))
+
+    def _cycles(self, splits: int, fit: int, gpu: Gpu) -> float:
+        """With so many shares, and blocks of a processor."""
+        rates, size = gpus.rates(gpu), self.layer.operands.sum_bytes
+        issued, bank_cycles = self._unit
+        rounds, resident = occupancy(self.blocks * splits, fit, gpu)
+        units = ceil_div(self.units, splits)
+        warps = self.threads / 32 * resident
+        one_round = together(
+            warps * (units * issued + END * self.taps.sums) / min(ISSUED, ISSUED_BY_WARP * warps),
+            warps * units * bank_cycles,
+            resident * units * self.stage_bytes / rates.l2_bytes,
+        )
+        written = splits * self.sums * size / gpu.processors / rates.l2_bytes
+        added_up = ceil_div(splits, _reduce_rows(splits))
+        start = START + TURN * self.turns
+        return rounds * (start + one_round) + written + REDUCE * ceil_div(added_up, 8)
+
+    @lazy
+    def _unit(self) -> tuple[float, float]:
+        """Instructions of a thread for a unit, and cycles of shared memory."""
+        instructions, bank_cycles = self._patch
+        copies = COPY * self.copies / self.threads
+        return self.rounds * instructions + copies + UNIT, self.rounds * bank_cycles
+
+    @lazy
+    def _patch(self) -> tuple[float, float]:
+        """The same for a patch, without copies."""
+        loads, bank_cycles = self.loads
+        products = self.area.rows * self.area.columns * self.taps.sums
+        return products + loads + PATCH, bank_cycles
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "tap_rows": self.taps.rows,
+            "tap_blocks": self.taps.blocks,
+            "grad_vector": self.grad_vector,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planes(PlanesTile, Walk):
+    """Of contiguous tensors, see ``weight_grad_planes.cuh``."""
+
+    group_warps: int
+
+    source = "depthwise/wgrad/planes.cuh"
+
+    @property
+    def channels(self) -> int:
+        return 1
+
+    @property
+    def parts_of_rows(self) -> int:
+        grads = ceil_div(self.grad_pitch // self.grad_vector, self.threads)
+        return max(grads, super().parts_of_rows)
+
+    def teams(self) -> Iterator[Planes]:
+        for warps in {self.group_warps, ceil_div(self.group_warps, 2)}:
+            yield self if warps == self.group_warps else replace(self, group_warps=warps)
+
+    @lazy
+    def rounds(self) -> int:
+        return ceil_div(self.patches, 32 * self.group_warps)
+
+    @property
+    def turns(self) -> int:
+        return 1
+
+    @lazy
+    def threads(self) -> int:
+        return 32 * self.group_warps * self.taps.threads
+
+    @lazy
+    def blocks(self) -> int:
+        layer = self.layer
+        return layer.problem.groups * layer.group_out * layer.group_in * self.taps.blocks
+
+    @lazy
+    def grad_vector(self) -> int:
+        layer = self.layer
+        distances = [layer.out_size[1]]
+        if self.area.tile_size[1] < layer.out_size[1]:
+            distances.append(self.area.tile_size[1])
+        return layer.operands.widest_vector(*distances)
+
+    @property
+    def grad_piece(self) -> int:
+        """Pixels of a patch's row that are read at once."""
+        layer = self.layer
+        return 1 if layer.columns.out_step > 1 else gcd(self.area.columns, layer.operands.vector)
+
+    @property
+    def grad_pitch(self) -> int:
+        return round_up(self.area.tile_size[1], lcm(self.grad_vector, self.grad_piece))
+
+    @lazy
+    def stage_bytes(self) -> int:
+        size = self.layer.operands.scalar_bytes
+        pixels = self.slots * self.plane * size
+        grads = self.slots * self.area.tile_size[0] * self.grad_pitch * size
+        return round_up(pixels, 16) + round_up(grads, 16)
+
+    @property
+    def end_bytes(self) -> int:
+        return self.threads // 32 * (self.taps.count + 1) * self.layer.operands.sum_bytes
+
+    @property
+    def copies(self) -> int:
+        grads = self.area.tile_size[0] * ceil_div(self.area.tile_size[1], self.grad_vector)
+        return self.slots * (self.copied + grads)
+
+    @lazy
+    def loads(self) -> tuple[float, float]:
+        size = self.layer.operands.scalar_bytes
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        windows, grads = rows * self.pieces, self.area.rows * self.area.columns // self.grad_piece
+        widened = (windows * self.piece + self.area.rows * self.area.columns) * (size == 2)
+        grad_cycles = read_cycles(self.grad_piece * size, self.area.columns * size)
+        cycles = windows * self.window_cycles + grads * grad_cycles
+        return windows + grads + widened, cycles
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "group_warps": self.group_warps,
+            "grad_piece": self.grad_piece,
+            "grad_pitch": self.grad_pitch,
+            "channels_last": False,
+        }
+
+
+@dataclass(frozen=True)
+class GradChannels(Channels):
+    """And how a pixel's lie in the output's gradient."""
+
+    @lazy
+    def grad_vector(self) -> int:
+        layer = self.layer
+        distances = [layer.problem.groups * layer.group_out, self.count]
+        if layer.group_out > self.count:
+            distances.append(layer.group_out)
+        return layer.operands.widest_vector(*distances)
+
+    @lazy
+    def grad_vectors(self) -> int:
+        """Of a pixel."""
+        return ceil_div(self.count, self.grad_vector)
+
+    @lazy
+    def load(self) -> tuple[int, int]:
+        """A lane's of a pixel, from shared memory: instructions, and cycles that a warp's take."""
+        size = self.layer.operands.scalar_bytes
+        width = self.of_lane * size
+        return 1 + self.of_lane * (size == 2), read_cycles(width, width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(PixelsTile, Walk):
+    """Of channels-last tensors, see ``weight_grad_pixels.cuh``."""
+
+    block: GradChannels
+    group_patches: int
+
+    source = "depthwise/wgrad/pixels.cuh"
+
+    def teams(self) -> Iterator[Pixels]:
+        for patches in {self.group_patches, ceil_div(self.group_patches, 2)}:
+            yield self if patches == self.group_patches else replace(self, group_patches=patches)
+
+    @lazy
+    def rounds(self) -> int:
+        return ceil_div(self.patches, self.group_patches)
+
+    @property
+    def turns(self) -> int:
+        return self.group_patches
+
+    @lazy
+    def threads(self) -> int:
+        return round_up(self.group_patches * self.taps.threads, 32)
+
+    @lazy
+    def blocks(self) -> int:
+        return self.block.tiles * self.layer.group_in * self.taps.blocks
+
+    @property
+    def grad_vector(self) -> int:
+        return self.block.grad_vector
+
+    @property
+    def _grads(self) -> int:
+        """Pixels of the output's gradient."""
+        return self.slots * self.area.outputs
+
+    @lazy
+    def stage_bytes(self) -> int:
+        grads = self._grads * self.block.grad_vectors * self.block.grad_vector
+        return self.input_bytes + round_up(grads * self.layer.operands.scalar_bytes, 16)
+
+    @property
+    def end_bytes(self) -> int:
+        sums = self.taps.block_groups * (self.taps.count + 1) * self.block.count
+        return sums * self.layer.operands.sum_bytes
+
+    @property
+    def copies(self) -> int:
+        return self.copied + self._grads * self.block.grad_vectors
+
+    @lazy
+    def loads(self) -> tuple[float, float]:
+        rows = (self.area.rows - 1) * self.layer.rows.step + self.taps.rows
+        loads = rows * self.area.window_columns + self.area.rows * self.area.columns
+        instructions, cycles = self.block.load
+        return loads * instructions, loads * cycles * self.clashes
+
+    def constants(self) -> dict[str, Constant]:
+        return super().constants() | {
+            "group_patches": self.group_patches,
+            "channels_last": True,
+        }
+
+
+def _planes(layer: Layer) -> Iterator[Planes]:
+    """All that may be worth it."""
+    tap_rows = _tap_rows(layer, 1, MOST_TAPS)
+    tap_blocks, most_warps = _tap_blocks(layer, tap_rows, MOST_WARPS)
+    taps = Taps(layer, tap_rows, tap_blocks)
+    for rows, columns in _patches(layer, tap_rows, 1):
+        for area, slots in _units(layer, rows, columns):
+            warps = min(most_warps, ceil_div(slots * area.threads, 32))
+            yield Planes(area=area, slots=slots, taps=taps, group_warps=warps)
+
+
+def _pixels(layer: Layer) -> Iterator[Pixels]:
+    """All that may be worth it."""
+    units_of = cache(partial(_units, layer))
+    for channels, tap_rows, lanes_c in _lane_shares(layer):
+        block = GradChannels(layer, lanes_c, channels)
+        tap_blocks, room = _tap_blocks(layer, tap_rows, 32 * MOST_WARPS // lanes_c)
+        taps = Taps(layer, tap_rows, tap_blocks, lanes_c, channels)
+        for rows, columns in _patches(layer, tap_rows, channels):
+            for area, slots in units_of(rows, columns):
+                patches = min(room, slots * area.threads)
+                yield Pixels(area=area, slots=slots, taps=taps, group_patches=patches, block=block)
+
+
+def _lane_shares(layer: Layer) -> set[tuple[int, int, int]]:
+    """Channels and kernel rows of a thread, and lanes of a block's channels."""
+    found = set()
+    pairs = lane_channels(layer)
+    for channels, most_taps in {(pairs, MOST_TAPS), (pairs, MOST_PAIRED_TAPS), (1, MOST_TAPS)}:
+        if channels * layer.columns.kernel <= most_taps or channels == 1:
+            for lanes_c in lanes_of_channels(layer, channels):
+                found.add((channels, _tap_rows(layer, channels, most_taps), lanes_c))
+    return found
+
+
+def _tap_rows(layer: Layer, channels: int, most_taps: int) -> int:
+    """Kernel rows of a thread: all, or an equal share that it has registers for."""
+    most = most_taps // (1 + (layer.operands.scalar_bytes == 8))
+    rows = max(1, most // (channels * layer.columns.kernel))
+    return ceil_div(layer.rows.kernel, ceil_div(layer.rows.kernel, rows))
+
+
+def _tap_blocks(layer: Layer, tap_rows: int, most: int) -> tuple[int, int]:
+    """Blocks that share a kernel's rows, as few as have room, and how often a block's fit then."""
+    groups = ceil_div(layer.rows.kernel, tap_rows)
+    blocks = ceil_div(groups, most)
+    return blocks, most // ceil_div(groups, blocks)
+
+
+def _patches(layer: Layer, tap_rows: int, channels: int) -> Iterator[tuple[int, int]]:
+    """Rows and columns of a thread's pixels."""
+    height, width = layer.out_size
+    most = MOST_PATCH // (channels * (1 + (layer.operands.scalar_bytes == 8)))
+    taps = channels * tap_rows * layer.columns.kernel
+    for columns in {min(width, n) for n in (4, 7, 8)}:
+        for rows in (1, 2, 4, 7):
+            if rows > height or rows * columns > most:
+                continue
+            if rows * columns * taps <= MOST_WRITTEN or rows * columns <= 4:
+                yield rows, columns
+
+
+def _units(layer: Layer, rows: int, columns: int) -> list[tuple[Area, int]]:
+    """Of no more patches of this size than a tile may have, and images."""
+    found = []
+    fewest = min(FEWEST_ACROSS, layer.columns.threads(columns))
+    for area in areas(layer, rows, columns):
+        if area.threads > MOST_LANES:
+            continue
+        if not layer.operands.input_channels_last and area.lanes_x < fewest:
+            continue  # rows would hit the same banks
+        found.append((area, 1))
+        if area.is_whole:
+            for slots in (2, 4, 8, 32):
+                if slots * area.threads <= 256 and slots < 2 * layer.problem.batch:
+                    found.append((area, slots))
+    return found

@@ -1,0 +1,153 @@
+// Weight gradients of narrow groups, of contiguous tensors. A block has the sums of one output and
+// one input channel; its warps share kernel rows, then patches.
+//
+//   input    [slot][halo row][column]     the output's gradient   [slot][row][column]
+#pragma once
+#include "depthwise/plane_rows.cuh"
+#include "depthwise/wgrad/kernel.cuh"
+
+namespace fastconv {
+namespace depthwise {
+
+constexpr int kGroupThreads = 32 * C::group_warps;  // that have the same kernel rows
+constexpr int kThreads = kBlockGroups * kGroupThreads;
+constexpr int kPatchRounds = ceil_div(kPatches, kGroupThreads);
+
+constexpr int kGradColumns = round_up(kTileColumns, C::grad_vector);
+constexpr int kGradPlane = kTileRows * C::grad_pitch;
+static_assert(kGradColumns <= C::grad_pitch, "rows have room");
+// A patch's rows are read in pieces, too.
+using GradPiece = Vector<Scalar, C::grad_piece>;
+static_assert(C::grad_piece == 1 || (Columns::kOutStep == 1 && C::columns % C::grad_piece == 0 &&
+                                     C::grad_pitch % C::grad_piece == 0),
+              "pieces are aligned");
+
+constexpr int kInputBytes = round_up(C::slots * kPlane * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kInputBytes + round_up(C::slots * kGradPlane * static_cast<int>(sizeof(Scalar)), 16);
+static_assert(2 * kStageBytes <= C::shared_bytes &&
+                  kThreads / 32 * kSums * static_cast<int>(sizeof(Sum)) <= C::shared_bytes,
+              "as planned");
+
+// Adds the sums of a unit's patches that are this thread's.
+__device__ __forceinline__ void add_unit(TapSums<1>& sums, const Scalar* input, const Scalar* grad,
+                                         const Unit& unit, int images, int first_tap,
+                                         bool has_bias) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+#pragma unroll 1
+  for (int round = 0; round < kPatchRounds; ++round) {
+    const int index = round * kGroupThreads + thread;
+    if (kPatches % kGroupThreads != 0 && index >= kPatches) return;
+    const Patch patch(index);
+    if (C::slots > 1 && unit.image + patch.slot >= images) return;
+    Sum numbers[1][C::rows][C::columns];
+#pragma unroll
+    for (int r = 0; r < C::rows; ++r) {
+      const Scalar* const row =
+          grad + patch.slot * kGradPlane + (patch.y + r * Rows::kOutStep) * C::grad_pitch + patch.x;
+#pragma unroll
+      for (int p = 0; p < C::columns; p += C::grad_piece) {
+        widen_vector(*reinterpret_cast<const GradPiece*>(row + p * Columns::kOutStep),
+                     &numbers[0][r][p]);
+      }
+    }
+    const Scalar* const window = input + patch.slot * kPlane +
+                                 (patch.y * Rows::kTimes + first_tap * Rows::kUnit) * C::pitch +
+                                 kFirstPiece + patch.x * Columns::kTimes;
+    sums.add(numbers, first_tap, C::out_height - unit.y - patch.y, C::out_width - unit.x - patch.x,
+             [&](Sum(&row)[1][kWindowColumns], int i) {
+               const WindowRow elements(window + i * (Rows::kUnit * C::pitch));
+#pragma unroll
+               for (int j = 0; j < kWindowColumns; ++j) row[0][j] = elements[j];
+             });
+    if (has_bias) sums.add_bias(numbers);
+  }
+}
+
+// The sum of a warp's lanes, in all of them.
+__device__ __forceinline__ Sum warp_sum(Sum number) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    number += __shfl_xor_sync(~0u, number, distance);
+  }
+  return number;
+}
+
+}  // namespace depthwise
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::depthwise::kThreads, Config::blocks_per_sm)
+    weight_grad(const Config::Scalar* __restrict__ grad_output,
+                const Config::Scalar* __restrict__ input,
+                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int images) {
+  using namespace fastconv::depthwise;
+  unsigned block = blockIdx.x;
+  const int split = static_cast<int>(block % C::splits);
+  block /= C::splits;
+  const int first_group = static_cast<int>(block % C::tap_blocks) * kBlockGroups;
+  block /= C::tap_blocks;
+  const int channel = static_cast<int>(block % C::group_in);  // of the group
+  const int output = static_cast<int>(block / C::group_in);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first_tap = (first_group + thread / kGroupThreads) * C::tap_rows;
+  const bool has_bias = C::bias && channel == 0 && first_tap == 0;
+
+  input += (output / C::group_out * C::group_in + channel) * kInPlane;
+  grad_output += output * kOutPlane;
+  unsigned char* const shared = fastconv::shared_memory();
+  const auto inputs = [&](int unit) {
+    return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes);
+  };
+  const auto grads = [&](int unit) {
+    return reinterpret_cast<Scalar*>(shared + unit % 2 * kStageBytes + kInputBytes);
+  };
+  const auto load = [&](int index) {
+    const Unit unit(index);
+    const long long image = (C::groups * C::group_in) * kInPlane;
+    load_planes<C::slots, kCopiedRows, kEndVector - kFirstVector, C::vector, C::pitch, kPlane,
+                C::in_height, C::in_width, kThreads>(
+        inputs(index) + kFirstRow * C::pitch + kFirstVector * C::vector, input + unit.image * image,
+        image, images - unit.image, unit.y * Rows::kTimes + Rows::kOrigin + kFirstRow,
+        unit.x * Columns::kTimes + Columns::kOrigin - kShift + kFirstVector * C::vector);
+    load_planes<C::slots, kTileRows, kGradColumns / C::grad_vector, C::grad_vector, C::grad_pitch,
+                kGradPlane, C::out_height, C::out_width, kThreads>(
+        grads(index), grad_output + unit.image * (kAllOutputs * kOutPlane), kAllOutputs * kOutPlane,
+        images - unit.image, unit.y, unit.x);
+    fastconv::copy_async_commit();
+  };
+  if constexpr (C::inside) {
+    clear<kInputBytes, kThreads>(inputs(0));
+    clear<kInputBytes, kThreads>(inputs(1));
+    __syncthreads();
+  }
+
+  TapSums<1> sums;
+  walk(Share(split, images), load, [&](int unit) {
+    add_unit(sums, inputs(unit), grads(unit), Unit(unit), images, first_tap, has_bias);
+  });
+
+  // A warp's lanes, then the warps of a group.
+  Sum* const gathered = reinterpret_cast<Sum*>(shared);
+  Sum* const mine = gathered + thread / 32 * kSums;
+#pragma unroll
+  for (int k = 0; k < C::tap_rows; ++k) {
+#pragma unroll
+    for (int tap = 0; tap < C::kernel_width; ++tap) {
+      const Sum sum = warp_sum(sums.taps[0][k][tap]);
+      if (thread % 32 == 0) mine[k * C::kernel_width + tap] = sum;
+    }
+  }
+  const Sum bias = C::bias ? warp_sum(sums.bias[0]) : Sum(0);
+  if (thread % 32 == 0) mine[kSums - 1] = bias;
+  __syncthreads();
+  for (int i = thread; i < kBlockGroups * kSums; i += kThreads) {
+    const int group = i / kSums;
+    const int at = i % kSums;
+    Sum sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < C::group_warps; ++warp) {
+      sum += gathered[(group * C::group_warps + warp) * kSums + at];
+    }
+    write_sum(workspace, split, output, channel, first_group + group, at, sum);
+  }
+}

@@ -1,0 +1,213 @@
+// Input: where the pixels of a tile lie in memory, and how a thread loads some of their channels.
+#pragma once
+#include "device/tensor/scale.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+// Distances in the input, in elements.
+constexpr bool kFolded = C::fold_height * C::fold_width > 1;
+constexpr int kInGroup = C::group_in / (C::fold_height * C::fold_width);
+constexpr int kInColumn = C::in_channels_last ? C::groups * kInGroup : 1;
+constexpr int kInRow = C::in_width * kInColumn;
+constexpr int kInChannel = C::in_channels_last ? 1 : C::in_height * C::in_width;
+constexpr int kInImage = C::groups * kInGroup * C::in_height * C::in_width;
+
+// Rows, columns and channels that tiles reach, before or behind the input's first; and what counts
+// the elements to there.
+constexpr long long kFarInRow = max_of<long long>(
+    C::padding_top, elements_of(C::fold_height, C::stride_height, kRowStep) +
+                        elements_of(C::fold_height, C::dilation_height, kRowPhases,
+                                    kRowTiles* kTileRows + kHaloRows + C::kernel_height));
+constexpr long long kFarInColumn = max_of<long long>(
+    C::padding_left + elements_of(C::lead, C::stride_width),
+    elements_of(C::fold_width, C::stride_width, kStrips* C::tile_columns + C::pitch + 1));
+using InOffset = IndexTo<elements_of(kFarInRow, kInRow) + elements_of(kFarInColumn, kInColumn) +
+                         elements_of(kChunks* kChunkChannels, kInChannel)>;
+static_assert(elements_of(C::groups, kInGroup, C::in_height, C::in_width) < kMostElements, "");
+
+// How far an element lies beyond a multiple of `unit` elements, counted from address 0.
+__device__ __forceinline__ int misalignment(const Scalar* element, int unit) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(element) / kScalarBytes % unit);
+}
+
+// A pixel of a group's first channel.
+struct Place {
+  const Scalar* group;
+  int y, x;  // maybe outside of the image
+  bool exists;
+
+  __device__ __forceinline__ bool inside(int rows_on = 0, int columns_on = 0) const {
+    return static_cast<unsigned>(y + rows_on) < static_cast<unsigned>(C::in_height) &&
+           static_cast<unsigned>(x + columns_on) < static_cast<unsigned>(C::in_width) && exists;
+  }
+  __device__ __forceinline__ const Scalar* address(int channel) const {
+    return group +
+           (InOffset{channel} * kInChannel + InOffset{y} * kInRow + InOffset{x} * kInColumn);
+  }
+};
+
+__device__ __forceinline__ float load_element(const float* source) { return load(source); }
+__device__ __forceinline__ float load_element(const float* source, bool valid) {
+  return load_or_zero(source, valid);
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source) {
+  return {load(&source->bits)};
+}
+template <class Half>
+__device__ __forceinline__ Half load_element(const Half* source, bool valid) {
+  return {load_or_zero(&source->bits, valid)};
+}
+
+constexpr bool kWholeChunks = C::group_in % kChunkChannels == 0;
+
+// What a thread loads at a time, one of two kinds. Each knows where its index-th unit of a stage
+// lies (the first of its planes and pixels), loads it or zeros, and gives its vectors of channels.
+
+// Channels are neighbours in memory: one vector. Neighbouring lanes load neighbouring vectors.
+struct VectorUnit {
+  static constexpr int kVectors = 1;
+  static constexpr int kCount = kPartPixels;
+  Words loaded;
+
+  __device__ static int plane(int index) { return index % kChunkPlanes; }
+  __device__ static int pixel(int index) { return index / kChunkPlanes; }
+  __device__ static bool row_exists(const Place& place, int channel) {
+    return static_cast<unsigned>(place.y) < static_cast<unsigned>(C::in_height) &&
+           (kWholeChunks || channel < C::group_in);
+  }
+  __device__ void load(const Place& place, int channel) {
+    const auto* const source = reinterpret_cast<const uint4*>(place.address(channel));
+    const bool valid = place.inside() && (kWholeChunks || channel < C::group_in);
+    loaded = Words::of(load_or_zero(source, valid));
+  }
+  __device__ Words vector(int) const { return loaded; }
+  __device__ static int offset(int) { return 0; }
+};
+
+// Anything else: one or two vectors of one pixel, channel by channel. Neighbouring lanes load
+// neighbouring pixels.
+struct PixelUnit {
+  static constexpr int kVectors = C::unit_vectors;
+  static constexpr int kCount = kPartPixels / kVectors;
+  static constexpr int kElements = kVectors * kVectorChannels;
+  static_assert(kChunkPlanes % kVectors == 0, "units are whole");
+  Scalar loaded[kElements];
+
+  __device__ static int plane(int index) { return index / kPlanePixels * kVectors; }
+  __device__ static int pixel(int index) { return index % kPlanePixels; }
+  __device__ void load(const Place& place, int channel) {
+    if constexpr (kFolded) {
+      load_folded(place, channel);
+      return;
+    }
+    const bool inside = place.inside();
+    const Scalar* const source = place.address(channel);
+    if (!__any_sync(~0u, inside)) {
+#pragma unroll
+      for (Scalar& element : loaded) element = Scalar{};
+    } else if (kWholeChunks && __all_sync(~0u, inside)) {
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) loaded[j] = load_element(source + 1LL * j * kInChannel);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        const bool valid = inside && (kWholeChunks || channel + j < C::group_in);
+        loaded[j] = load_element(source + 1LL * j * kInChannel, valid);
+      }
+    }
+  }
+  __device__ void load_folded(const Place& place, int channel) {
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) {
+      const FoldedChannel folded(channel + j);
+      const bool valid =
+          place.inside(folded.row, folded.column) && (kWholeChunks || channel + j < C::group_in);
+      loaded[j] =
+          load_element(place.address(folded.channel) +
+                           (InOffset{folded.row} * kInRow + InOffset{folded.column} * kInColumn),
+                       valid);
+    }
+  }
+  __device__ Channels vector(int i) const { return channels_of(loaded + i * kVectorChannels); }
+  __device__ static int offset(int i) { return i * kPlanePixels; }
+};
+
+using Unit = Either<C::vector_loads, VectorUnit, PixelUnit>::type;
+constexpr int kBatches = ceil_div(Unit::kCount, C::loaders* C::batch);  // of a stage
+
+__device__ __forceinline__ bool unit_exists(int index) {
+  return Unit::kCount % (C::loaders * C::batch) == 0 || index < Unit::kCount;
+}
+
+// Goes through all input stages of a block: of each chunk, of each item.
+struct StageCursor {
+  const Items& items;
+  int index;
+  Item item;
+  int chunk = 0;
+  int stage = 0;
+
+  __device__ explicit StageCursor(const Items& items)
+      : items(items), index(items.first()), item(index) {}
+  __device__ bool more() const { return index < items.count(); }
+  __device__ void advance() {
+    if (++stage < item.stages()) return;
+    stage = 0;
+    if (++chunk < kChunks) return;
+    chunk = 0;
+    index = items.after(index);
+    if (more()) item = Item(index);
+  }
+};
+
+// A chunk of a tile, or a row of it, as it lies in the input.
+struct Source {
+  const Scalar* group;  // the first channel at row 0, column 0
+  int row;              // of the tile's first pixel; folded, and before padding
+  int column;
+  int channel;  // the first, in its group
+
+  __device__ Source(const Scalar* input, const StageCursor& at)
+      : Source(input, at.item, at.chunk, at.stage) {}
+  __device__ Source(const Scalar* input, const Item& item, int chunk, int stage) {
+    channel = chunk * kChunkChannels;
+    group =
+        input + static_cast<long long>(item.image) * kInImage + item.group * kInGroup * kInChannel;
+    row = item.row_phase * C::stride_height +
+          C::dilation_height * (item.tile * kTileRows * kRowPhases + stage);
+    column = (item.column - C::lead) * C::stride_width;
+  }
+
+  // Where the first pixel of a unit lies.
+  __device__ __forceinline__ Place find(int index) const {
+    const int pixel = Unit::pixel(index);
+    Place place = find_in_line(pixel / C::pitch, pixel % C::pitch);
+    if (C::wraps && place.x + C::padding_left >= kPaddedWidth) {
+      place.x -= kPaddedWidth;
+      ++place.y;
+    }
+    place.exists = unit_exists(index);
+    return place;
+  }
+  // Where a pixel of one of a plane's lines lies, if it does not go on with the next row.
+  __device__ __forceinline__ Place find_in_line(int index, int position) const {
+    const int slot = index / kStageRows;
+    const int line = index % kStageRows;
+    const int y = row + C::dilation_height * (slot / kColumnSlots + line * kRowPhases);
+    const int column_phase = slot % kColumnSlots * kColumnStep % kColumnPhases;
+    const int x = column + kColumnUnit * (column_phase + position * kColumnPhases);
+    return {group, y * C::fold_height - C::padding_top, x * C::fold_width - C::padding_left, true};
+  }
+  __device__ __forceinline__ int channel_of(int index) const {
+    return channel + Unit::plane(index) * kVectorChannels;
+  }
+  // Where its first channel is in the tables.
+  __device__ __forceinline__ int column_of(int its_group) const {
+    return its_group * kGroupColumns + channel;
+  }
+};
+
+}  // namespace tensor
+}  // namespace fastconv

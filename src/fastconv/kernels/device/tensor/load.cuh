@@ -1,0 +1,225 @@
+// Warps that load input, chunk by chunk, for others to multiply: to registers and from there to
+// shared memory, transposed, rounded or split; or copied asynchronously as it is.
+//
+// A family's `Input` tells where: its stages are a ring, each of which loaders wait for until it is
+// empty, and show when it is full. Warp 0 has other things to do; loaders are those after it.
+#pragma once
+#include "device/tensor/input.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+constexpr int kLoaders = C::loaders;  // threads
+
+// Whether input is copied as it is: neither transposed nor rounded.
+constexpr bool kInputCopied = C::vector_loads && sizeof(Scalar) == 2;
+
+// What a chunk's channels are multiplied by. The warp may have a copy in shared memory.
+template <bool kCopied>
+struct ChunkPowers {
+  const float* powers;
+  unsigned at = ~0u;    // where they begin in the tables, but for multiples of 2^32
+  bool strict = false;  // whether one is negative
+
+  __device__ explicit ChunkPowers(float* copy) : powers(copy) {}
+
+  __device__ __forceinline__ void load(const Items& items, int image, int column) {
+    const unsigned begin = static_cast<unsigned>(image) * C::table_columns + column;
+    if (!C::halves || at == begin) return;
+    at = begin;
+    const float* const source = items.tables.powers(image) + column;
+    if constexpr (!kCopied) powers = source;
+    strict = false;
+    __syncwarp();  // the last ones have been read
+#pragma unroll
+    for (int first = 0; first < kChunkChannels; first += 32) {
+      const int i = first + static_cast<int>(threadIdx.x) % 32;
+      const float power = i < kChunkChannels ? source[i] : 0.0f;
+      if (kCopied && i < kChunkChannels) const_cast<float*>(powers)[i] = power;
+      strict = strict || power < 0.0f;
+    }
+    strict = __any_sync(~0u, strict);
+    __syncwarp();  // all have been written
+  }
+  // Of the vector that begins with a channel of the chunk.
+  __device__ __forceinline__ Scale of(int channel) const { return Scale(powers + channel); }
+};
+
+// Marks what a warp has seen since the last call: the image if float16 has not all of its numbers,
+// or the stage if they are not all finite.
+template <class Input>
+__device__ __forceinline__ void judge(const Items& items, HalfRange& range, int image, int) {
+  items.judge(range, image);
+}
+template <class Input>
+__device__ __forceinline__ void judge(const Items&, LowRange& range, int, int stage) {
+  const bool watched = !__all_sync(~0u, range.finite());
+  const int warp = static_cast<int>(threadIdx.x) / 32 - 1;
+  if (threadIdx.x % 32 == 0) Input::mark(stage, warp, watched);
+  range = LowRange();
+}
+template <class Input>
+__device__ __forceinline__ void judge(const Items&, NoRange&, int, int) {}
+
+// The same, and through the batches of each stage.
+struct LoadCursor : StageCursor {
+  int batch = 0;
+
+  __device__ explicit LoadCursor(const Items& items) : StageCursor(items) {}
+  __device__ void advance() {
+    if (++batch < kBatches) return;
+    batch = 0;
+    StageCursor::advance();
+  }
+};
+
+// A thread's units of a batch, the image they are of, and the first channel's column.
+struct Batch {
+  Unit units[C::batch];
+  int image;
+  int column;
+
+  // Starts loading them.
+  __device__ __forceinline__ void load(const Scalar* input, const LoadCursor& at, int thread) {
+    const Source source(input, at);
+    image = at.item.image;
+    column = source.column_of(at.item.group);
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (at.batch * C::batch + k);
+      units[k].load(source.find(index), source.channel_of(index));
+    }
+  }
+
+  // Writes them to a stage.
+  template <class Powers>
+  __device__ __forceinline__ void store(unsigned char* stage, int batch, int thread,
+                                        const Powers& powers, Range& range) const {
+#pragma unroll
+    for (int k = 0; k < C::batch; ++k) {
+      const int index = thread + kLoaders * (batch * C::batch + k);
+      if (!unit_exists(index)) continue;
+      const int first = Unit::plane(index) * kPlanePixels + Unit::pixel(index);
+      const int channel = Unit::plane(index) * kVectorChannels;
+#pragma unroll
+      for (int i = 0; i < Unit::kVectors; ++i) {
+        const Scale scale = powers.of(channel + i * kVectorChannels);
+        store_input(stage + (first + Unit::offset(i)) * 16, kPartPixels * 16, units[k].vector(i),
+                    scale, range);
+        if (powers.strict) range.see_strictly(units[k].vector(i), scale);
+      }
+    }
+  }
+};
+
+// Loads all input stages, a few batches ahead of what is written.
+template <class Input>
+__device__ __forceinline__ void load_input(const Scalar* input, const Items& items) {
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  Batch batches[C::batches_ahead];
+  Range range;
+  ChunkPowers<Input::kPowersCopied> powers(Input::powers(thread / 32));
+  LoadCursor next(items);
+  Ring<Input::kStages> at(1);
+  int under_way = 0;
+  int batch = 0;
+#pragma unroll
+  for (int i = 0; i < C::batches_ahead - 1; ++i) {
+    if (next.more()) {
+      batches[i].load(input, next, thread);
+      next.advance();
+      ++under_way;
+    }
+  }
+  while (under_way > 0 || next.more()) {
+#pragma unroll
+    for (int i = 0; i < C::batches_ahead; ++i) {
+      if (next.more()) {
+        batches[(i + C::batches_ahead - 1) % C::batches_ahead].load(input, next, thread);
+        next.advance();
+        ++under_way;
+      }
+      if (under_way == 0) break;
+      --under_way;
+      if (batch == 0) {
+        powers.load(items, batches[i].image, batches[i].column);
+        Input::wait(at);
+      }
+      batches[i].store(Input::stage(at.stage), batch, thread, powers, range);
+      if (++batch == kBatches) {
+        batch = 0;
+        judge<Input>(items, range, batches[i].image, at.stage);
+        Input::show(at.stage);
+        at.advance();
+      }
+    }
+  }
+}
+
+// A thread's share of the lines of a stage, where they are copied as they are: of one plane, every
+// kLineStep-th pixel. What a line's copies have in common is computed once for all of them.
+struct LineCopy {
+  static constexpr int kLineStep = kLoaders / kChunkPlanes;
+  static constexpr int kCopies = ceil_div(C::pitch, kLineStep);
+  static_assert(!kInputCopied || kLoaders % kChunkPlanes == 0, "a thread stays in its plane");
+  int plane, pixel;
+
+  __device__ explicit LineCopy(int thread)
+      : plane(thread % kChunkPlanes), pixel(thread / kChunkPlanes) {}
+
+  __device__ __forceinline__ void start(const Source& source, int line,
+                                        unsigned char* stage) const {
+    const Place place = source.find_in_line(line, pixel);
+    const int channel = source.channel + plane * kVectorChannels;
+    const bool exists = VectorUnit::row_exists(place, channel);
+    const Scalar* const from = place.address(channel);
+    unsigned char* const to = stage + (plane * kPlanePixels + line * C::pitch + pixel) * 16;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int on = i * kLineStep;
+      if (C::pitch % kLineStep == 0 || i + 1 < kCopies || pixel + on < C::pitch) {
+        const bool inside = static_cast<unsigned>(place.x + on * C::stride_width) <
+                            static_cast<unsigned>(C::in_width);
+        copy_async<16>(to + on * 16, from + 1LL * on * C::stride_width * kInColumn,
+                       exists && inside);
+      }
+    }
+  }
+};
+
+// The same where neither transposing nor rounding is to be done: asynchronous copies. A consumer
+// gives a stage back when it has the next: of two stages, none may be under way while this waits.
+template <class Input>
+__device__ __forceinline__ void copy_input(const Scalar* input, const Items& items) {
+  static_assert(!C::wraps || !C::vector_loads || sizeof(Scalar) == 4, "lines do not go on");
+  const int thread = static_cast<int>(threadIdx.x) - 32;
+  const LineCopy copy(thread);
+  Ring<Input::kStages> at(1);
+  Ring<Input::kStages> landed(0);
+  const auto arrive = [&] {
+    Input::show(landed.stage);
+    landed.advance();
+  };
+  constexpr int kAhead = Input::kStages > 2 ? 1 : 0;                           // stages
+  constexpr int kLinesAtOnce = kLines * LineCopy::kCopies <= 32 ? kLines : 1;  // few instructions
+  int under_way = 0;
+  for (StageCursor next(items); next.more(); next.advance()) {
+    const Source source(input, next);
+    Input::wait(at);
+    unsigned char* const stage = Input::stage(at.stage);
+#pragma unroll kLinesAtOnce
+    for (int line = 0; line < kLines; ++line) copy.start(source, line, stage);
+    copy_async_commit();
+    at.advance();
+    if (++under_way > kAhead) {
+      copy_async_wait<kAhead>();
+      arrive();
+      --under_way;
+    }
+  }
+  copy_async_wait<0>();
+  if (under_way > 0) arrive();
+}
+
+}  // namespace tensor
+}  // namespace fastconv

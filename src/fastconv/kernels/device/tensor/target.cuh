@@ -1,0 +1,170 @@
+// Outputs: where sums go, and what becomes of them before.
+#pragma once
+#include "device/epilogue.cuh"
+#include "device/tensor/scale.cuh"
+
+namespace fastconv {
+namespace tensor {
+
+constexpr int kOutChannels = C::groups * kOutGroup;
+constexpr int kOutPlane = C::image_height * C::image_width;
+constexpr int kOutImage = kOutChannels * kOutPlane;
+constexpr int kOutColumn = C::out_channels_last ? kOutChannels : 1;
+
+// What is stored of a row: a column for each pixel, or `interleave` columns.
+constexpr int kStoredWidth = C::interleave == 1 ? C::out_width : C::image_width;
+constexpr int kStoredColumns = C::interleave * C::tile_columns;
+constexpr int kStoredPitch = C::interleave * C::pitch;
+static_assert(kUnfolds || C::interleave == 1 || (C::interleave == 2 && C::out_step_width == 2),
+              "pairs");
+static_assert(kUnfolds || C::interleave == 1 || (!C::out_channels_last && C::lead == 0),
+              "contiguous rows");
+
+// Where stored rows and columns lie in the image: the output of a layer that is a phase of a
+// strided one's gradient has other phases' rows and columns between its own. What no phase reaches
+// is cleared by the one beside it.
+constexpr int kStoredStep = C::interleave == 1 ? C::out_step_width : 1;
+constexpr int kStoredBegin = C::interleave == 1 ? C::column_begin : 0;
+constexpr int kStoredEnd = C::interleave == 1 ? C::column_end : 1;
+constexpr int kStoredAt = C::interleave == 1 ? C::column_at : 0;
+constexpr bool kRowsInside =
+    (C::out_height - 1) * C::out_step_height + C::row_end <= C::image_height;
+constexpr bool kStoredInside = (kStoredWidth - 1) * kStoredStep + kStoredEnd <= C::image_width;
+
+// Products have rows, columns and channels that do not exist; what is stored of them would lie so
+// far.
+constexpr int kFarOutRow = C::out_step_height * kRowStep * kRowTiles * kTileRows + C::row_end;
+constexpr int kFarOutColumn = kStoredStep * (kStrips * kStoredColumns + kStoredPitch) + kStoredEnd;
+constexpr int kFarOutChannel =
+    (C::groups - 1) * kOutGroup +
+    ceil_div(kOutputGroups * C::channel_groups * kStackChannels, kOutFold);
+using OutOffset = IndexTo<elements_of(kFarOutRow, C::image_width, kOutColumn) +
+                          elements_of(kFarOutColumn, kOutColumn) +
+                          elements_of(kFarOutChannel, C::out_channels_last ? 1 : kOutPlane)>;
+static_assert(elements_of(kOutChannels, C::image_height, C::image_width) < kMostElements, "");
+
+// Stores of a pixel: itself, and zeros beside it. Many of them are a loop, which ends where the
+// image does: a step of rows or columns may be larger than it.
+constexpr int kMostUnrolled = 64;
+constexpr int kPixelRows = C::row_end - C::row_begin;
+constexpr int kPixelColumns = kStoredEnd - kStoredBegin;
+constexpr bool kFewRows = kPixelRows <= kMostUnrolled;
+constexpr bool kFewStores = kFewRows && kPixelColumns <= kMostUnrolled / kPixelRows;
+constexpr int kStoredRowsAtOnce = kFewStores ? kPixelRows : 1;
+constexpr int kStoredAtOnce = kFewStores ? kPixelColumns : 1;
+
+// Where sums go.
+struct Target {
+  Scalar* image;
+  int outputs;  // first channel, in the group
+  int group;
+  int row;     // output row of the first pixel, for stacked row 0
+  int column;  // stored column of pixel `lead`
+
+  // Those of a tile of an item: of one of its channel groups, and of rows from first_row on.
+  __device__ Target(Scalar* output, const Item& item, int tile, int channel_group, int first_row) {
+    image = output + static_cast<long long>(item.image) * kOutImage;
+    outputs = item.outputs + channel_group * kStackChannels;
+    group = item.group;
+    row = item.row_phase + kRowStep * ((item.tile + tile) * kTileRows + first_row);
+    column = C::interleave * item.column;
+  }
+
+  // The channel of a row of the product, in its group.
+  __device__ int channel(int product_row) const {
+    return outputs + row_of_column(product_row) % kStackRows;
+  }
+  // The output row of the same, for the tile's line-th row of pixels.
+  __device__ int output_row(int product_row, int line) const {
+    return row + kRowStep * (line + row_of_column(product_row) / kStackRows);
+  }
+  __device__ bool exists(int product_row, int line) const {
+    return channel(product_row) < C::group_out && output_row(product_row, line) < C::out_height;
+  }
+  // The image's row for an output row; i is row_at, or that of a row to clear.
+  __device__ int image_row(int product_row, int line, int i) const {
+    return C::out_step_height * output_row(product_row, line) + i;
+  }
+  // The element in the image's column 0.
+  __device__ Scalar* row_start(int product_row, int y) const {
+    return channel_row(channel(product_row), y);
+  }
+  __device__ Scalar* channel_row(int channel, int y) const {
+    const int c = group * kOutGroup + channel;
+    if constexpr (C::out_channels_last) {
+      return image + (static_cast<OutOffset>(y) * C::image_width * kOutChannels + c);
+    } else {
+      return image + ((static_cast<OutOffset>(c) * C::image_height + y) * C::image_width);
+    }
+  }
+
+  // Where a forward pass, which has no phases, stores an output.
+  __device__ __forceinline__ Scalar* place(int product_row, int line, int column) const {
+    return row_start(product_row, output_row(product_row, line)) +
+           static_cast<OutOffset>(column) * kOutColumn;
+  }
+
+  // Stores an element, or a vector of channels, and clears what is beside it; if it is `valid`.
+  template <class Stored>
+  __device__ __forceinline__ void store(int product_row, int line, int stored_column,
+                                        const Stored& value, bool valid) const {
+#pragma unroll kStoredRowsAtOnce
+    for (int i = C::row_begin; i < C::row_end; ++i) {
+      const int y = image_row(product_row, line, i);
+      if (!kFewStores && y >= C::image_height) break;
+      Scalar* const row = row_start(product_row, y);
+#pragma unroll kStoredAtOnce
+      for (int j = kStoredBegin; j < kStoredEnd; ++j) {
+        const int x = kStoredStep * stored_column + j;
+        if (!kFewStores && x >= C::image_width) break;
+        store_if(
+            reinterpret_cast<Stored*>(row + static_cast<OutOffset>(x) * kOutColumn),
+            i == C::row_at && j == kStoredAt ? value : Stored{},
+            valid && (kRowsInside || y < C::image_height) && (kStoredInside || x < C::image_width));
+      }
+    }
+  }
+};
+
+// Two sums to neighbours of the output's type, which the first argument stands for.
+__device__ __forceinline__ Vector<float, 2> narrow_pair(float, float first, float second) {
+  return {{first, second}};
+}
+__device__ __forceinline__ unsigned narrow_pair(float16, float first, float second) {
+  return floats_to_halves(first, second);
+}
+__device__ __forceinline__ unsigned narrow_pair(bfloat16, float first, float second) {
+  return floats_to_bfloats(first, second);
+}
+
+// What becomes of a sum before it is stored.
+struct Finish {
+  float bias = 0.0f;
+  float factor = 1.0f;  // of halves
+
+  template <class Residual = Nothing>
+  __device__ __forceinline__ float operator()(float sum, Residual residual = {}) const {
+    return Epilogue<C>::activated(C::halves ? fmaf(sum, factor, bias) : sum + bias, residual);
+  }
+};
+static_assert(!kAddsResidual || (C::out_step_height == 1 && C::out_step_width == 1 && !kUnfolds),
+              "forward passes alone have a residual");
+
+// How sums of a product's row become outputs.
+__device__ __forceinline__ Finish finish_of(const Scalar* bias, const Items& items,
+                                            const Item& item, const Target& target, int row) {
+  Finish finish;
+  const int channel = target.channel(row);
+  if (bias && channel < C::group_out) {
+    finish.bias = widen(bias[item.group * kOutGroup + UnfoldedChannel(channel).channel]);
+  }
+  if constexpr (C::halves) {
+    constexpr int kOfGroup = C::table_channels / C::groups;
+    finish.factor = items.tables.channels()[item.group * kOfGroup + channel] *
+                    inverse(items.tables.images()[item.image]);  // a power of two
+  }
+  return finish;
+}
+
+}  // namespace tensor
+}  // namespace fastconv

@@ -1,0 +1,563 @@
+// Forward convolution and input gradient on plain CUDA cores.
+//
+// Both are a correlation: out[m, o] = bias[m] + sum over channels k and taps j of
+// packed[m, k, j] * in[k, o * in_stride + j * tap_step + origin], along each of the two axes.
+//   forward        in = input, in_stride = stride, tap_step = dilation, origin = -padding.
+//   input gradient in = grad_output. Input pixels that are equal modulo the stride (a phase) see
+//                  the same taps, so each phase is a correlation of in_stride 1 that writes every
+//                  stride-th pixel; taps that a phase has fewer of than others get zero weights.
+//                  Phases that no tap reaches are not computed: a kernel clears the image before.
+//
+// A block computes a tile of M channels x (rows x columns) pixels of one phase, image and group.
+//
+//   shared memory, one of two stages          registers of a thread
+//   input   [channel][row][pitch]             sum    [channels_per_thread][4 pixels]
+//   weights [channel][tap row][tap col][M]    window the pixels of one row that its 4 pixels see
+//
+// A stage covers stage_channels input channels, stage_taps kernel rows and part_taps kernel columns
+// (all of them, unless the kernel is very wide); its halo tile serves all of their taps. For each
+// channel and kernel row a thread loads its window once and slides it over the kernel's columns:
+// each tap costs channels_per_thread / 4 loads of weights and 4 * channels_per_thread
+// multiply-adds.
+//
+// With `two_level`, sums are added to a second set of registers every flush_channels channels;
+// where stages are small, every flush_stages stages, and where kernels are large, every flush_rows
+// kernel rows: rounding errors then grow with the length of the two levels, not of the whole sum.
+#pragma once
+#include "device/epilogue.cuh"
+
+namespace fastconv {
+namespace correlate {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Sum = SumOf<Scalar>::type;
+
+// --- One axis -----------------------------------------------------------------------------------
+
+// Along one axis: which input position and which kernel index a tap stands for.
+template <bool kTransposed, int kKernel, int kStride, int kDilation, int kPadding, int kOutSize>
+struct Axis {
+  static constexpr int kCommon = gcd(kStride, kDilation);
+  static constexpr int kOutStep = kTransposed ? kStride : 1;  // between outputs of a phase
+  static constexpr int kInStride = kTransposed ? 1 : kStride;
+  static constexpr int kTapStep = kTransposed ? kDilation / kCommon : kDilation;
+  static constexpr int kKernelStep = kTransposed ? kStride / kCommon : 1;
+  static constexpr int kTaps = (kKernel - 1) / kKernelStep + 1;
+  // Kernel index k reaches the outputs that equal k * dilation - padding (modulo the stride): as
+  // many phases as there are indices until they repeat themselves.
+  static constexpr int kPhases = kKernel < kKernelStep ? kKernel : kKernelStep;
+  static constexpr bool kAllTaps = kPhases == kKernel || kKernel % kKernelStep == 0;
+  static constexpr int kPositions = (kOutSize - 1) / kOutStep + 1;  // of a phase, at most
+  // That of phase 0, where there is no other.
+  static constexpr int kOrigin =
+      kTransposed ? (kPadding == 0 ? 0 : (kPadding - 1) / kStride + 1) - (kTaps - 1) * kTapStep
+                  : -kPadding;
+
+  int taps;          // those that exist in this phase, at most kTaps
+  int first_kernel;  // kernel index of the last tap (transposed) or of the first (forward)
+  int origin;        // input position of the first output's first tap
+  int first_out;     // the first output
+  int positions;     // outputs, kOutStep apart; there may be none
+
+  __device__ explicit Axis(int phase)
+      : taps(kTaps), first_kernel(0), origin(kOrigin), first_out(0), positions(kOutSize) {
+    if constexpr (kOutStep > 1) {
+      first_kernel = phase;
+      taps = (kKernel - 1 - phase) / kKernelStep + 1;
+      const int shifted = phase * kDilation - kPadding;
+      int quotient = shifted / kStride;
+      first_out = shifted % kStride;
+      if (first_out < 0) {
+        first_out += kStride;
+        --quotient;
+      }
+      origin = -quotient - (taps - 1) * kTapStep;
+      positions = first_out < kOutSize ? (kOutSize - 1 - first_out) / kOutStep + 1 : 0;
+    }
+  }
+
+  // Where input positions increase, the transposed kernel's indices decrease.
+  __device__ int kernel_index(int tap) const {
+    return kTransposed ? first_kernel + (taps - 1 - tap) * kKernelStep : tap;
+  }
+};
+
+using Rows = Axis<C::transposed, C::kernel_height, C::stride_height, C::dilation_height,
+                  C::padding_top, C::out_height>;
+using Columns = Axis<C::transposed, C::kernel_width, C::stride_width, C::dilation_width,
+                     C::padding_left, C::out_width>;
+
+// --- The tile -----------------------------------------------------------------------------------
+
+constexpr int kPixels = 4;  // of a thread, neighbours in a row
+constexpr int kThreads = 32 * C::warps;
+constexpr int kLanesN = C::lanes_y * C::lanes_x;
+constexpr int kLanesM = 32 / kLanesN;
+constexpr int kTileM = C::channels_per_thread * kLanesM;
+constexpr int kTileWidth = kPixels * C::lanes_x;
+constexpr int kTileHeight = C::lanes_y * C::warps;
+// A thread's channels come in groups that one shared-memory instruction reads. Neighbouring lanes
+// take neighbouring groups, so that a warp reads without bank conflicts.
+constexpr int kGroup = C::channels_per_thread < 4 ? C::channels_per_thread : 4;
+constexpr int kGroups = C::channels_per_thread / kGroup;
+
+constexpr int kParts = ceil_div(Columns::kTaps, C::part_taps);
+constexpr int kTapChunks = ceil_div(Rows::kTaps, C::stage_taps);
+constexpr int kChunks = ceil_div(C::group_in, C::stage_channels);
+constexpr int kStages = kChunks * kParts * kTapChunks;
+
+// A single kernel row, or column, needs just the rows, or columns, that it reads; several share a
+// contiguous range.
+constexpr int kRowStep = C::stage_taps == 1 ? Rows::kInStride : 1;
+constexpr int kRowStride = Rows::kInStride / kRowStep;
+constexpr int kColumnStep = C::part_taps == 1 ? Columns::kInStride : 1;
+constexpr int kColumnStride = Columns::kInStride / kColumnStep;
+
+// Tiles are copied in vectors from aligned addresses, so the tile may start a little before the
+// first pixel needed; by the same distance for every phase and part.
+constexpr int kVector = C::vector;
+constexpr int kShift = kVector == 1 ? 0 : (Columns::kOrigin % kVector + kVector) % kVector;
+static_assert(kVector == 1 || (Columns::kPhases == 1 && kColumnStep == 1), "neighbours in memory");
+static_assert(kParts == 1 || C::part_taps * Columns::kTapStep % kVector == 0, "aligned parts");
+constexpr int kWindow =
+    kShift + (kPixels - 1) * kColumnStride + (C::part_taps - 1) * Columns::kTapStep + 1;
+constexpr int kWindowPieces = ceil_div(kWindow, 4);
+
+constexpr int kRows = (kTileHeight - 1) * kRowStride + (C::stage_taps - 1) * Rows::kTapStep + 1;
+constexpr int kColumns =
+    round_up((kTileWidth - kPixels) * kColumnStride + kWindowPieces * 4, kVector > 4 ? kVector : 4);
+constexpr int kPitch = kColumns + C::pitch_padding;
+static_assert(C::stage_channels % C::flush_channels == 0, "stages end flushed");
+static_assert(C::flush_stages == 1 || C::stage_channels == C::flush_channels, "or several do");
+static_assert(C::flush_rows == C::stage_taps || C::flush_channels * C::flush_stages == 1, "");
+constexpr int kStageTaps = C::stage_taps * C::part_taps;
+constexpr int kInputElements = C::stage_channels * kRows * kPitch;
+constexpr int kWeightElements = C::stage_channels * kStageTaps * kTileM;
+constexpr int kInputBytes = round_up(kInputElements * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kInputBytes + round_up(kWeightElements * static_cast<int>(sizeof(Sum)), 16);
+static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the tile needs");
+static_assert(kLanesM * kLanesN == 32 && C::channels_per_thread % kGroup == 0, "whole warps");
+
+constexpr int kTilesM = ceil_div(C::group_out, kTileM);
+constexpr int kPhases = Rows::kPhases * Columns::kPhases;
+// Packed weights of one channel tile: [channel][part][tap row][tap column of the part][kTileM], so
+// that each channel's weights of a stage are a contiguous run.
+constexpr int kTapsHeight = kTapChunks * C::stage_taps;
+constexpr int kChannels = kChunks * C::stage_channels;
+constexpr long long kPackedTile = 1ll * kChannels * kParts * kTapsHeight * C::part_taps * kTileM;
+using PackedOffset = IndexTo<kPackedTile>;
+constexpr PackedOffset kPackedPart = PackedOffset{1} * kTapsHeight * C::part_taps * kTileM;
+constexpr PackedOffset kPackedChannel = kParts * kPackedPart;
+
+// Offsets and positions within an image. Tiles may reach far beyond its end, where strides are
+// large.
+constexpr long long kReach =
+    max_of(1ll * (Rows::kPositions + kTileHeight) * Rows::kInStride +
+               1ll * kTapsHeight * Rows::kTapStep + 1ll * kRows * kRowStep,
+           1ll * (Columns::kPositions + kTileWidth) * Columns::kInStride +
+               1ll * kParts * C::part_taps * Columns::kTapStep + 1ll * kColumns * kColumnStep);
+constexpr long long kImageElements =
+    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
+                       1ll * C::group_out * C::out_height * C::out_width);
+using Offset = IndexTo<max_of(kImageElements, kReach)>;
+
+// Which tile a block computes; channel tiles are next to each other, so that they find their
+// common input in the L2 cache.
+struct Tile {
+  int m, x, y, group, image, phase;
+
+  __device__ explicit Tile(int index, int first_image, int images) {
+    constexpr int kTilesX = ceil_div(Columns::kPositions, kTileWidth);
+    constexpr int kTilesY = ceil_div(Rows::kPositions, kTileHeight);
+    m = index % kTilesM;
+    index /= kTilesM;
+    x = index % kTilesX;
+    index /= kTilesX;
+    y = index % kTilesY;
+    index /= kTilesY;
+    group = index % C::groups;
+    index /= C::groups;
+    image = first_image + index % images;
+    phase = index / images;
+  }
+};
+
+__device__ __forceinline__ Offset in_offset(int channel, Offset row, Offset column) {
+  if constexpr (C::in_channels_last) {
+    return (row * C::in_width + column) * (C::group_in * C::groups) + channel;
+  }
+  return (static_cast<Offset>(channel) * C::in_height + row) * C::in_width + column;
+}
+
+__device__ __forceinline__ Offset out_offset(int channel, Offset row, Offset column) {
+  if constexpr (C::out_channels_last) {
+    return (row * C::out_width + column) * (C::group_out * C::groups) + channel;
+  }
+  return (static_cast<Offset>(channel) * C::out_height + row) * C::out_width + column;
+}
+
+// --- Loading ------------------------------------------------------------------------------------
+
+// Copies one stage's halo tile; what lies outside of the image or the channels becomes zero.
+__device__ __forceinline__ void load_input(Scalar* tile, const Scalar* image, int group,
+                                           int first_channel, Offset first_row,
+                                           Offset first_column) {
+  constexpr int kVectors = kColumns / kVector;
+  constexpr int kTotal = C::stage_channels * kRows * kVectors;
+  for (int i = threadIdx.x; i < kTotal; i += kThreads) {
+    // Neighbouring threads copy neighbouring addresses: columns, or channels if they come last.
+    const int channel = C::in_channels_last ? i % C::stage_channels : i / (kRows * kVectors);
+    const int rest = C::in_channels_last ? i / C::stage_channels : i % (kRows * kVectors);
+    const int row = rest / kVectors;
+    const int column = rest % kVectors * kVector;
+    const Offset y = first_row + static_cast<Offset>(row) * kRowStep;
+    const Offset x = first_column + static_cast<Offset>(column) * kColumnStep;
+    const bool valid = first_channel + channel < C::group_in && y >= 0 && y < C::in_height &&
+                       x >= 0 && x < C::in_width;
+    const Offset offset =
+        valid ? in_offset(group * C::group_in + first_channel + channel, y, x) : Offset{0};
+    copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
+  }
+}
+
+// The weight of an output channel m and an input channel k of a group at a tap; zero where a tile,
+// a stage or a phase reaches beyond what there is.
+__device__ __forceinline__ Sum weight_at(const Scalar* weight, const Rows& rows,
+                                         const Columns& columns, int group, int m, int k, int tap_y,
+                                         int tap_x) {
+  if (m >= C::group_out || k >= C::group_in || tap_y >= rows.taps || tap_x >= columns.taps)
+    return 0;
+  // The weight's own dimensions: output channels of the forward pass first.
+  const long long first = C::transposed ? group * C::group_in + k : group * C::group_out + m;
+  const long long second = C::transposed ? m : k;
+  return widen(weight[first * C::weight_stride_out + second * C::weight_stride_in +
+                      1ll * rows.kernel_index(tap_y) * C::weight_stride_height +
+                      1ll * columns.kernel_index(tap_x) * C::weight_stride_width]);
+}
+
+// Where a stage's weights begin among those of a channel tile.
+__device__ __forceinline__ PackedOffset packed_offset(int channel, int part, int tap_row) {
+  return channel * kPackedChannel + part * kPackedPart +
+         PackedOffset{tap_row} * C::part_taps * kTileM;
+}
+
+// Copies one stage's weights: for each channel a contiguous run of the packed array.
+__device__ __forceinline__ void load_packed(Sum* tile, const Sum* packed) {
+  constexpr int kVectorSum = 16 / static_cast<int>(sizeof(Sum));
+  constexpr int kRun = kStageTaps * kTileM;
+  constexpr int kWidth = kRun % kVectorSum == 0 ? kVectorSum : 1;
+  for (int i = threadIdx.x; i < C::stage_channels * kRun / kWidth; i += kThreads) {
+    const int channel = i / (kRun / kWidth);
+    const int position = i % (kRun / kWidth) * kWidth;
+    copy_elements<kWidth>(tile + channel * kRun + position,
+                          packed + channel * kPackedChannel + position, true);
+  }
+}
+
+// The same from the weight itself: slower, but it saves small problems the launch that packs.
+__device__ __forceinline__ void load_unpacked(Sum* tile, const Scalar* weight, const Rows& rows,
+                                              const Columns& columns, int group, int first_m,
+                                              int first_channel, int first_tap_y, int first_tap_x) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kWeightElements; i += kThreads) {
+    const int m = i % kTileM, tap = i / kTileM % kStageTaps, channel = i / (kTileM * kStageTaps);
+    tile[i] = weight_at(weight, rows, columns, group, first_m + m, first_channel + channel,
+                        first_tap_y + tap / C::part_taps, first_tap_x + tap % C::part_taps);
+  }
+}
+
+// --- Multiplying --------------------------------------------------------------------------------
+
+struct Position {  // of a thread within its block
+  int m, y, x;
+
+  __device__ Position() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    m = lane / kLanesN;
+    y = lane % kLanesN / C::lanes_x + C::lanes_y * warp;
+    x = lane % C::lanes_x;
+  }
+
+  // The thread's channel i, of channels_per_thread, within the tile.
+  __device__ __forceinline__ int channel(int i) const {
+    return (i / kGroup * kLanesM + m) * kGroup + i % kGroup;
+  }
+};
+
+using Accumulators = Sum[C::channels_per_thread][kPixels];
+
+__device__ __forceinline__ void flush(Accumulators& sum, Accumulators& total) {
+#pragma unroll
+  for (int i = 0; i < C::channels_per_thread; ++i) {
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      total[i][p] += sum[i][p];
+      sum[i][p] = 0;
+    }
+  }
+}
+
+// Of the stage's taps, tap_rows x tap_columns exist. The others have zero weights, but are not
+// multiplied either: zero times infinity is no zero.
+__device__ __forceinline__ void multiply(const Scalar* input, const Sum* weights,
+                                         const Position& at, int tap_rows, int tap_columns,
+                                         Accumulators& sum, Accumulators& total) {
+  constexpr bool kAllColumns = kParts == 1 && Columns::kAllTaps;
+  constexpr bool kAllRows = kTapChunks == 1 && Rows::kAllTaps;
+  constexpr int kRowsUnrolled = kStageTaps <= C::unrolled_taps ? C::stage_taps : 1;
+#pragma unroll 1
+  for (int channel = 0; channel < C::stage_channels; ++channel) {
+#pragma unroll(kRowsUnrolled)
+    for (int tap_row = 0; tap_row < C::stage_taps; ++tap_row) {
+      if (!kAllRows && tap_row >= tap_rows) break;
+      const int row = at.y * kRowStride + tap_row * Rows::kTapStep;
+      const Scalar* pixels =
+          input + (channel * kRows + row) * kPitch + at.x * kPixels * kColumnStride;
+      const Sum* taps = weights + (channel * C::stage_taps + tap_row) * C::part_taps * kTileM;
+      Sum window[kWindowPieces][4];
+#pragma unroll
+      for (int piece = 0; piece < kWindowPieces; ++piece) load4(pixels + piece * 4, window[piece]);
+#pragma unroll
+      for (int tap = 0; tap < C::part_taps; ++tap) {
+        if (!kAllColumns && tap >= tap_columns) break;
+        Sum weight[C::channels_per_thread];
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+          const auto group = *reinterpret_cast<const Vector<Sum, kGroup>*>(taps + tap * kTileM +
+                                                                           at.channel(i * kGroup));
+#pragma unroll
+          for (int j = 0; j < kGroup; ++j) weight[i * kGroup + j] = group.element[j];
+        }
+#pragma unroll
+        for (int i = 0; i < C::channels_per_thread; ++i) {
+#pragma unroll
+          for (int p = 0; p < kPixels; ++p) {
+            const int w = kShift + p * kColumnStride + tap * Columns::kTapStep;
+            sum[i][p] += weight[i] * window[w / 4][w % 4];
+          }
+        }
+      }
+      if (C::two_level && C::flush_rows < C::stage_taps && (tap_row + 1) % C::flush_rows == 0) {
+        flush(sum, total);
+      }
+    }
+    if (C::two_level && C::flush_stages == 1 && (channel + 1) % C::flush_channels == 0) {
+      flush(sum, total);
+    }
+  }
+}
+
+// --- Storing ------------------------------------------------------------------------------------
+
+// Writes the first `left` of some elements, kStep apart, in vectors of kVectorOut, which
+// `left` is a multiple of.
+template <int kVectorOut, int kStep = 1, int kCount>
+__device__ __forceinline__ void store_first(Scalar* target, const Scalar (&elements)[kCount],
+                                            int left, const Epilogue<C>&) {
+  static_assert(kVectorOut == 1 || kStep == 1, "neighbours in memory");
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVectorOut) {
+    Vector<Scalar, kVectorOut> vector;
+#pragma unroll
+    for (int j = 0; j < kVectorOut; ++j) vector.element[j] = elements[i + j];
+    if (i < left) *reinterpret_cast<Vector<Scalar, kVectorOut>*>(target + i * kStep) = vector;
+  }
+}
+
+// Sums that wait for their residuals, all of which are loaded before the first is waited for.
+struct Unfinished {
+  Sum sum;
+};
+template <int kVectorOut, int kStep = 1, int kCount>
+__device__ __forceinline__ void store_first(Scalar* target, const Unfinished (&sums)[kCount],
+                                            int left, const Epilogue<C>& epilogue) {
+  Vector<Scalar, kVectorOut> residuals[kCount / kVectorOut];
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVectorOut) {
+    residuals[i / kVectorOut] = epilogue.residual_of<kVectorOut>(target + i * kStep, i < left);
+  }
+  Scalar elements[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const Scalar residual = residuals[i / kVectorOut].element[i % kVectorOut];
+    elements[i] = narrow<Scalar>(epilogue.activated(sums[i].sum, residual));
+  }
+  store_first<kVectorOut, kStep>(target, elements, left, epilogue);
+}
+
+// What is stored of a sum: an output, unless its residual is to come.
+#ifdef FASTCONV_RESIDUAL
+using Value = Unfinished;
+__device__ __forceinline__ Value value_of(Sum sum) { return {sum}; }
+#else
+using Value = Scalar;
+__device__ __forceinline__ Value value_of(Sum sum) {
+  return narrow<Scalar>(Epilogue<C>::activated(sum));
+}
+#endif
+
+// Adds the bias and writes the tile's part inside the image: in vectors along the dimension that is
+// contiguous in memory, where the image's size lets all of them be aligned.
+__device__ __forceinline__ void store(Scalar* image, const Scalar* bias, const Tile& tile,
+                                      const Rows& rows, const Columns& columns, const Position& at,
+                                      const Accumulators& sum, const Epilogue<C>& epilogue) {
+  const int y = tile.y * kTileHeight + at.y, x = tile.x * kTileWidth + at.x * kPixels;
+  if (y >= rows.positions || x >= columns.positions) return;
+  const int row = y * Rows::kOutStep + rows.first_out;
+  const int column = x * Columns::kOutStep + columns.first_out;
+  Value value[C::channels_per_thread][kPixels];
+#pragma unroll
+  for (int i = 0; i < C::channels_per_thread; ++i) {
+    const int m = tile.m * kTileM + at.channel(i);
+    const Sum shift = bias != nullptr && m < C::group_out
+                          ? Sum(widen(bias[tile.group * C::group_out + m]))
+                          : Sum(0);
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) value[i][p] = value_of(sum[i][p] + shift);
+  }
+  const int first = tile.group * C::group_out + tile.m * kTileM;
+  if constexpr (C::out_channels_last) {
+    constexpr int kVectorOut = C::aligned ? gcd(C::group_out, kGroup) : 1;
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      if (x + p >= columns.positions) return;
+      const int column_p = column + p * Columns::kOutStep;
+#pragma unroll
+      for (int i = 0; i < C::channels_per_thread; i += kGroup) {
+        const int m = at.channel(i);
+        Value group[kGroup];
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) group[j] = value[i + j][p];
+        store_first<kVectorOut>(image + out_offset(first + m, row, column_p), group,
+                                C::group_out - tile.m * kTileM - m, epilogue);
+      }
+    }
+  } else {
+    constexpr int kVectorOut =
+        C::aligned && Columns::kOutStep == 1 ? gcd(C::out_width, kPixels) : 1;
+#pragma unroll
+    for (int i = 0; i < C::channels_per_thread; ++i) {
+      const int m = at.channel(i);
+      if (tile.m * kTileM + m >= C::group_out) continue;
+      store_first<kVectorOut, Columns::kOutStep>(image + out_offset(first + m, row, column),
+                                                 value[i], columns.positions - x, epilogue);
+    }
+  }
+}
+
+}  // namespace correlate
+}  // namespace fastconv
+
+// Fills the output with zeros, where a correlation does not write all of it.
+extern "C" __global__ void clear(Config::Scalar* __restrict__ output, int batch) {
+  using namespace fastconv::correlate;
+  constexpr int kCount = C::aligned ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
+  using Zeros = fastconv::Vector<Scalar, kCount>;
+  const long long total = 1ll * batch * C::groups * C::group_out * C::out_height * C::out_width;
+  const long long thread = 1ll * blockIdx.x * blockDim.x + threadIdx.x;
+  const long long step = 1ll * gridDim.x * blockDim.x;
+  for (long long i = thread; i < total / kCount; i += step) {
+    reinterpret_cast<Zeros*>(output)[i] = Zeros{};
+  }
+  for (long long i = total / kCount * kCount + thread; i < total; i += step) output[i] = Scalar{};
+}
+
+// Lays the weights out as the correlation reads them: [phase][group][channel tile][channel][part]
+// [tap row][tap column][kTileM], in the type they are summed in.
+extern "C" __global__ void pack(const Config::Scalar* __restrict__ weight,
+                                fastconv::SumOf<Config::Scalar>::type* __restrict__ packed) {
+  using namespace fastconv::correlate;
+  constexpr long long kTotal = 1ll * kPhases * C::groups * kTilesM * kPackedTile;
+  const long long step = 1ll * gridDim.x * blockDim.x;
+  for (long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x; i < kTotal; i += step) {
+    long long rest = i;
+    const int in_tile = static_cast<int>(rest % kTileM);
+    rest /= kTileM;
+    const int in_part = static_cast<int>(rest % C::part_taps);
+    rest /= C::part_taps;
+    const int tap_y = static_cast<int>(rest % kTapsHeight);
+    rest /= kTapsHeight;
+    const int tap_x = static_cast<int>(rest % kParts) * C::part_taps + in_part;
+    rest /= kParts;
+    const int k = static_cast<int>(rest % kChannels);
+    rest /= kChannels;
+    const int m = static_cast<int>(rest % kTilesM) * kTileM + in_tile;
+    rest /= kTilesM;
+    const int group = static_cast<int>(rest % C::groups);
+    const int phase = static_cast<int>(rest / C::groups);
+    const Rows rows(phase / Columns::kPhases);
+    const Columns columns(phase % Columns::kPhases);
+    packed[i] = weight_at(weight, rows, columns, group, m, k, tap_y, tap_x);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(fastconv::correlate::kThreads, Config::blocks_per_sm)
+    correlate(const Config::Scalar* __restrict__ input, const Config::Scalar* __restrict__ weight,
+              const fastconv::SumOf<Config::Scalar>::type* __restrict__ packed,
+              const Config::Scalar* __restrict__ bias, Config::Scalar* __restrict__ output,
+              int first_image, int images FASTCONV_RESIDUAL_PARAMETER) {
+  using namespace fastconv::correlate;
+  const Tile tile(blockIdx.x, first_image, images);
+  const Position at;
+  const Rows rows(tile.phase / Columns::kPhases);
+  const Columns columns(tile.phase % Columns::kPhases);
+  if constexpr (Rows::kOutStep > 1 || Columns::kOutStep > 1) {  // phases may differ in size
+    if (tile.y * kTileHeight >= rows.positions || tile.x * kTileWidth >= columns.positions) return;
+  }
+  const Offset first_row =
+      static_cast<Offset>(tile.y * kTileHeight) * Rows::kInStride + rows.origin;
+  const Offset first_column =
+      static_cast<Offset>(tile.x * kTileWidth) * Columns::kInStride + columns.origin - kShift;
+  const Scalar* image =
+      input + 1ll * tile.image * C::groups * C::group_in * C::in_height * C::in_width;
+  packed += ((tile.phase * C::groups + tile.group) * kTilesM + tile.m) * kPackedTile;
+
+  unsigned char* shared = fastconv::shared_memory();
+  const auto inputs = [&](int stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
+  };
+  const auto weights = [&](int stage) {
+    return reinterpret_cast<Sum*>(shared + stage % 2 * kStageBytes + kInputBytes);
+  };
+  // Kernel rows change fastest, then parts of them, then channels.
+  const auto tap_row = [](int stage) { return stage % kTapChunks * C::stage_taps; };
+  const auto part = [](int stage) { return stage / kTapChunks % kParts; };
+  const auto load = [&](int stage) {
+    const int channel = stage / (kTapChunks * kParts) * C::stage_channels;
+    load_input(inputs(stage), image, tile.group, channel,
+               first_row + tap_row(stage) * Rows::kTapStep,
+               first_column + part(stage) * C::part_taps * Columns::kTapStep);
+    if constexpr (C::packed) {
+      load_packed(weights(stage), packed + packed_offset(channel, part(stage), tap_row(stage)));
+    } else {
+      load_unpacked(weights(stage), weight, rows, columns, tile.group, tile.m * kTileM, channel,
+                    tap_row(stage), part(stage) * C::part_taps);
+    }
+    fastconv::copy_async_commit();
+  };
+
+  Accumulators sum = {}, total = {};
+  load(0);
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (stage + 1 < kStages) {
+      load(stage + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    multiply(inputs(stage), weights(stage), at, rows.taps - tap_row(stage),
+             columns.taps - part(stage) * C::part_taps, sum, total);
+    if (C::two_level && C::flush_stages > 1) {
+      if ((stage + 1) % C::flush_stages == 0 || stage + 1 == kStages) flush(sum, total);
+    }
+    __syncthreads();  // before the stage after next overwrites this one
+  }
+  Scalar* target =
+      output + 1ll * tile.image * C::groups * C::group_out * C::out_height * C::out_width;
+  store(target, bias, tile, rows, columns, at, C::two_level ? total : sum,
+        FASTCONV_EPILOGUE(output));
+}

@@ -1,0 +1,375 @@
+// Weight gradient on plain CUDA cores.
+//
+// grad[m, i, tap] = sum over images and output pixels of
+// grad_output[m, pixel] * input[i, pixel * stride + tap * dilation - padding].
+//
+// A block owns M output channels x I input channels of a group, for block_taps kernel rows and
+// part_taps of their columns (all of them, unless the kernel is large), and sums over its share
+// (split) of the pixels, a stage of stage_rows x stage_columns at a time.
+//
+//   shared memory, one of two stages        registers of a thread
+//   grad_output [M][row][pitch]             sum    [channels_per_thread][inputs_per_thread][taps]
+//   input       [I][row][tap row][pitch]    window the pixels that 4 output pixels see
+//
+// A thread takes 4 neighbouring pixels at a time: their window serves all taps, so that
+// 4 * sum's size multiply-adds cost channels_per_thread + (window / 4) * inputs_per_thread loads.
+// Where a group has few channels, the threads of a block share out the pixels as well (lanes_k,
+// warps_k).
+//
+// Sums over many pixels lose digits, so every flush_units stages a thread adds its sums to its own
+// slot of a workspace and starts again from zero. A second kernel adds the slots in a fixed order:
+// no atomics, the same bits every time. Launches cover a range of tiles each, as many as the
+// workspace has room for.
+//
+// With `bias`, a thread also adds up the output's gradient that it loads, in sums of their own
+// behind the others: the gradient of the bias. The second kernel takes those of one of the threads
+// that saw the same channels and pixels.
+#pragma once
+#include "device/tile.cuh"
+
+namespace fastconv {
+namespace weight_grad {
+
+using C = Config;
+using Scalar = C::Scalar;
+using Sum = SumOf<Scalar>::type;
+using Unit = IndexOf<C::wide_units>::type;  // a stage among those of all images
+
+constexpr int kPixels = 4;  // taken at a time, neighbours in a row
+constexpr int kLanesK = 32 / (C::lanes_m * C::lanes_n);
+constexpr int kThreads = 32 * C::warps_m * C::warps_n * C::warps_k;
+constexpr int kThreadsM = C::lanes_m * C::warps_m;
+constexpr int kThreadsN = C::lanes_n * C::warps_n;
+constexpr int kThreadsK = kLanesK * C::warps_k;
+constexpr int kTileM = C::channels_per_thread * kThreadsM;
+constexpr int kTileI = C::inputs_per_thread * kThreadsN;
+
+constexpr int kTaps = C::part_taps;
+constexpr int kParts = ceil_div(C::kernel_width, kTaps);
+constexpr int kTapChunks = ceil_div(C::kernel_height, C::block_taps);
+constexpr int kBlockTaps = C::block_taps * kTaps;
+constexpr int kSums = C::channels_per_thread * C::inputs_per_thread * kBlockTaps;
+constexpr int kSlots = kSums + (C::bias ? C::channels_per_thread : 0);  // of a thread
+
+// A single kernel column needs just the columns that it reads; several share a contiguous range.
+constexpr int kColumnStep = kTaps == 1 ? C::stride_width : 1;
+constexpr int kColumnStride = C::stride_width / kColumnStep;
+
+// Tiles are copied in vectors from aligned addresses, so the input's tile may start a little before
+// the first pixel needed: by the same distance for every part.
+constexpr int kShift =
+    C::vector_input == 1 ? 0
+                         : (C::vector_input - C::padding_left % C::vector_input) % C::vector_input;
+static_assert(C::vector_input == 1 || kColumnStep == 1, "neighbours in memory");
+static_assert(kParts == 1 || kTaps * C::dilation_width % C::vector_input == 0, "aligned parts");
+constexpr int kWindow =
+    kShift + (kPixels - 1) * kColumnStride + (kTaps - 1) * C::dilation_width + 1;
+constexpr int kWindowPieces = ceil_div(kWindow, 4);
+
+constexpr int kQuads = C::stage_columns / kPixels;  // in a row of a stage
+constexpr int kInputColumns = round_up((kQuads - 1) * kPixels * kColumnStride + kWindowPieces * 4,
+                                       C::vector_input > 4 ? C::vector_input : 4);
+constexpr int kInputRows = C::stage_rows * C::block_taps;
+constexpr int kInputPitch = kInputColumns + C::input_pitch_padding;
+constexpr int kGradPitch = C::stage_columns + C::grad_pitch_padding;
+constexpr int kGradBytes =
+    round_up(kTileM * C::stage_rows * kGradPitch * static_cast<int>(sizeof(Scalar)), 16);
+constexpr int kStageBytes =
+    kGradBytes + round_up(kTileI * kInputRows * kInputPitch * static_cast<int>(sizeof(Scalar)), 16);
+static_assert(2 * kStageBytes == C::shared_bytes, "the launch reserves what the tile needs");
+static_assert(C::stage_columns % kPixels == 0, "whole quads");
+
+constexpr int kTilesM = ceil_div(C::group_out, kTileM);
+constexpr int kTilesI = ceil_div(C::group_in, kTileI);
+constexpr int kUnitsX = ceil_div(C::out_width, C::stage_columns);
+constexpr int kUnitsY = ceil_div(C::out_height, C::stage_rows);
+constexpr Unit kImageUnits = Unit{kUnitsX} * kUnitsY;
+
+// Offsets and positions within an image. Stages may reach far beyond its end, where strides are
+// large.
+constexpr long long kReach =
+    max_of(1ll * (C::out_height + C::stage_rows) * C::stride_height +
+               1ll * (C::kernel_height + C::block_taps) * C::dilation_height,
+           1ll * (C::out_width + C::stage_columns) * C::stride_width +
+               1ll * kParts * kTaps * C::dilation_width + 1ll * kInputColumns * kColumnStep);
+constexpr long long kImageElements =
+    C::groups * max_of(1ll * C::group_in * C::in_height * C::in_width,
+                       1ll * C::group_out * C::out_height * C::out_width);
+using Offset = IndexTo<max_of(kImageElements, kReach)>;
+
+struct Tile {
+  int part, tap_row, i, m, group;  // tap_row: the first of block_taps
+
+  __device__ explicit Tile(int index) {
+    part = index % kParts;
+    index /= kParts;
+    tap_row = index % kTapChunks * C::block_taps;
+    index /= kTapChunks;
+    i = index % kTilesI;
+    index /= kTilesI;
+    m = index % kTilesM;
+    group = index / kTilesM;
+  }
+
+  // Whether no tile of the same output channels comes before this one.
+  __device__ bool has_bias() const { return part == 0 && tap_row == 0 && i == 0; }
+};
+
+struct Position {  // of a thread within its block
+  int m, n, k;
+
+  __device__ Position() {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    n = lane % C::lanes_n + C::lanes_n * (warp % C::warps_n);
+    m = lane / C::lanes_n % C::lanes_m + C::lanes_m * (warp / C::warps_n % C::warps_m);
+    k = lane / (C::lanes_n * C::lanes_m) + kLanesK * (warp / (C::warps_n * C::warps_m));
+  }
+};
+
+// The thread at a position.
+__device__ __forceinline__ int thread_at(int m, int n, int k) {
+  const int lane = (k % kLanesK * C::lanes_m + m % C::lanes_m) * C::lanes_n + n % C::lanes_n;
+  const int warp = (k / kLanesK * C::warps_m + m / C::lanes_m) * C::warps_n + n / C::lanes_n;
+  return warp * 32 + lane;
+}
+
+// Where a thread keeps its sum number `index` between stages.
+__device__ __forceinline__ long long slot(int block, int index, int thread) {
+  return (1ll * block * kSlots + index) * kThreads + thread;
+}
+
+// The sum of a weight or a bias over a split's pixels, from the slots of the threads that share it.
+__device__ __forceinline__ Sum sum_of(const Sum* workspace, int block, int index, int m, int n) {
+  Sum total = 0;
+  for (int k = 0; k < kThreadsK; ++k) {
+    total += workspace[slot(block, index, thread_at(m, n, k))];
+  }
+  return total;
+}
+
+// Copies [channels][stage_rows][kTapRows][columns] of an image, the rows row_step and tap_step
+// apart; what lies outside becomes zero.
+template <int kChannels, int kTapRows, int kColumns, int kStep, int kPitch, int kVector,
+          bool kChannelsLast, int kAllChannels, int kHeight, int kWidth>
+__device__ __forceinline__ void load(Scalar* tile, const Scalar* image, int first_channel,
+                                     int end_channel, Offset first_row, Offset row_step,
+                                     Offset tap_step, Offset first_column) {
+  constexpr int kVectors = kColumns / kVector;
+  constexpr int kRows = C::stage_rows * kTapRows;
+#pragma unroll 1  // the sums need the registers
+  for (int i = threadIdx.x; i < kChannels * kRows * kVectors; i += kThreads) {
+    const int channel = kChannelsLast ? i % kChannels : i / (kRows * kVectors);
+    const int rest = kChannelsLast ? i / kChannels : i % (kRows * kVectors);
+    const int row = rest / kVectors;
+    const int column = rest % kVectors * kVector;
+    const int c = first_channel + channel;
+    const Offset y = first_row + row / kTapRows * row_step + row % kTapRows * tap_step;
+    const Offset x = first_column + static_cast<Offset>(column) * kStep;
+    const bool valid = c < end_channel && y >= 0 && y < kHeight && x >= 0 && x < kWidth;
+    Offset offset = 0;
+    if (valid) {
+      offset = kChannelsLast ? (y * kWidth + x) * kAllChannels + c
+                             : (static_cast<Offset>(c) * kHeight + y) * kWidth + x;
+    }
+    copy_elements<kVector>(tile + (channel * kRows + row) * kPitch + column, image + offset, valid);
+  }
+}
+
+using Sums = Sum[C::channels_per_thread][C::inputs_per_thread][C::block_taps][kTaps];
+using Biases = Sum[C::channels_per_thread];
+
+// Adds the products of four pixels, or of the first `left` of them if not kWhole: beyond the image
+// there is nothing to multiply, not even zero with infinity.
+template <bool kWhole>
+__device__ __forceinline__ void multiply_quad(const Scalar* grad, const Scalar* input, int left,
+                                              Sums& sum, Biases& bias) {
+  Sum window[C::inputs_per_thread][C::block_taps][kWindowPieces][4];
+#pragma unroll
+  for (int i = 0; i < C::inputs_per_thread; ++i) {
+#pragma unroll
+    for (int r = 0; r < C::block_taps; ++r) {
+#pragma unroll
+      for (int piece = 0; piece < kWindowPieces; ++piece) {
+        load4(input + (i * kThreadsN * kInputRows + r) * kInputPitch + piece * 4,
+              window[i][r][piece]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < C::channels_per_thread; ++m) {
+    Sum four[4];
+    load4(grad + m * kThreadsM * C::stage_rows * kGradPitch, four);
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      if (!kWhole && p >= left) break;
+      if (C::bias) bias[m] += four[p];
+#pragma unroll
+      for (int i = 0; i < C::inputs_per_thread; ++i) {
+#pragma unroll
+        for (int r = 0; r < C::block_taps; ++r) {
+#pragma unroll
+          for (int tap = 0; tap < kTaps; ++tap) {
+            const int w = kShift + p * kColumnStride + tap * C::dilation_width;
+            sum[m][i][r][tap] += four[p] * window[i][r][w / 4][w % 4];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds the products of a stage, of which rows x columns lie in the image.
+__device__ __forceinline__ void multiply(const Scalar* grad, const Scalar* input,
+                                         const Position& at, int rows, int columns, Sums& sum,
+                                         Biases& bias) {
+  const int quads = ceil_div(columns, kPixels);
+#pragma unroll 1
+  for (int q = at.k; q < rows * quads; q += kThreadsK) {
+    const int row = C::stage_rows == 1 ? 0 : q / quads;
+    const int column = (C::stage_rows == 1 ? q : q % quads) * kPixels;
+    const Scalar* grads = grad + (at.m * C::stage_rows + row) * kGradPitch + column;
+    const Scalar* inputs =
+        input + (at.n * kInputRows + row * C::block_taps) * kInputPitch + column * kColumnStride;
+    if (C::out_width % kPixels == 0 || column + kPixels <= columns) {
+      multiply_quad<true>(grads, inputs, kPixels, sum, bias);
+    } else {
+      multiply_quad<false>(grads, inputs, columns - column, sum, bias);
+    }
+  }
+}
+
+}  // namespace weight_grad
+}  // namespace fastconv
+
+extern "C" __global__ void __launch_bounds__(fastconv::weight_grad::kThreads, Config::blocks_per_sm)
+    weight_grad(const Config::Scalar* __restrict__ grad_output,
+                const Config::Scalar* __restrict__ input,
+                fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace, int first_tile,
+                int tiles, int splits, int batch) {
+  using namespace fastconv::weight_grad;
+  const Tile tile(first_tile + blockIdx.x % tiles);
+  const int split = blockIdx.x / tiles;
+  const Position at;
+  const long long units = 1ll * batch * kUnitsY * kUnitsX;
+  const Unit first = static_cast<Unit>(units * split / splits);
+  const Unit end = static_cast<Unit>(units * (split + 1) / splits);
+
+  unsigned char* shared = fastconv::shared_memory();
+  const auto grads = [&](Unit stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes);
+  };
+  const auto inputs = [&](Unit stage) {
+    return reinterpret_cast<Scalar*>(shared + stage % 2 * kStageBytes + kGradBytes);
+  };
+  const auto row_of = [](Unit unit) {
+    return static_cast<int>(unit / kUnitsX % kUnitsY) * C::stage_rows;
+  };
+  const auto column_of = [](Unit unit) {
+    return static_cast<int>(unit % kUnitsX) * C::stage_columns;
+  };
+  const auto load_unit = [&](Unit unit) {
+    const Unit stage = unit - first;
+    const long long image = unit / kImageUnits;
+    const int row = row_of(unit), column = column_of(unit);
+    const int m = tile.group * C::group_out + tile.m * kTileM;
+    const int i = tile.group * C::group_in + tile.i * kTileI;
+    constexpr int kOut = C::groups * C::group_out, kIn = C::groups * C::group_in;
+    load<kTileM, 1, C::stage_columns, 1, kGradPitch, C::vector_grad, C::grad_channels_last, kOut,
+         C::out_height, C::out_width>(grads(stage),
+                                      grad_output + image * kOut * C::out_height * C::out_width, m,
+                                      (tile.group + 1) * C::group_out, row, 1, 0, column);
+    load<kTileI, C::block_taps, kInputColumns, kColumnStep, kInputPitch, C::vector_input,
+         C::in_channels_last, kIn, C::in_height, C::in_width>(
+        inputs(stage), input + image * kIn * C::in_height * C::in_width, i,
+        (tile.group + 1) * C::group_in,
+        static_cast<Offset>(row) * C::stride_height +
+            static_cast<Offset>(tile.tap_row) * C::dilation_height - C::padding_top,
+        C::stride_height, C::dilation_height,
+        static_cast<Offset>(column) * C::stride_width +
+            static_cast<Offset>(tile.part * kTaps) * C::dilation_width - C::padding_left - kShift);
+    fastconv::copy_async_commit();
+  };
+
+  Sums sum = {};
+  Biases bias = {};
+  bool flushed = false;
+  // Adds a sum to its slot, and starts it anew.
+  const auto flush = [&](Sum& value, int index) {
+    Sum* kept = workspace + slot(blockIdx.x, index, threadIdx.x);
+    *kept = flushed ? *kept + value : value;
+    value = 0;
+  };
+  if (first < end) load_unit(first);
+#pragma unroll 1
+  for (Unit unit = first; unit < end; ++unit) {
+    if (unit + 1 < end) {
+      load_unit(unit + 1);
+      fastconv::copy_async_wait<1>();
+    } else {
+      fastconv::copy_async_wait<0>();
+    }
+    __syncthreads();
+    const Unit stage = unit - first;
+    const int rows_left = C::out_height - row_of(unit),
+              columns_left = C::out_width - column_of(unit);
+    multiply(grads(stage), inputs(stage), at, rows_left < C::stage_rows ? rows_left : C::stage_rows,
+             columns_left < C::stage_columns ? columns_left : C::stage_columns, sum, bias);
+    if ((stage + 1) % C::flush_units == 0 || unit + 1 == end) {
+#pragma unroll
+      for (int index = 0; index < kSums; ++index) {
+        flush(sum[index / (C::inputs_per_thread * kBlockTaps)]
+                 [index / kBlockTaps % C::inputs_per_thread][index / kTaps % C::block_taps]
+                 [index % kTaps],
+              index);
+      }
+#pragma unroll
+      for (int index = kSums; index < kSlots; ++index) flush(bias[index - kSums], index);
+      flushed = true;
+    }
+    __syncthreads();  // before the stage after next overwrites this one
+  }
+}
+
+// Adds up the slots of every weight, splits in order, and writes it where its strides say.
+extern "C" __global__ void reduce(
+    const fastconv::SumOf<Config::Scalar>::type* __restrict__ workspace,
+    Config::Scalar* __restrict__ grad, Config::Scalar* __restrict__ bias_grad, int first_tile,
+    int tiles, int splits) {
+  using namespace fastconv::weight_grad;
+  constexpr int kOwners = kThreads / kThreadsK;  // threads of a block that own different weights
+  const int step = gridDim.x * blockDim.x;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kSums * kOwners; i += step) {
+    const int owner = i % kOwners, index = i / kOwners % kSums, block = i / (kOwners * kSums);
+    const int n = owner % kThreadsN, m = owner / kThreadsN;
+    const Tile tile(first_tile + block);
+    const int channel =
+        tile.m * kTileM + index / (C::inputs_per_thread * kBlockTaps) * kThreadsM + m;
+    const int depth = tile.i * kTileI + index / kBlockTaps % C::inputs_per_thread * kThreadsN + n;
+    const int tap_row = tile.tap_row + index / kTaps % C::block_taps;
+    const int tap = tile.part * kTaps + index % kTaps;
+    if (channel >= C::group_out || depth >= C::group_in || tap_row >= C::kernel_height ||
+        tap >= C::kernel_width) {
+      continue;
+    }
+    Sum total = 0;
+    for (int split = 0; split < splits; ++split) {
+      total += sum_of(workspace, split * tiles + block, index, m, n);
+    }
+    grad[(1ll * tile.group * C::group_out + channel) * C::weight_stride_out +
+         1ll * depth * C::weight_stride_in + 1ll * tap_row * C::weight_stride_height +
+         1ll * tap * C::weight_stride_width] = fastconv::narrow<Scalar>(total);
+  }
+  if constexpr (C::bias) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < tiles * kTileM; i += step) {
+      const int block = i / kTileM, index = i % kTileM / kThreadsM, m = i % kThreadsM;
+      const Tile tile(first_tile + block);
+      const int channel = tile.m * kTileM + i % kTileM;
+      if (!tile.has_bias() || channel >= C::group_out) continue;
+      Sum total = 0;
+      for (int split = 0; split < splits; ++split) {
+        total += sum_of(workspace, split * tiles + block, kSums + index, m, 0);
+      }
+      bias_grad[tile.group * C::group_out + channel] = fastconv::narrow<Scalar>(total);
+    }
+  }
+}

@@ -1,0 +1,407 @@
+"""What chooses the code of Hopper's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.coverage import Anatomy
+from fastconv.kernels.family import GEOMETRY, Constant
+from fastconv.kernels.hopper.block import OUTPUTS
+
+
+def _vector(c: Mapping[str, Any]) -> int:
+    """Elements of 16 bytes."""
+    return 4 if c["Scalar"] == "float" else 8
+
+
+def _axis(c: Mapping[str, Any], side: str) -> tuple[int, int]:
+    """Phases of taps, and how far apart outputs are that read the same input."""
+    stride, dilation = c[f"stride_{side}"], c[f"dilation_{side}"]
+    common = gcd(stride, dilation)
+    return stride // common, dilation // common
+
+
+def _correlate(c: Mapping[str, Any]) -> dict[str, Constant]:
+    vector = _vector(c)
+    channels = 2 * c["k_steps"] * (8 if c["halves"] else vector)  # of a chunk
+    strips = ceil_div(c["out_width"] + max(c["lead"] - 1, 0), c["tile_columns"])
+    stored = c["out_width"] if c["interleave"] == 1 else c["image_width"]
+    unfolds = c["out_fold_height"] * c["out_fold_width"] > 1
+    whole = strips == 1 or c["interleave"] * c["tile_columns"] % vector == 0
+    gap = (c["kernel_width"] - 1) * c["dilation_width"]
+    phases, row_step = _axis(c, "height")
+    return {
+        "16 bits": vector == 8,
+        "stacked": c["stack"] > 1,
+        "folded": c["fold_height"] * c["fold_width"] > 1,
+        "grouped": c["groups"] > 1,
+        "phases": phases * _axis(c, "width")[0] > 1,
+        "row step": row_step > 1,
+        "rows": c["tile_rows"] > 1,
+        "several strips": strips > 1,
+        "several chunks": c["group_in"] > channels,
+        "lead": c["lead"] > 0,
+        "passes": min(ceil_div(c["pixels"], c["pass_pixels"]), 2),
+        "raw aligned": c["staged"]
+        and strips == 1
+        and c["padding_left"] >= 0
+        and c["in_width"] % vector == 0,
+        "rows aligned": c["bulk_stores"]
+        and c["lead"] == 0
+        and stored % vector == 0
+        and whole
+        and not unfolds,
+        "even rows": c["out_width"] % 2 == 0 and gap % 2 == 0,
+        "output step": c["out_step_height"] > 1 or c["out_step_width"] > 1,
+        "interleave": "phases" if unfolds else c["interleave"],
+        **(_unfolded(c) if unfolds else dict.fromkeys(UNFOLDED, False)),
+        "stores": 1
+        if unfolds
+        else min((c["row_end"] - c["row_begin"]) * (c["column_end"] - c["column_begin"]), 2),
+        "many stages": c["input_stages"] > 2,
+    }
+
+
+UNFOLDED = ("pairs", "early", "idle rows", "lines", "empty phases")
+
+
+def _unfolded(c: Mapping[str, Any]) -> dict[str, Constant]:
+    """What chooses how phases that are channels are packed and stored."""
+    fold = c["out_fold_height"] * c["out_fold_width"]
+    column = c["group_out"] // fold if c["out_channels_last"] else 1
+    rows = OUTPUTS // c["stack"]
+    even = column * c["image_width"] % 2 == column * c["column_begin"] % 2 == 0
+    return {
+        "pairs": c["interleave"] % 2 == 0 and (even or not c["bulk_stores"]),
+        "early": c["row_begin"] < 0 or c["column_begin"] < 0,
+        "idle rows": rows % c["interleave"] > 0,
+        "lines": min(rows // c["interleave"], 2),
+        "empty phases": c["weight_height"] < c["out_fold_height"]
+        or c["weight_width"] < c["out_fold_width"],
+    }
+
+
+CORRELATE = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "interleave", "out_fold_height", "out_fold_width", "fold_height", "fold_width",
+        "weight_height", "weight_width", "last_tap_row",
+        "last_tap_column", "tap_step_height", "tap_step_width", "image_height", "image_width",
+        "out_step_height", "out_step_width", "row_at", "row_begin", "row_end", "column_at",
+        "column_begin", "column_end", "stack", "pixels", "tile_rows", "block_rows",
+        "product_rows", "loaders", "unit_vectors", "smaller_part", "watches", "tile_columns",
+        "pitch",
+        "lead", "plane_padding", "segment_tiles", "k_steps", "stage_taps", "input_stages",
+        "weight_stages", "pass_pixels", "buffers", "raw_slots", "batch", "batches_ahead",
+        "producer_registers", "consumer_registers", "shared_bytes", "packed_at", "tables_at",
+        "table_channels", "table_columns",
+    },
+    chosen=_correlate,
+    parts={
+        "load": (
+            "16 bits", "parts", "halves", "ties_to_even", "in_channels_last", "vector_loads",
+            "staged", "bulk_loads", "wraps", "rolling", "folded", "phases", "raw aligned",
+            "repairs",
+        ),
+        "multiply": (
+            "Scalar", "parts", "halves", "low_products", "compensated", "rolling", "resident",
+            "turns", "channel_groups", "stacked", "several chunks", "phases",
+        ),
+        "store": (
+            "16 bits", "halves", "out_channels_last", "vector_stores", "bulk_stores",
+            "joint_stores", "wraps", "interleave", "column_sums", "stacked", "lead",
+            "rows aligned", "even rows", "passes", "output step", "stores", *UNFOLDED,
+        ),
+        "pack": (
+            "Scalar", "parts", "halves", "transposed", "folded", "stacked", "column_sums",
+            "repairs", "grouped", "ties_to_even", "interleave", "out_channels_last", "idle rows",
+        ),
+    },
+)  # fmt: skip
+
+
+def _spread(c: Mapping[str, Any]) -> dict[str, Constant]:
+    return {
+        "16 bits": _vector(c) == 8,
+        "lead": c["lead"] > 0,
+        "row step": c["dilation_height"] > 1,
+        "one row": c["kernel_height"] == 1,
+        "one unit": c["group_in"] <= 2 * _vector(c) * c["unit_steps"],
+    }
+
+
+SPREAD = Anatomy(
+    sizes=GEOMETRY | {"lead", "strip_columns", "band_rows", "unit_steps", "shared_bytes"},
+    chosen=_spread,
+    parts={
+        "load": ("Scalar", "parts", "ties_to_even", "in_channels_last", "vector_loads",
+                 "pair_loads", "one unit"),
+        "multiply": ("Scalar", "parts", "low_products", "compensated", "one row", "one unit"),
+        "store": ("16 bits", "out_channels_last", "lead", "row step", "warpgroups"),
+        "weights": ("Scalar", "parts", "ties_to_even", "transposed", "vector_loads"),
+    },
+)  # fmt: skip
+
+
+def _collect(c: Mapping[str, Any]) -> dict[str, Constant]:
+    phases, row_step = _axis(c, "height")
+    return {
+        "row step": row_step > 1,
+        "old rows": phases < c["kernel_height"],
+        "several channels": c["group_in"] > 1,
+    }
+
+
+COLLECT = Anatomy(
+    sizes=GEOMETRY | {"unit_steps", "band_rows", "flush_steps", "shared_bytes"},
+    chosen=_collect,
+    parts={
+        "load": ("Scalar", "parts", "in_channels_last", "old rows", "several channels"),
+        "multiply": ("Scalar", "parts", "bias", "grad_channels_last", "pair_loads", "warpgroups"),
+    },
+)
+
+
+def _weight_grad(c: Mapping[str, Any]) -> dict[str, Constant]:
+    vector, last = _vector(c), c["grad_channels_last"]
+    phases, row_step = _axis(c, "height")
+    next_tap = c["product_octets"] == 1 and c["product_taps"] > 1
+    return {
+        "16 bits": vector == 8,
+        "grouped": c["groups"] > 1,
+        "lead": c["lead"] > 0,
+        "shifted": not last and c["grad_vector"] < vector,
+        "copied": 0
+        if c["grad_boxes"]
+        else gcd(c["grad_vector"], vector if last else c["out_width"]),
+        "row step": row_step > 1,
+        "old rows": phases < c["kernel_rows"],
+        "whole pixels": last
+        and c["groups"] == 1
+        and c["group_out"] == c["channel_groups"] * OUTPUTS,
+        "across": "taps" if next_tap else "octets" if c["product_octets"] > 1 else "one",
+        "whole planes": c["segments"] % c["kernel_rows"] == 0,
+        "several segments": c["segments"] > 1,
+        "phases": "both"
+        if c["phase_images"] > 1 < c["phase_strips"]
+        else "images"
+        if c["phase_images"] > 1
+        else "strips",
+        "whole stages": c["out_width"] % c["stage_columns"] == 0,
+    }
+
+
+WEIGHT_GRAD = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "grad_vector", "lead", "kernel_rows", "product_taps", "product_octets", "segments",
+        "phase_images", "phase_strips", "steps", "stage_columns", "strip_stages", "strip_weight",
+        "last_strip_weight", "input_stages", "grad_stages", "flush_steps", "batch",
+        "producer_registers", "consumer_registers", "shared_bytes", "slots_at",
+    },
+    chosen=_weight_grad,
+    parts={
+        "load": ("16 bits", "parts", "halves", "ties_to_even", "in_channels_last",
+                 "vector_input", "old rows", "phases", "across", "grad_boxes"),
+        "copy": ("16 bits", "grad_channels_last", "grad_bulk", "grad_boxes", "plane_classes",
+                 "lead", "shifted", "copied", "whole pixels", "phases"),
+        "multiply": ("Scalar", "parts", "halves", "ties_to_even", "bias", "grad_channels_last",
+                     "channel_groups", "whole planes", "several segments", "across", "lead",
+                     "shifted", "whole stages", "grad_boxes", "plane_classes"),
+        "reduce": ("Scalar", "parts", "halves", "repairs", "bias", "grouped", "channel_groups",
+                   "plane_classes", "across"),
+    },
+)  # fmt: skip
+
+
+def _reaches(c: Mapping[str, Any], side: str) -> list[int]:
+    """How far from its position each tap of an axis reads."""
+    padding = c["padding_top" if side == "height" else "padding_left"]
+    return [tap * c[f"dilation_{side}"] - padding for tap in range(c[f"kernel_{side}"])]
+
+
+def _phases(c: Mapping[str, Any], side: str) -> tuple[int, int]:
+    """Along an axis of a gradient: its phases, and those of them that have taps."""
+    stride = c[f"stride_{side}"] if c["transposed"] else 1
+    return stride, len({reach % stride for reach in _reaches(c, side)})
+
+
+def _empty_phases(c: Mapping[str, Any]) -> bool:
+    """Whether some phase has no taps, and zeros are stored for it."""
+    return any(all_ > some for all_, some in (_phases(c, "height"), _phases(c, "width")))
+
+
+def _gemm_pixels(c: Mapping[str, Any]) -> dict[str, Constant]:
+    depth, vector = 64, _vector(c)
+    last = c["in_channels"] % depth or depth
+    strides = [
+        c[f"weight_stride_{side}"] for side in ("height", "width") if c[f"kernel_{side}"] > 1
+    ]
+    strides.append(c["weight_stride_out"])
+    return {
+        "several consumers": c["consumers"] > 1,
+        "boxes": min(ceil_div(c["tile_columns"], 64), 3),
+        "part of a box": c["tile_columns"] % 64 > 0,
+        "several taps": c["kernel_height"] * c["kernel_width"] > 1,
+        "input step": c["input_step_height"] * c["input_step_width"] > 1,
+        "empty phases": _empty_phases(c),
+        "patches": c["patch_rows"] > 0,
+        "several chunks": c["in_channels"] > depth,
+        "whole chunks": ceil_div(last, 16) == depth // 16,
+        "several column tiles": c["out_channels"] > c["tile_columns"],
+        "whole columns": c["out_channels"] % c["tile_columns"] == 0,
+        "packed": c["weight_stride_in"] != 1 or any(stride % vector for stride in strides),
+    }
+
+
+GEMM_PIXELS = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "in_channels", "out_channels", "weight_in", "weight_out", "image_height", "image_width",
+        "position_rows", "position_columns", "lower_height", "lower_width", "input_step_height",
+        "input_step_width", "consumers", "tile_columns", "blocks", "stages", "patch_rows",
+        "patch_width", "patch_pitch",
+        # A bias that is not aligned is no class: tests/emulator/test_alignment.py has some.
+        "aligned_bias",
+    },
+    chosen=_gemm_pixels,
+    parts={
+        "load": ("transposed", "flat", "dense", "boxes", "several taps", "several chunks",
+                 "packed", "resident"),
+        "multiply": ("Scalar", "transposed", "several consumers", "boxes", "part of a box",
+                     "several chunks", "whole chunks", "resident"),
+        "store": ("Scalar", "dense", "patches", "boxes", "part of a box", "buffers", "joined",
+                  "several column tiles", "whole columns"),
+        "pack": ("Scalar", "packed", "several taps"),
+    },
+)  # fmt: skip
+
+
+def _gemm_planes(c: Mapping[str, Any]) -> dict[str, Constant]:
+    row_phases, row_sums = _phases(c, "height")
+    column_phases, column_sums = _phases(c, "width")
+    positions, pixels = 128 * c["row_tiles"], c["grid_height"] * c["grid_width"]
+    several = row_sums * column_sums > 1
+    chunks = ceil_div(c["group_in"], c["chunk"])
+    units = _offsets(c, "height") * _offsets(c, "width")
+    return {
+        "step": c["step_height"] * c["step_width"] > 1,
+        "rows left out": not c["transposed"] and c["step_height"] < c["stride_height"],
+        "long rows": not c["flat"] and c["row_pixels"] > c["in_width"],
+        "several pieces": c["pieces"] > 1,
+        "several images": c["image_pixels"] % c["tile_pixels"] > 0,
+        "beyond the image": c["image_pixels"] > pixels,
+        "beyond the tile": c["tile_pixels"] < positions,
+        "several taps": c["kernel_height"] * c["kernel_width"] > 1,
+        "several sums": several,
+        "left over": (units if several else chunks * units) % 2 == 1,
+        "row phases": min(row_phases, 3),
+        "column phases": min(column_phases, 3),
+        "empty phases": _empty_phases(c),
+        "several chunks": chunks > 1,
+        "whole chunks": c["group_in"] % c["chunk"] == 0,
+        "several column tiles": c["group_out"] > c["columns"],
+        "whole columns": c["group_out"] % c["columns"] == 0,
+        "biases": "some" if c["columns"] > 64 else "all",
+    }
+
+
+def _offsets(c: Mapping[str, Any], side: str) -> int:
+    """Different ones of an axis' taps: of a gradient, several taps may have the same."""
+    stride = c[f"stride_{side}"] if c["transposed"] else 1
+    return len({reach // stride for reach in _reaches(c, side)})
+
+
+GEMM_PLANES = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "grid_height", "grid_width", "step_height", "step_width", "columns", "tile_pixels",
+        "image_pixels", "piece", "row_pixels", "pitch", "pieces", "input_stages",
+        "weight_stages", "producer_registers", "consumer_registers", "shared_bytes",
+    },
+    chosen=_gemm_planes,
+    parts={
+        "load": ("flat", "whole", "bulk", "long rows", "rows left out", "several pieces",
+                 "several images", "resident"),
+        "multiply": ("ties_to_even", "flat", "whole", "bulk", "row_tiles", "chunk", "vector",
+                     "resident", "several sums", "left over", "whole chunks"),
+        "store": ("row_tiles", "vector", "pairs", "row phases", "column phases", "empty phases",
+                  "whole columns"),
+        "pack": ("transposed", "ties_to_even", "chunk", "several taps", "whole chunks",
+                 "whole columns"),
+    },
+)  # fmt: skip
+
+
+def _gemm_weights(c: Mapping[str, Any]) -> dict[str, Constant]:
+    span = 16 * _vector(c) // 2  # elements of 128 bytes
+    taps = c["kernel_height"] * c["kernel_width"]
+    group_in, group_out = (c["joined"] * c[name] for name in ("group_in", "group_out"))
+    unit = 1 if c["few"] else span if c["channels_last"] and c["input_copied"] else 8
+    tap_columns = ceil_div(group_in, unit) * unit
+    rows, columns = 64 * c["row_groups"], c["column_groups"] * c["product_columns"]
+    of_image = c["input_copied"] and not c["channels_last"]
+    products = ceil_div(c["out_height"] * c["out_width"] % span, span // 4) % 4
+    return {
+        "several rows": c["row_groups"] > 1,
+        "several columns": c["column_groups"] > 1,
+        "boxes": min(ceil_div(c["product_columns"], 64), 3),
+        "several taps": taps > 1,
+        "several tiles": min(ceil_div(group_out, rows), 2)
+        * min(ceil_div(taps * tap_columns, columns), 2),
+        "several groups": c["groups"] > c["joined"],
+        "joined groups": c["joined"] > 1,
+        "whole rows": group_out % rows == 0,
+        "whole columns": taps * tap_columns % columns == 0 and group_in == tap_columns,
+        "whole octets": group_in % 8 == 0,
+        "last products": products if of_image else 0,
+        "neighbours": c["weight_stride_in"] == 1,
+        "clusters": c["cluster"] > 1,
+        "four neighbours": c["cluster"] > 1 and _has_vectors(c, taps),
+    }
+
+
+def _has_vectors(c: Mapping[str, Any], taps: int) -> bool:
+    """Whether four input channels are neighbours in the weight, at a multiple of their bytes."""
+    far = ["group_in", "weight_start", "weight_stride_out"]
+    far += ["weight_stride_height", "weight_stride_width"] if taps > 1 else []
+    return c["aligned"] and c["weight_stride_in"] == 1 and not any(c[name] % 4 for name in far)
+
+
+GEMM_WEIGHTS = Anatomy(
+    sizes=GEOMETRY
+    | {
+        "joined", "row_groups", "column_groups", "product_columns", "blocks", "stages",
+        "flush_steps", "cluster", "team_warps", "weight_start", "aligned",
+    },
+    chosen=_gemm_weights,
+    parts={
+        "load": ("channels_last", "grad_copied", "input_copied", "flat", "several rows",
+                 "several columns", "boxes", "several taps", "several groups", "whole columns",
+                 "depth"),
+        "gather": ("Scalar", "channels_last", "grad_copied", "input_copied", "parts", "few",
+                   "teams", "several taps", "several groups", "whole rows", "whole columns",
+                   "whole octets"),
+        "multiply": ("Scalar", "channels_last", "grad_copied", "input_copied", "bias", "parts",
+                     "several rows", "several columns", "boxes", "last products", "depth"),
+        "store": ("Scalar", "whole", "clusters", "bias", "boxes", "few", "several taps",
+                  "joined groups", "whole rows", "whole columns", "neighbours",
+                  "four neighbours"),
+        "reduce": ("Scalar", "whole", "clusters", "bias", "reduce_parts", "several tiles", "few",
+                   "several taps", "several groups", "joined groups", "whole rows",
+                   "whole columns"),
+    },
+)  # fmt: skip
+
+ANATOMIES = {
+    "hopper/halo/kernel.cuh": CORRELATE,
+    "hopper/few_outputs/kernel.cuh": SPREAD,
+    "hopper/implicit_gemm_nhwc/kernel.cuh": GEMM_PIXELS,
+    "hopper/implicit_gemm_nchw/kernel.cuh": GEMM_PLANES,
+    "hopper/wgrad_implicit_gemm/kernel.cuh": GEMM_WEIGHTS,
+    "hopper/wgrad_few_inputs/kernel.cuh": COLLECT,
+    "hopper/wgrad_halo/kernel.cuh": WEIGHT_GRAD,
+}

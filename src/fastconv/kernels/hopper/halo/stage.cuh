@@ -1,0 +1,255 @@
+// Contiguous input: fetched as it lies in memory, and transposed out of shared memory.
+//
+// Lines come in pieces of two vectors' channels, some pieces ahead of the one that a warp
+// transposes, rounds or splits: long lines by one bulk copy a channel (`bulk_loads`), short ones by
+// 16 bytes a lane. Copies start at the multiple of 16 bytes before a line's first pixel, so that
+// rows may begin anywhere.
+#pragma once
+#include "device/tensor/load.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kPieces = C::k_steps * kLines;
+static_assert(!C::staged || (!C::in_channels_last && C::stride_width == 1 && !kFolded), "");
+
+// Goes through the pieces of one warp: every third, from stage to stage.
+struct PieceCursor : StageCursor {
+  int piece;
+
+  __device__ PieceCursor(const Items& items, int warp) : StageCursor(items), piece(warp) {
+    settle();
+  }
+  __device__ void settle() {
+    for (; piece >= kPieces && more(); piece -= kPieces) StageCursor::advance();
+  }
+  __device__ void advance() {
+    piece += kLoaderWarps;
+    settle();
+  }
+};
+
+// A piece, and the part of it that is inside of the image.
+struct Piece {
+  int channel;          // the first, in its group
+  int target;           // where its first pixel lies in its stage, in 16 bytes
+  int before;           // pixels outside, before the first inside
+  int columns;          // pixels inside
+  const Scalar* first;  // the first pixel inside, of its first channel
+
+  __device__ Piece(const Source& source, int index) {
+    const int k_step = index % C::k_steps;
+    const int line = index / C::k_steps;
+    const int slot = kRowSlots == 1 ? 0 : line / kStageRows;
+    const int y = source.row +
+                  C::dilation_height * (slot + (line - slot * kStageRows) * kRowPhases) -
+                  C::padding_top;
+    const int x = source.column - C::padding_left;
+    channel = source.channel + k_step * kPieceChannels;
+    target = 2 * k_step * kPlanePixels + line * C::pitch;
+    before = max(-x, 0);
+    bool exists = static_cast<unsigned>(y) < static_cast<unsigned>(C::in_height);
+    int end = C::in_width - x;
+    if constexpr (C::wraps) {
+      // Beyond the row lies the next, if there is one; which may be all that there is.
+      if (y == -1) before = end;
+      if (y + 1 < C::in_height) end += C::in_width;
+      exists = exists || y == -1;
+    }
+    columns = exists ? max(min(C::pitch, end) - before, 0) : 0;
+    first = source.group + (InOffset{channel} * kInChannel + InOffset{y} * kInRow + x + before);
+  }
+  __device__ __forceinline__ bool has(int of_piece) const {
+    return kWholeChunks || channel + of_piece < C::group_in;
+  }
+  // How far a channel's first pixel lies beyond a multiple of 16 bytes, in elements.
+  __device__ __forceinline__ int shift(int of_piece) const {
+    if constexpr (kRawAligned) return 0;
+    const auto low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first));
+    return static_cast<int>(
+        (low_bits / kScalarBytes + static_cast<unsigned>(of_piece) * kInChannel) % kVector);
+  }
+};
+
+// Starts to copy a piece: each of the first lanes its channel.
+__device__ __forceinline__ void fetch_lines(const Piece& piece, const Scalar* input_end,
+                                            Scalar* raw, Barrier* full, int lane) {
+  if (lane >= kPieceChannels) return;
+  int bytes = 0;
+  if (piece.columns > 0 && piece.has(lane)) {
+    const int shift = piece.shift(lane);
+    const Scalar* const source = piece.first + lane * kInChannel - shift;
+    const int count = shift + piece.columns;
+    Scalar* const target = raw + lane * kRawChannel;
+    bytes = round_up(count, kVector) * kScalarBytes;
+    if (kInImage % kVector != 0 && source + round_up(count, kVector) > input_end) {
+      // The tensor ends within the last 16 bytes.
+      bytes -= 16;
+      for (int i = bytes / kScalarBytes; i < count; ++i) target[i] = source[i];
+    }
+    if (bytes > 0) bulk_load(target, source, bytes, full);
+  }
+  // The phase ends with the last lane's arrival, and all of the bytes.
+  barrier_arrive_expect(full, bytes);
+}
+
+// The same, each lane 16 bytes at a time.
+__device__ __forceinline__ void fetch_vectors(const Piece& piece, const Scalar* input_end,
+                                              Scalar* raw, int lane) {
+  constexpr int kOfChannel = kRawChannel / kVector;
+  constexpr int kOfPiece = kPieceChannels * kOfChannel;
+#pragma unroll 4
+  for (int i = lane; i < kOfPiece; i += 32) {
+    const int channel = i / kOfChannel;
+    const int at = i % kOfChannel * kVector;
+    const int count = piece.shift(channel) + piece.columns;
+    if (at >= count || piece.columns == 0 || !piece.has(channel)) continue;
+    const Scalar* const source = piece.first + (channel * kInChannel - piece.shift(channel) + at);
+    Scalar* const target = raw + channel * kRawChannel + at;
+    if (kInImage % kVector != 0 && source + kVector > input_end) {
+      // The tensor ends within these 16 bytes.
+      for (int j = 0; j < count - at; ++j) target[j] = source[j];
+    } else {
+      copy_async<16>(target, source, true);
+    }
+  }
+}
+
+// A vector of channels of each of some pixels, 32 apart, to their stage.
+template <bool kInside>
+__device__ __forceinline__ void convert_batch(const Piece& piece, int plane,
+                                              const Scalar* const (&channels)[kVectorChannels],
+                                              unsigned char* target, int first, const Scale& scale,
+                                              Range& range) {
+  Channels vectors[C::batch];
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    const bool inside = kInside ? pixel < C::pitch
+                                : static_cast<unsigned>(pixel - piece.before) <
+                                      static_cast<unsigned>(piece.columns);
+    Scalar elements[kVectorChannels];
+#pragma unroll
+    for (int j = 0; j < kVectorChannels; ++j) {
+      const bool valid = inside && (kInside || piece.has(plane * kVectorChannels + j));
+      elements[j] = valid ? channels[j][pixel] : Scalar{};
+    }
+    vectors[k] = channels_of(elements);
+  }
+#pragma unroll
+  for (int k = 0; k < C::batch; ++k) {
+    const int pixel = first + 32 * k;
+    if (pixel < C::pitch) {
+      store_input(target + pixel * 16, kPartPixels * 16, vectors[k], scale, range);
+    }
+  }
+}
+
+// Writes a piece that has arrived to its stage; `scales` are those of its two
+// vectors, and `of_chunk` is its first channel.
+__device__ __forceinline__ void convert(const Piece& piece, const Scalar* raw, unsigned char* stage,
+                                        int lane, const Scale (&scales)[2],
+                                        const ChunkPowers<kPowersCopied>& powers, int of_chunk,
+                                        Range& range) {
+  const bool whole =
+      piece.columns == C::pitch && (kWholeChunks || piece.channel + kPieceChannels <= C::group_in);
+#pragma unroll
+  for (int plane = 0; plane < 2; ++plane) {
+    // Numbers in two parts leave no registers for both vectors' at once.
+    const Scale scale =
+        C::parts == 1 ? scales[plane] : powers.of(of_chunk + plane * kVectorChannels);
+    const Scalar* channels[kVectorChannels];  // at the line's first pixel, which may be outside
+#pragma unroll
+    for (int j = 0; j < kVectorChannels; ++j) {
+      const int i = plane * kVectorChannels + j;
+      channels[j] = raw + i * kRawChannel + piece.shift(i) - piece.before;
+    }
+    unsigned char* const target = stage + (piece.target + plane * kPlanePixels) * 16;
+    if (whole) {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<true>(piece, plane, channels, target, first + lane, scale, range);
+      }
+    } else {
+#pragma unroll
+      for (int first = 0; first < C::pitch; first += 32 * C::batch) {
+        convert_batch<false>(piece, plane, channels, target, first + lane, scale, range);
+      }
+    }
+  }
+}
+
+// Looks at every number of those channels of a piece in which each counts.
+__device__ __forceinline__ void inspect(const Piece& piece, const Scalar* raw, int lane,
+                                        const ChunkPowers<kPowersCopied>& powers, int of_chunk,
+                                        Range& range) {
+#pragma unroll 1
+  for (int i = 0; i < kPieceChannels; ++i) {
+    const float power = powers.powers[of_chunk + i];
+    if (power >= 0.0f || !piece.has(i)) continue;
+    const Scalar* const channel = raw + i * kRawChannel + piece.shift(i);
+    for (int pixel = lane; pixel < piece.columns; pixel += 32) {
+      const float number = widen(channel[pixel]);
+      range.see(number, number * power);
+    }
+  }
+}
+
+// Three warps: load all input stages.
+__device__ __forceinline__ void stage_input(const Scalar* input, const Scalar* input_end,
+                                            const Items& items) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // From one lane, for the compiler to see that it is the same for all.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) - 1;
+  Barrier* const full = barriers().raw_full + warp * C::raw_slots;
+  Scalar* const raw =
+      reinterpret_cast<Scalar*>(shared_memory() + kRawRing + warp * C::raw_slots * kRawBytes);
+  PieceCursor next(items, warp);
+  const auto fetch_next = [&](int slot) {
+    if (next.more()) {
+      const Piece piece(Source(input, next), next.piece);
+      if constexpr (C::bulk_loads) {
+        fetch_lines(piece, input_end, raw + slot * kRawElements, full + slot, lane);
+      } else {
+        fetch_vectors(piece, input_end, raw + slot * kRawElements, lane);
+      }
+      next.advance();
+    }
+    if constexpr (!C::bulk_loads) copy_async_commit();  // maybe of nothing: groups are counted
+  };
+  for (int slot = 0; slot < C::raw_slots; ++slot) fetch_next(slot);
+  Ring<C::input_stages> at(1);
+  Ring<C::raw_slots> arrived(0);
+  ChunkPowers<kPowersCopied> powers(Input::powers(warp));
+  int piece = warp;
+  for (StageCursor stage(items); stage.more(); stage.advance()) {
+    const Source source(input, stage);
+    Range range;
+    powers.load(items, stage.item.image, source.column_of(stage.item.group));
+    Input::wait(at);
+    for (; piece < kPieces; piece += kLoaderWarps) {
+      const int of_chunk = piece % C::k_steps * kPieceChannels;
+      const Scale scales[2] = {powers.of(of_chunk), powers.of(of_chunk + kVectorChannels)};
+      if constexpr (C::bulk_loads) {
+        barrier_wait(full + arrived.stage, arrived.parity);
+      } else {
+        copy_async_wait<C::raw_slots - 1>();
+        __syncwarp();
+      }
+      const Scalar* const arrived_raw = raw + arrived.stage * kRawElements;
+      convert(Piece(source, piece), arrived_raw, Input::stage(at.stage), lane, scales, powers,
+              of_chunk, range);
+      if (powers.strict) inspect(Piece(source, piece), arrived_raw, lane, powers, of_chunk, range);
+      __syncwarp();
+      fetch_next(arrived.stage);
+      arrived.advance();
+    }
+    piece -= kPieces;
+    judge<Input>(items, range, stage.item.image, at.stage);
+    Input::show(at.stage);
+    at.advance();
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

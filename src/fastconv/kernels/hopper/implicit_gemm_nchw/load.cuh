@@ -1,0 +1,93 @@
+// The producer: one thread sends planes, another weights, through their rings of stages.
+#pragma once
+#include "hopper/implicit_gemm_nchw/weights.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+// Planes come by tensor copies, or, where the hardware cannot describe them, whole images' chunks
+// by bulk copies: these lie in one piece.
+using Planes = Either<C::bulk, const float*, TensorMap>::type;
+
+constexpr int kInPlane = C::in_height * C::in_width;
+
+__device__ __forceinline__ void load_piece(void* target, const float* planes, int image, int,
+                                           int channel, Barrier* full) {
+  const int bytes = min(C::chunk, C::group_in - channel) * kInPlane * 4;
+  bulk_load(target, planes + (static_cast<long long>(image) * C::group_in + channel) * kInPlane,
+            bytes, full);
+}
+__device__ __forceinline__ void load_piece(void* target, const TensorMap& planes, int image,
+                                           int begin, int channel, Barrier* full) {
+  tensor_load(target, planes,
+              {C::flat ? begin : 0, C::flat || C::whole ? 0 : begin, channel, image}, full);
+}
+
+// Calls `visit` for each of a tile's pieces, with its image and where in it the piece begins.
+template <class Visit>
+__device__ __forceinline__ void each_piece(const Tile& tile, int batch, Visit visit) {
+  int image = tile.image;
+  int pixel = tile.pixel;
+  for (int left = C::tile_pixels; left > 0 && image < batch; ++image) {
+    const Span span(pixel, min(pixel + left, kGridPixels) - 1);
+    for (int begin = span.begin; begin < span.end; begin += C::piece) visit(image, begin);
+    left -= C::image_pixels - pixel;
+    pixel = 0;
+  }
+}
+
+// Bytes of a chunk's piece; only bulk copies leave out channels that do not exist.
+__device__ __forceinline__ int piece_bytes(int channel) {
+  return C::bulk ? min(C::chunk, C::group_in - channel) * kInPlane * 4 : kPieceBytes;
+}
+
+__device__ __forceinline__ void load_planes(const Planes& planes, int batch) {
+  Ring<C::input_stages> at(1);
+  const int tiles = tile_count(batch);
+  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const Tile tile(index);
+    int pieces = 0;
+    each_piece(tile, batch, [&](int, int) { ++pieces; });
+    for (int channel = 0; channel < C::group_in; channel += C::chunk) {
+      barrier_wait(&barriers().input_empty[at.stage], at.parity);
+      Barrier* const full = &barriers().input_full[at.stage];
+      barrier_arrive_expect(full, pieces * piece_bytes(channel));
+      unsigned char* target = shared_memory() + at.stage * kInputBytes;
+      each_piece(tile, batch, [&](int image, int begin) {
+        load_piece(target, planes, image, begin, channel, full);
+        target += kPieceBytes;
+      });
+      at.advance();
+    }
+  }
+}
+
+// Of every tile, or once if all of them stay.
+__device__ __forceinline__ void load_weights(const unsigned char* packed, int batch) {
+  Ring<C::weight_stages> at(1);
+  const int tiles = tile_count(batch);
+  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const unsigned char* source =
+        packed + static_cast<long long>(index % kColumnTiles) * kTileWeights;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll 1
+      for (int row = 0; row < C::kernel_height; row = row_axis().end(row)) {
+#pragma unroll 1
+        for (int column = 0; column < C::kernel_width; column = column_axis().end(column)) {
+          const int bytes = unit_taps(row, column) * kProductBytes;
+          barrier_wait(&barriers().weights_empty[at.stage], at.parity);
+          Barrier* const full = &barriers().weights_full[at.stage];
+          barrier_arrive_expect(full, bytes);
+          bulk_load(shared_memory() + kWeightRing + at.stage * kWeightBytes, source, bytes, full);
+          source += bytes;
+          at.advance();
+        }
+      }
+    }
+    if (C::resident) return;
+  }
+}
+
+}  // namespace hopper
+}  // namespace fastconv

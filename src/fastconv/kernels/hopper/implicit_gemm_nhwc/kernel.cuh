@@ -1,0 +1,130 @@
+// A convolution of channels-last tensors as a product of matrices: positions of all images by
+// channels at a tap, and channels by output channels. See docs/kernels/hopper.md.
+#pragma once
+#include "hopper/implicit_gemm_nhwc/load.cuh"
+#include "hopper/implicit_gemm_nhwc/store.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+// A stage's products. Weights lie along the sum, or of a gradient across it.
+template <int kProducts>
+__device__ __forceinline__ void multiply_stage(float (&sums)[kSums], Matrix rows, Matrix weights,
+                                               bool accumulate) {
+  constexpr int kWeightStep = (C::transposed ? kProductDepth * kSpan : 2 * kProductDepth) / 16;
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kProducts; ++k) {
+    wgmma<kTileColumns, false, C::transposed>(Operand{}, sums, rows + k * 2 * kProductDepth / 16,
+                                              weights + k * kWeightStep, accumulate || k > 0);
+  }
+  wgmma_commit();
+}
+
+// Tells who loads that a stage can be overwritten.
+__device__ __forceinline__ void release(Barrier* empty, int lane) {
+  if (lane == 0) barrier_arrive(empty);
+}
+
+__device__ __forceinline__ void multiply_tile(float (&sums)[kSums], const Shared& shared,
+                                              Ring& ring, int steps, int consumer, int lane) {
+  int previous = -1;
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    const Matrix rows = swizzled_matrix(shared.rows(ring.stage) + consumer * 64 * kSpan, 16, 1024);
+    const Matrix weights = swizzled_matrix(shared.weights(ring.stage, step), 64 * kSpan, 1024);
+    if (kLastProducts == kDepth / kProductDepth || step % kChunks != kChunks - 1) {
+      multiply_stage<kDepth / kProductDepth>(sums, rows, weights, step > 0);
+    } else {
+      multiply_stage<kLastProducts>(sums, rows, weights, step > 0);
+    }
+    wgmma_wait<1>();
+    if (previous >= 0) release(shared.empty(previous), lane);
+    previous = ring.stage;
+  }
+  wgmma_wait<0>();
+  if (previous >= 0) release(shared.empty(previous), lane);
+}
+
+__device__ __forceinline__ void consume(const Shared& shared, const TensorMap& map,
+                                        const Scalar* bias, Scalar* output, const Walk& walk,
+                                        int batch, const Epilogue<C>& epilogue) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  Ring ring(0);
+  if constexpr (C::resident) barrier_wait(shared.resident(), 0);
+  for (int number = static_cast<int>(blockIdx.x); number < walk.tiles;
+       number += static_cast<int>(gridDim.x)) {
+    const Tile tile = walk.tile(number);
+    const int steps = tile.steps();
+    if constexpr (kAddsResidual) {
+      begin_residual(shared, output, epilogue, tile, walk.positions, warp, lane);
+    }
+    float sums[kSums];
+    multiply_tile(sums, shared, ring, steps, warp / 4, lane);
+    hold_registers(sums);
+    if (steps == 0) {  // no tap reaches this phase
+#pragma unroll
+      for (float& sum : sums) sum = 0.0f;
+    }
+    if (bias != nullptr) add_bias(sums, bias, tile.column, lane);
+    store_sums(sums, shared, map, output, tile, batch, warp, lane, epilogue);
+  }
+  if constexpr (C::dense) bulk_store_wait();
+}
+
+__device__ __forceinline__ void begin(const Shared& shared) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < C::stages; ++stage) {
+      barrier_init(shared.full(stage), 1);
+      barrier_init(shared.empty(stage), kConsumerWarps);
+    }
+    barrier_init(shared.resident(), 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+}
+
+}  // namespace hopper
+}  // namespace fastconv
+
+// Weights as they are mapped: [out][tap][in]. For those that lie in memory otherwise.
+extern "C" __global__ void pack(const Config::Scalar* weight, Config::Scalar* packed) {
+  fastconv::allow_later_launch();
+  constexpr int kTaps = Config::kernel_height * Config::kernel_width;
+  constexpr int kVectors = Config::weight_in / 8;
+  const int count = Config::weight_out * kTaps * kVectors;
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    const int in = i % kVectors * 8, tap = i / kVectors % kTaps, out = i / kVectors / kTaps;
+    const Config::Scalar* const source =
+        weight + 1LL * out * Config::weight_stride_out + 1LL * in * Config::weight_stride_in +
+        1LL * (tap / Config::kernel_width) * Config::weight_stride_height +
+        1LL * (tap % Config::kernel_width) * Config::weight_stride_width;
+    fastconv::Vector<Config::Scalar, 8> vector;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) vector.element[k] = source[1LL * k * Config::weight_stride_in];
+    reinterpret_cast<fastconv::Vector<Config::Scalar, 8>*>(packed)[i] = vector;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(fastconv::hopper::kThreads, Config::blocks)
+    gemm_pixels(const __grid_constant__ fastconv::TensorMap input,
+                const __grid_constant__ fastconv::TensorMap weight,
+                const __grid_constant__ fastconv::TensorMap stored, const Config::Scalar* bias,
+                Config::Scalar* output, int batch FASTCONV_RESIDUAL_PARAMETER) {
+  using namespace fastconv::hopper;
+  const Shared shared;
+  const Walk walk(batch);
+  if (threadIdx.x == kThreads - 32) {
+    fastconv::tensor_map_prefetch(input);
+    fastconv::tensor_map_prefetch(weight);
+  }
+  begin(shared);
+  fastconv::wait_for_earlier_launch();
+  fastconv::allow_later_launch();
+  if (static_cast<int>(threadIdx.x) / 32 == kConsumerWarps) {
+    if (fastconv::is_elected()) load_tiles(shared, {input, weight}, walk);
+  } else {
+    consume(shared, stored, bias, output, walk, batch, FASTCONV_EPILOGUE(output));
+  }
+}

@@ -1,0 +1,185 @@
+"""Plans channels-last layers of 16-bit types with ``gemm_pixels.cuh``."""
+
+from __future__ import annotations
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import (
+    Constant,
+    Declined,
+    Gpu,
+    Im2colMap,
+    Kernel,
+    Launch,
+    Plan,
+    TensorMap,
+    epilogue_constants,
+    geometry_constants,
+)
+from fastconv.kernels.hopper.implicit_gemm_nhwc.layer import Layer, layer_of
+from fastconv.kernels.hopper.implicit_gemm_nhwc.tiles import (
+    BOX_COLUMNS,
+    DEPTH,
+    ROWS,
+    Tile,
+    image_cycles,
+    tiles_of,
+)
+from fastconv.kernels.planning.launches import MOST_PACK_BLOCKS, PACK_THREADS
+
+__all__ = ["image_cycles", "input_map", "layer_of", "plan", "plans"]
+
+SOURCE = "hopper/implicit_gemm_nhwc/kernel.cuh"
+
+
+def plans(layer: Layer, gpu: Gpu, most: int) -> list[Plan]:
+    """The plans that the rules like best. All give the same bits."""
+    return [plan(tile, gpu) for tile in tiles_of(layer, gpu)[:most]]
+
+
+def plan(tile: Tile, gpu: Gpu) -> Plan:
+    """The launches that compute a layer so."""
+    layer, batch = tile.layer, tile.layer.problem.batch
+    rows, columns = layer.positions
+    tiles = tile.tiles(batch)
+    blocks = min(tiles, gpu.processors * tile.blocks)
+    # A block counts on from its last tile by as many as there are blocks.
+    if max(tiles + blocks, batch * rows * columns + tile.rows) >= 2**31:
+        raise Declined(f"{batch} images of {rows} by {columns} positions, 2^31 and more")
+    constants = tuple(_constants(tile).items())
+    launch = Launch(
+        Kernel(SOURCE, "gemm_pixels", constants),
+        (blocks, 1, 1),
+        tile.threads,
+        tile.shared_bytes,
+        (
+            input_map(layer, tile.rows, promotion=256),
+            _weight_map(tile),
+            _output_map(tile),
+            "bias",
+            "output",
+            batch,
+            *layer.operands.residuals,
+        ),
+        early=True,
+    )
+    weights = layer.weights
+    pack = Launch(
+        Kernel(SOURCE, "pack", constants),
+        (min(ceil_div(weights // 8, PACK_THREADS), MOST_PACK_BLOCKS), 1, 1),
+        PACK_THREADS,
+        0,
+        ("weight", "scratch"),
+    )
+    why = (
+        f"tensor cores: {tile.rows} pixels by {tile.columns} channels a block, "
+        "as a product of matrices"
+    )
+    return Plan(
+        (pack, launch) if layer.packs else (launch,),
+        2 * weights if layer.packs else 0,
+        "hopper",
+        why,
+        choice=tile.name,
+        packs=int(layer.packs),
+        cycles=tile.cycles(gpu.processors),
+    )
+
+
+def input_map(layer: Layer, pixels: int, promotion: int) -> TensorMap | Im2colMap:
+    """Copies of 128 bytes of what so many positions read at a tap, from what is read."""
+    scalar, batch = layer.operands.scalar, layer.problem.batch
+    height, width = layer.in_size
+    channels, pixel = layer.in_channels, 2 * layer.in_channels
+    if layer.flat:
+        sizes, box = (channels, batch * height * width), (DEPTH, pixels)
+        return TensorMap("input", scalar, sizes, (pixel,), box, swizzle=128, promotion=promotion)
+    return Im2colMap(
+        "input",
+        scalar,
+        (channels, width, height, batch),
+        (pixel, width * pixel, height * width * pixel),
+        layer.lower[::-1],
+        layer.upper[::-1],
+        DEPTH,
+        pixels,
+        (1, *layer.steps[::-1], 1),
+        swizzle=128,
+        promotion=promotion,
+    )
+
+
+def _weight_map(tile: Tile) -> TensorMap:
+    layer = tile.layer
+    height, width = layer.problem.kernel_size
+    out, _, rows, columns = layer.weight_strides
+    along = ROWS if layer.transposed else tile.columns
+    return TensorMap(
+        "scratch" if layer.packs else "weight",
+        layer.operands.scalar,
+        (layer.problem.in_channels, width, height, layer.problem.out_channels),
+        (2 * columns, 2 * rows, 2 * out),
+        (DEPTH, 1, 1, along),
+        swizzle=128,
+    )
+
+
+def _output_map(tile: Tile) -> TensorMap:
+    """Of all positions, if these are pixels; a warp stores 16 of them.
+
+    Otherwise it stores without it: then there are more pixels than positions, maybe more than a map
+    can describe.
+    """
+    layer = tile.layer
+    height, width = layer.positions
+    pixels, pitch = layer.problem.batch * height * width, 2 * layer.out_channels
+    sizes: tuple[int, ...] = (layer.out_channels, pixels)
+    strides: tuple[int, ...] = (pitch,)
+    box: tuple[int, ...] = (BOX_COLUMNS, 16)
+    if tile.joined > 1:
+        sizes = (BOX_COLUMNS, layer.out_channels // BOX_COLUMNS, pixels)
+        strides, box = (2 * BOX_COLUMNS, pitch), (BOX_COLUMNS, tile.joined, 16)
+    return TensorMap("output", layer.operands.scalar, sizes, strides, box, swizzle=128)
+
+
+def _constants(tile: Tile) -> dict[str, Constant]:
+    layer, problem = tile.layer, tile.layer.problem
+    taps = [len(of) for axis in layer.reads for of in (axis[0], axis[-1])]
+    return {
+        "Scalar": layer.operands.scalar,
+        "transposed": layer.transposed,
+        "flat": layer.flat,
+        "dense": layer.dense,
+        "in_channels": layer.in_channels,
+        "out_channels": layer.out_channels,
+        "weight_in": problem.in_channels,
+        "weight_out": problem.out_channels,
+        "image_height": layer.image_size[0],
+        "image_width": layer.image_size[1],
+        "position_rows": layer.positions[0],
+        "position_columns": layer.positions[1],
+        "lower_height": layer.lower[0],
+        "lower_width": layer.lower[1],
+        "input_step_height": layer.steps[0],
+        "input_step_width": layer.steps[1],
+        **geometry_constants(
+            problem.kernel_size,
+            problem.stride,
+            problem.dilation,
+            (problem.padding.top, problem.padding.left),
+            layer.operands,
+        ),
+        "patch_rows": layer.patches.rows if layer.patches else 0,
+        "patch_width": layer.patches.width if layer.patches else 0,
+        "patch_pitch": layer.patches.pitch if layer.patches else 0,
+        "last_phase_first": taps[0] < taps[1] or taps[2] < taps[3],
+        "consumers": tile.consumers,
+        "tile_columns": tile.columns,
+        "blocks": tile.blocks,
+        "stages": tile.stages,
+        "buffers": tile.buffers,
+        "joined": tile.joined,
+        "resident": tile.resident,
+        "wide_places": problem.batch * layer.image_size[0] * layer.image_size[1] >= 2**31,
+        "aligned_bias": layer.operands.aligned_bias,
+        **epilogue_constants(layer.operands.epilogue),
+    }

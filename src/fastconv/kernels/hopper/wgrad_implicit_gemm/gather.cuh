@@ -1,0 +1,346 @@
+// Loading warps, for what tensor copies cannot bring: taps of planes begin anywhere, copies at
+// multiples of 16 bytes; and few channels are less than a copy's 128 bytes.
+//
+// A lane has a position of a step (two of 16-bit types), which is four bytes of each row of a
+// stage: a warp loads a channel's neighbours at once, and writes them side by side, swizzled as a
+// copy would. The loads of a step are under way while those of the step before are written; and
+// teams of warps take turns, for a warp that waits for one of its loads waits for all.
+#pragma once
+#include "hopper/wgrad_implicit_gemm/load.cuh"
+#include "hopper/wgrad_implicit_gemm/store.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kLanePositions = 4 / static_cast<int>(sizeof(Scalar));
+constexpr int kWarpRows = C::grad_copied ? 0 : kTileRows / C::team_warps;
+constexpr int kWarpColumns = kTileColumns / C::team_warps;
+
+// Warps of a team take turns at eight rows each, and so at columns; but few columns are neighbours,
+// so that a warp looks at few rows of the kernel. Where the i-th of a warp lies after its first:
+constexpr int kFirstPitch = C::few ? kWarpColumns : 8;  // from a warp's first column to the next's
+__host__ __device__ constexpr int row_place(int i) { return i / 8 * 8 * C::team_warps + i % 8; }
+__host__ __device__ constexpr int column_place(int i) { return C::few ? i : row_place(i); }
+
+// Elements of the input from a channel to the next, and from a pixel to the next in a row.
+constexpr int kInPixels = C::in_height * C::in_width;
+constexpr int kInChannels = C::groups * C::group_in;
+constexpr int kChannelStride = C::channels_last ? 1 : kInPixels;
+constexpr int kPixelStride = C::channels_last ? kInChannels : 1;
+
+// Rows, columns and channels that taps read, before or behind the input's first, channels that only
+// columns of the product have included; and what counts the elements to there.
+constexpr long long kFarRow = max_of<long long>(
+    C::padding_top, tensor::elements_of(C::out_height, C::stride_height) +
+                        tensor::elements_of(C::kernel_height, C::dilation_height));
+constexpr long long kFarColumn =
+    max_of<long long>(C::padding_left, tensor::elements_of(C::out_width, C::stride_width) +
+                                           tensor::elements_of(C::kernel_width, C::dilation_width));
+constexpr int kFarChannel =
+    kInChannels + (kOctets ? ceil_div(kColumnTiles * kTileColumns, 8 * kTaps) * 8 : 0);
+using InOffset = IndexTo<tensor::elements_of(kFarRow, C::in_width, kPixelStride) +
+                         tensor::elements_of(kFarColumn, kPixelStride) +
+                         tensor::elements_of(kFarChannel, kChannelStride)>;
+// The same of the output's gradient, to channels that only rows of the product have.
+using OutOffset = IndexTo<tensor::elements_of(kRowTiles, kTileRows, kPositions)>;
+
+// What a position has of a group: its element of the first output channel; and where its first tap
+// reads the first input channel, which may be outside of the image.
+struct Position {
+  const Scalar* grad;
+  const Scalar* first_tap;
+  int row = 0, column = 0;
+  bool exists = false;
+
+  template <class Sources>
+  __device__ __forceinline__ void find(const Sources& sources, int group, int flat, int end) {
+    exists = flat < end;
+    const int number = exists ? flat / kPositions : 0;
+    const int in_image = exists ? flat - number * kPositions : 0;
+    const int y = in_image / C::out_width;
+    row = y * C::stride_height - C::padding_top;
+    column = (in_image - y * C::out_width) * C::stride_width - C::padding_left;
+    if constexpr (!C::grad_copied) {
+      const long long first = 1LL * number * C::groups * C::group_out + group * kOut;
+      grad = sources.grad_output + first * kPositions + in_image;
+    }
+    first_tap = sources.input + 1LL * number * kInChannels * kInPixels +
+                (InOffset{group * kIn} * kChannelStride +
+                 (InOffset{row} * C::in_width + column) * kPixelStride);
+  }
+  // Whether what lies so far from its first tap is in the image.
+  __device__ __forceinline__ bool has_row(int offset) const {
+    return exists && static_cast<unsigned>(row + offset) < C::in_height;
+  }
+  __device__ __forceinline__ bool has_column(int offset) const {
+    return static_cast<unsigned>(column + offset) < C::in_width;
+  }
+};
+
+// How far from a position's first tap another one is.
+struct Tap {
+  int row, column;
+
+  __device__ __forceinline__ explicit Tap(int tap)
+      : row(tap / C::kernel_width * C::dilation_height),
+        column(tap % C::kernel_width * C::dilation_width) {}
+
+  // Elements, of the first channel.
+  __device__ __forceinline__ InOffset offset() const {
+    return (InOffset{row} * C::in_width + column) * kPixelStride;
+  }
+};
+
+// Columns of the kernel that a position reads, one bit each.
+__device__ __forceinline__ unsigned columns_read(const Position& position) {
+  unsigned bits = 0;
+#pragma unroll
+  for (int tap = 0; tap < C::kernel_width; ++tap) {
+    bits |= position.has_column(tap * C::dilation_width) ? 1u << tap : 0;
+  }
+  return bits;
+}
+
+// Eight columns, which have the same tap.
+struct Octet {
+  Column first;
+  Tap tap;
+
+  __device__ __forceinline__ explicit Octet(int first_column)
+      : first(first_column), tap(first.tap) {}
+
+  __device__ __forceinline__ InOffset offset() const {
+    return tap.offset() + InOffset{first.channel} * kChannelStride;
+  }
+  __device__ __forceinline__ bool is_read(const Position& position) const {
+    const bool exists = kTaps * kTapColumns % kTileColumns == 0 || first.channel < kIn;
+    return exists && position.has_row(tap.row) && position.has_column(tap.column);
+  }
+};
+
+// Of few channels, a warp has instructions of its own for each row, and a cache holds so many: it
+// splits numbers in a loop, once they are written.
+constexpr bool kSplitsLater = C::parts == 2 && C::few;
+
+// Splits so many rows of a stage.
+template <int kRows, int kPitch>
+__device__ __forceinline__ void split_rows(unsigned char* first, int lane) {
+  constexpr int kLaneBytes = 16, kPieceBytes = 32 * kLaneBytes;
+  constexpr int kPieces = 8 * kSpan / kPieceBytes;  // of eight rows
+  static_assert(kRows % 8 == 0, "they lie side by side");
+#pragma unroll 2
+  for (int i = 0; i < kRows / 8 * kPieces; ++i) {
+    auto* const high = reinterpret_cast<uint4*>(first + i / kPieces * (kPitch * kSpan) +
+                                                i % kPieces * kPieceBytes + lane * kLaneBytes);
+    uint4 low, numbers = *high;
+    tensor::split(__uint_as_float(numbers.x), numbers.x, low.x);
+    tensor::split(__uint_as_float(numbers.y), numbers.y, low.y);
+    tensor::split(__uint_as_float(numbers.z), numbers.z, low.z);
+    tensor::split(__uint_as_float(numbers.w), numbers.w, low.w);
+    *high = numbers;
+    *(high + kPartBytes / kLaneBytes) = low;
+  }
+}
+
+// A warp's share of a tile: so many rows of a stage, then so many columns.
+template <class Sources>
+struct Gatherer {
+  const Sources& sources;
+  const Tile& tile;
+  int warp, lane, end;
+  Position positions[kLanePositions];
+  unsigned bits[kWarpRows + kWarpColumns][kLanePositions];  // under way
+
+  __device__ __forceinline__ Gatherer(const Sources& sources, const Tile& tile, int warp, int batch)
+      : sources(sources),
+        tile(tile),
+        warp(warp),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        end(batch * kPositions) {}
+
+  // A step's positions; of none, no position exists.
+  __device__ __forceinline__ void find(int step, bool exists) {
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      positions[i].find(sources, tile.group, step * kDepth + lane * kLanePositions + i,
+                        exists ? end : 0);
+    }
+  }
+  // Writes what was loaded for a row of a stage; float32 as it is in two parts, now or later.
+  __device__ __forceinline__ void store(unsigned char* first, int row, int index) const {
+    unsigned char* const target = first + row * kSpan + (lane * 4 ^ row % 8 * 16);
+    if constexpr (kSplitsLater) {
+      *reinterpret_cast<unsigned*>(target) = bits[index][0];
+    } else if constexpr (C::parts == 2) {
+      unsigned high, low;
+      tensor::split(__uint_as_float(bits[index][0]), high, low);
+      *reinterpret_cast<unsigned*>(target) = high;
+      *reinterpret_cast<unsigned*>(target + kPartBytes) = low;
+    } else if constexpr (sizeof(Scalar) == 4) {
+      *reinterpret_cast<float*>(target) = round_to_even_tf32(__uint_as_float(bits[index][0]));
+    } else {
+      *reinterpret_cast<unsigned*>(target) = bits[index][0] | bits[index][1] << 16;
+    }
+  }
+
+  template <bool kStores>
+  __device__ __forceinline__ void move_rows(unsigned char* target) {
+    const int first = tile.row + warp * 8;
+    const Scalar* sources[kLanePositions];
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      sources[i] = positions[i].grad + OutOffset{first} * kPositions;
+      hold_address(sources[i]);
+    }
+#pragma unroll
+    for (int row = 0; row < kWarpRows; ++row) {
+      if constexpr (kStores) store(target, row_place(row), row);
+      const bool is_row = kOut % kTileRows == 0 || first + row_place(row) < kOut;
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        bits[row][i] = tensor::load_bits(sources[i] + 1LL * row_place(row) * kPositions,
+                                         is_row && positions[i].exists);
+      }
+    }
+  }
+
+  template <bool kStores>
+  __device__ __forceinline__ void move_columns(unsigned char* target) {
+    unsigned first[1] = {static_cast<unsigned>(tile.column / 8 + warp)};
+    hold_registers(first);  // what follows from it would need more registers than instructions
+#pragma unroll
+    for (int number = 0; number < kWarpColumns / 8; ++number) {
+      const Octet octet(static_cast<int>(first[0] + number * C::team_warps) * 8);
+      const Scalar* sources[kLanePositions];
+      bool read[kLanePositions];
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        sources[i] = positions[i].first_tap + octet.offset();
+        hold_address(sources[i]);
+        read[i] = octet.is_read(positions[i]);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int column = number * 8 + j, index = kWarpRows + column;
+        if constexpr (kStores) store(target, column_place(column), index);
+        const bool is_channel = kIn % 8 == 0 || octet.first.channel + j < kIn;
+#pragma unroll
+        for (int i = 0; i < kLanePositions; ++i) {
+          bits[index][i] =
+              tensor::load_bits(sources[i] + 1LL * j * kChannelStride, is_channel && read[i]);
+        }
+      }
+    }
+  }
+
+  // The same if each column has a tap of its own, known when this is compiled: from kFirst on.
+  template <bool kStores, int kFirst>
+  __device__ __forceinline__ void move_few_columns(unsigned char* target) {
+    const Scalar* sources[kLanePositions];
+    unsigned read[kLanePositions], of_row[kLanePositions];
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      read[i] = columns_read(positions[i]);
+      sources[i] = positions[i].first_tap;
+      hold_address(sources[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWarpColumns; ++j) {
+      const int column = kFirst + column_place(j);
+      if constexpr (kStores) store(target, column_place(j), kWarpRows + j);
+      const int number = column / kIn, channel = column % kIn;
+      const int tap_column = number % C::kernel_width;
+      const Tap tap(number);
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        if (j == 0 || (tap_column == 0 && channel == 0)) {
+          of_row[i] = positions[i].has_row(tap.row) ? read[i] : 0;
+        }
+        bits[kWarpRows + j][i] =
+            tensor::load_bits(sources[i] + tap.offset() + InOffset{channel} * kChannelStride,
+                              number < kTaps && (of_row[i] >> tap_column & 1));
+      }
+    }
+  }
+
+  // Stores to a stage what was loaded, and loads the positions that were found. Of few channels,
+  // kFirst is the warp's first column.
+  template <bool kStores, int kFirst>
+  __device__ __forceinline__ void move(const Shared& shared, int stage) {
+    move_rows<kStores>(shared.rows(stage) + warp * 8 * kSpan);
+    unsigned char* const columns = shared.columns(stage) + warp * kFirstPitch * kSpan;
+    if constexpr (C::few) {
+      move_few_columns<kStores, kFirst>(columns);
+    } else {
+      move_columns<kStores>(columns);
+    }
+  }
+
+  // Splits what it has written there.
+  __device__ __forceinline__ void split(const Shared& shared, int stage) const {
+    __syncwarp();
+    split_rows<kWarpRows, 8 * C::team_warps>(shared.rows(stage) + warp * 8 * kSpan, lane);
+    split_rows<kWarpColumns, 8>(shared.columns(stage) + warp * kFirstPitch * kSpan, lane);
+  }
+};
+
+// A warp's share of a run's steps, of which it begins with the `ahead`-th, and is then ahead of the
+// next run's.
+template <int kFirst, class Sources>
+__device__ __forceinline__ void gather_run(const Shared& shared, Ring& ring, const Run& run,
+                                           int& ahead, Gatherer<Sources>& gatherer) {
+  int step = run.first + ahead;
+  gatherer.find(step, step < run.end);
+  gatherer.template move<false, kFirst>(shared, 0);
+  for (; step < run.end; step += C::teams) {
+    const int next = step + C::teams;
+    gatherer.find(next, next < run.end);
+    barrier_wait(shared.empty(ring.stage), ring.parity);
+    if constexpr (C::grad_copied) {
+      if (gatherer.warp == 0 && is_elected()) {
+        copy_step(shared, gatherer.sources, ring.stage, gatherer.tile, step);
+      }
+    }
+    gatherer.template move<true, kFirst>(shared, ring.stage);
+    if constexpr (kSplitsLater) gatherer.split(shared, ring.stage);
+    fence_async_shared();
+    __syncwarp();
+    if (gatherer.lane == 0) barrier_arrive(shared.full(ring.stage));
+#pragma unroll
+    for (int i = 0; i < C::teams; ++i) ring.advance();
+  }
+  ahead = step - run.end;
+}
+
+// The same of the warp that is the `number`-th, counted through all columns of a group's tiles.
+template <int kNumber, class Sources>
+__device__ __forceinline__ void gather_share(int number, const Shared& shared, Ring& ring,
+                                             const Run& run, int& ahead,
+                                             Gatherer<Sources>& gatherer) {
+  constexpr int kLast = C::few ? kColumnTiles * C::team_warps - 1 : 0;
+  if (kNumber == kLast || number == kNumber) {
+    gather_run<kNumber / C::team_warps * kTileColumns + kNumber % C::team_warps * kFirstPitch>(
+        shared, ring, run, ahead, gatherer);
+  } else {
+    gather_share<min_of(kNumber + 1, kLast)>(number, shared, ring, run, ahead, gatherer);
+  }
+}
+
+template <class Sources>
+__device__ __forceinline__ void gather_steps(const Shared& shared, const Sources& sources,
+                                             const Share& share, int batch) {
+  const int number = static_cast<int>(threadIdx.x) / 32 - kConsumerWarps;
+  const int warp = number % C::team_warps;
+  int ahead = number / C::team_warps;  // a team's first step
+  Ring ring(1);
+  for (int i = 0; i < ahead; ++i) ring.advance();
+  for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {
+    const Tile tile(run.tile);
+    Gatherer<Sources> gatherer(sources, tile, warp, batch);
+    gather_share<0>(tile.column / kTileColumns * C::team_warps + warp, shared, ring, run, ahead,
+                    gatherer);
+  });
+}
+
+}  // namespace hopper
+}  // namespace fastconv

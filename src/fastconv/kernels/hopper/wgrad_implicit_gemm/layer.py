@@ -1,0 +1,236 @@
+"""What is multiplied: a weight gradient as a product of matrices, summed over positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fastconv.kernels.arithmetic import ceil_div, round_up
+from fastconv.kernels.family import Declined, Gpu, Operands
+from fastconv.kernels.hopper import block
+from fastconv.kernels.hopper.implicit_gemm_nhwc import layer as pixels
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.planning import limits
+from fastconv.problem import Problem
+
+SPAN = 128  # bytes of a row of shared memory
+OCTET = 8  # columns that have one tap, but for few channels
+MOST_POSITIONS = 2**31 - 1024  # of all images
+MOST_FEW_COLUMNS = 1024  # taps and channels together, each of which has instructions of its own
+MOST_FEW_WIDTH = 32  # taps of a kernel row, a bit each
+MOST_JOINED = 64  # channels of groups that are multiplied as one
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A weight gradient: rows are output channels, columns are input channels, tap after tap.
+
+    Both operands come by tensor copies, or warps gather what those cannot bring: the input, or
+    both. Positions are output pixels of all images one after the other; of planes that are copied,
+    an image's.
+    """
+
+    problem: Problem
+    operands: Operands
+    channels_last: bool
+    input_copied: bool
+    grad_copied: bool
+    pixels: pixels.Layer | None = (
+        None  # the forward pass, without groups, of pixels that are copied
+    )
+    mirrored: bool = False  # the tensors are in each other's roles, see mirrored_layer_of
+
+    @property
+    def span_elements(self) -> int:
+        return SPAN // self.operands.scalar_bytes
+
+    @property
+    def parts(self) -> int:
+        """That numbers are multiplied in."""
+        return limits.parts(self.operands)
+
+    @property
+    def gathered(self) -> bool:
+        return not self.input_copied
+
+    @property
+    def flat(self) -> bool:
+        """Whether all images are one matrix, or planes are copied."""
+        return self.input_copied and (not self.pixels or self.pixels.flat)
+
+    @property
+    def taps(self) -> int:
+        return self.problem.kernel_size[0] * self.problem.kernel_size[1]
+
+    @lazy
+    def joined(self) -> int:
+        """Groups that are multiplied as one, of whose weights most are then not stored."""
+        groups = self.problem.groups
+        widest = max(self.problem.in_channels, self.problem.out_channels) // groups
+        fitting = range(1, MOST_JOINED // widest + 1)
+        return max((many for many in fitting if groups % many == 0), default=1)
+
+    @property
+    def groups(self) -> int:
+        return self.problem.groups // self.joined
+
+    @property
+    def group_in(self) -> int:
+        return self.problem.in_channels // self.groups
+
+    @property
+    def group_out(self) -> int:
+        return self.problem.out_channels // self.groups
+
+    @property
+    def few(self) -> bool:
+        """Whether columns are channels of taps that follow each other without a gap."""
+        return (
+            self.gathered
+            and self.group_in % OCTET > 0
+            and self.taps * self.group_in <= MOST_FEW_COLUMNS
+            and self.problem.kernel_size[1] <= MOST_FEW_WIDTH
+        )
+
+    @property
+    def tap_columns(self) -> int:
+        if self.few:
+            return self.group_in
+        return round_up(self.group_in, self.span_elements if self.pixels else OCTET)
+
+    @property
+    def columns(self) -> int:
+        """Of a group."""
+        return self.taps * self.tap_columns
+
+    @lazy
+    def positions(self) -> int:
+        """Of an image."""
+        return self.problem.output_size[0] * self.problem.output_size[1]
+
+    def steps(self, depth: int) -> int:
+        """Of a tile's sum, each of so many positions."""
+        batch = self.problem.batch
+        if self.input_copied and not self.channels_last:
+            return batch * ceil_div(self.positions, depth)
+        return ceil_div(batch * self.positions, depth)
+
+    @property
+    def lane_positions(self) -> int:
+        """Of a step, that a lane gathers: four bytes of each channel."""
+        return 4 // self.operands.scalar_bytes
+
+    @property
+    def product_depth(self) -> int:
+        """Positions of a product."""
+        return 32 // self.operands.scalar_bytes
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether products give the bias's gradient: not if operands are rounded, or mirrored."""
+        rounded = self.operands.scalar_bytes == 4
+        return self.operands.bias_grad and not (rounded or self.mirrored)
+
+    @property
+    def grad_output(self) -> tuple[int, tuple[int, int], bool]:
+        """Channels and size of the output's gradient, and whether channels come last."""
+        problem, operands = self.problem, self.operands
+        if self.mirrored:
+            return problem.in_channels, problem.input_size, operands.input_channels_last
+        return problem.out_channels, problem.output_size, operands.output_channels_last
+
+    @property
+    def weight_start(self) -> int:
+        """Elements from a filter's first in memory to that of tap 0."""
+        taps = zip(self.problem.kernel_size, self.operands.weight_strides[2:], strict=True)
+        return sum((count - 1) * -stride for count, stride in taps) if self.mirrored else 0
+
+    @lazy
+    def bytes(self) -> float:
+        """Of both tensors in memory, that are used."""
+        size = self.problem.out_channels * self.positions
+        read = self.problem.in_channels * self.problem.input_size[0] * self.problem.input_size[1]
+        rows, columns = zip(self.problem.stride, self.problem.kernel_size, strict=True)
+        for step, taps in (rows, columns) if self.channels_last else (rows,):
+            read = round(read * min(1.0, taps / step))
+        return self.problem.batch * (size + read) * self.operands.scalar_bytes
+
+
+def layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """The layer of a weight gradient.
+
+    Raises:
+        Declined: this kernel cannot compute it.
+    """
+    block.check(gpu)
+    if problem.batch * problem.output_size[0] * problem.output_size[1] > MOST_POSITIONS:
+        raise Declined(f"{problem.batch} images of {problem.output_size}, 2^31 pixels and more")
+    channels = (problem.in_channels // problem.groups, problem.out_channels // problem.groups)
+    limits.check(operands, problem.groups, channels, problem.input_size, problem.output_size)
+    # Images of one pixel, or of one channel, lie in memory either way.
+    in_either = problem.input_size == (1, 1) or problem.in_channels == 1
+    out_either = problem.output_size == (1, 1) or problem.out_channels == 1
+    in_last, out_last = operands.input_channels_last, operands.output_channels_last
+    has_planes = (in_either or not in_last) and (out_either or not out_last)
+    if operands.scalar_bytes == 2 and (in_last or in_either) and (out_last or out_either):
+        try:
+            return _of_pixels(problem, operands, gpu)
+        except Declined:
+            if not has_planes:
+                raise
+    if not has_planes:
+        raise Declined(f"{operands.scalar}, channels-last")
+    copied = _has_copied_planes(problem, operands)
+    return Layer(problem, operands, False, input_copied=copied, grad_copied=copied)
+
+
+def mirrored_layer_of(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """The same weight gradient with rows for input channels, where those are more.
+
+    It is also a sum over the input's pixels, of what the output's gradient has before them, tap by
+    tap: that is a weight gradient again, whose input is the output's gradient, of taps in reverse.
+
+    Raises:
+        Declined: this kernel cannot compute it so.
+    """
+    if problem.stride != (1, 1) or problem.groups > 1:
+        raise Declined(f"stride {problem.stride} or {problem.groups} groups, mirrored")
+    outer = [extent - 1 for extent in problem.kernel_extent]
+    top, bottom, left, right = problem.padding
+    padding = (outer[0] - top, outer[0] - bottom, outer[1] - left, outer[1] - right)
+    if min(padding) < 0:
+        raise Declined(f"{problem.padding} beyond a kernel of {problem.kernel_extent}, mirrored")
+    outputs, inputs, *kernel = problem.weight_shape
+    mirrored = Problem.of(
+        problem.output_shape, (inputs, outputs, *kernel), (1, 1), padding, problem.dilation, 1
+    )
+    by_output, by_input, by_row, by_column = operands.weight_strides
+    operands = replace(
+        operands,
+        input_channels_last=operands.output_channels_last,
+        output_channels_last=operands.input_channels_last,
+        weight_strides=(by_input, by_output, -by_row, -by_column),
+    )
+    return replace(layer_of(mirrored, operands, gpu), mirrored=True)
+
+
+def _of_pixels(problem: Problem, operands: Operands, gpu: Gpu) -> Layer:
+    """Of channels-last tensors: the output's gradient is copied, and the input where it can be."""
+    group_out, group_in = problem.weight_shape[0] // problem.groups, problem.weight_shape[1]
+    if not operands.aligned or group_out % operands.vector:
+        raise Declined(f"{group_out} channels that are not aligned")
+    try:
+        whole = pixels.layer_of(replace(problem, groups=1), operands, gpu, transposed=False)
+    except Declined:
+        whole = None
+    if whole is None or group_in % operands.vector:
+        return Layer(problem, operands, True, input_copied=False, grad_copied=True)
+    return Layer(problem, operands, True, input_copied=True, grad_copied=True, pixels=whole)
+
+
+def _has_copied_planes(problem: Problem, operands: Operands) -> bool:
+    """Whether copies bring what positions read: they begin at multiples of 16 bytes."""
+    if limits.parts(operands) > 1:
+        return False  # warps split numbers
+    plane = problem.input_size[0] * problem.input_size[1] * operands.scalar_bytes
+    moved = problem.kernel_size != (1, 1) or problem.stride != (1, 1) or any(problem.padding)
+    return operands.aligned and problem.groups == 1 and not moved and plane % 16 == 0

@@ -1,0 +1,100 @@
+// One lane's work: tensor copies of operands into a ring of stages.
+#pragma once
+#include "hopper/wgrad_implicit_gemm/tile.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+// What a tensor is given as: copies need a map of it.
+template <bool kCopied>
+using Source = typename tensor::Either<kCopied, TensorMap, const Scalar*>::type;
+
+template <bool kGradCopied, bool kInputCopied>
+struct SourcesOf {
+  const Source<kGradCopied>& grad_output;
+  const Source<kInputCopied>& input;
+};
+
+constexpr int kCopiedBytes =  // of a stage
+    (C::grad_copied ? kRowBytes : 0) + (C::input_copied ? kColumnBytes : 0);
+
+// Channels-last: 128 bytes of channels of kDepth positions, one box after the other. Positions
+// beyond the last are zeros; channels beyond a group's may be another's, whose sums are not stored.
+template <class Sources>
+__device__ __forceinline__ void copy_pixel_rows(const Shared& shared, const Sources& sources,
+                                                int stage, const Tile& tile, int step) {
+#pragma unroll
+  for (int i = 0; i < kTileRows / kSpanElements; ++i) {
+    tensor_load(shared.rows(stage) + i * kBoxBytes, sources.grad_output,
+                {tile.group * kOut + tile.row + i * kSpanElements, step * kDepth},
+                shared.full(stage));
+  }
+}
+template <class Sources>
+__device__ __forceinline__ void copy_pixel_columns(const Shared& shared, const Sources& sources,
+                                                   int stage, const Tile& tile, int step) {
+  const int flat = step * kDepth;
+  const int image = flat / kPositions, in_image = flat - image * kPositions;
+  const int row = in_image / C::out_width, column = in_image - row * C::out_width;
+#pragma unroll
+  for (int i = 0; i < kTileColumns / kSpanElements; ++i) {
+    unsigned char* const target = shared.columns(stage) + i * kBoxBytes;
+    const int first = tile.column + i * kSpanElements;
+    // Beyond the last tap, the sums of any channels would do.
+    const int tap = first / kTapColumns < kTaps ? first / kTapColumns : 0;
+    const int channel = tile.group * kIn + first - tap * kTapColumns;
+    if constexpr (C::flat) {
+      tensor_load(target, sources.input, {channel, flat}, shared.full(stage));
+    } else {
+      im2col_load(
+          target, sources.input,
+          {channel, column * C::stride_width - C::padding_left,
+           row * C::stride_height - C::padding_top, image},
+          {tap % C::kernel_width * C::dilation_width, tap / C::kernel_width * C::dilation_height},
+          shared.full(stage));
+    }
+  }
+}
+
+// Planes: 128 bytes of an image of each channel.
+template <class Sources>
+__device__ __forceinline__ void copy_planes(const Shared& shared, const Sources& sources, int stage,
+                                            const Tile& tile, int step) {
+  const int image = step / kImageSteps, position = (step - image * kImageSteps) * kDepth;
+  tensor_load(shared.rows(stage), sources.grad_output, {position, tile.row, image},
+              shared.full(stage));
+#pragma unroll
+  for (int i = 0; i < C::column_groups; ++i) {
+    tensor_load(shared.columns(stage) + i * C::product_columns * kSpan, sources.input,
+                {position, tile.column + i * C::product_columns, image}, shared.full(stage));
+  }
+}
+
+// A stage that is empty.
+template <class Sources>
+__device__ __forceinline__ void copy_step(const Shared& shared, const Sources& sources, int stage,
+                                          const Tile& tile, int step) {
+  barrier_arrive_expect(shared.full(stage), kCopiedBytes);
+  if constexpr (!C::channels_last) {
+    copy_planes(shared, sources, stage, tile, step);
+  } else {
+    copy_pixel_rows(shared, sources, stage, tile, step);
+    if constexpr (C::input_copied) copy_pixel_columns(shared, sources, stage, tile, step);
+  }
+}
+
+template <class Sources>
+__device__ __forceinline__ void copy_steps(const Shared& shared, const Sources& sources,
+                                           const Share& share) {
+  Ring ring(1);
+  for_runs(share, static_cast<int>(blockIdx.x), [&](const Run& run, int) {
+    const Tile tile(run.tile);
+    for (int step = run.first; step < run.end; ++step, ring.advance()) {
+      barrier_wait(shared.empty(ring.stage), ring.parity);
+      copy_step(shared, sources, ring.stage, tile, step);
+    }
+  });
+}
+
+}  // namespace hopper
+}  // namespace fastconv

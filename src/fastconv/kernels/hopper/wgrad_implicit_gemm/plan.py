@@ -1,0 +1,183 @@
+"""Plans weight gradients with ``gemm_weights.cuh``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import (
+    Constant,
+    Gpu,
+    Im2colMap,
+    Kernel,
+    Launch,
+    Plan,
+    TensorMap,
+    problem_constants,
+)
+from fastconv.kernels.hopper.implicit_gemm_nhwc.plan import input_map
+from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
+    Layer,
+    layer_of,
+    mirrored_layer_of,
+)
+from fastconv.kernels.hopper.wgrad_implicit_gemm.tiles import ROWS, Tile, tiles_of
+from fastconv.kernels.planning.limits import REDUCE_THREADS
+
+__all__ = ["Layer", "layer_of", "mirrored_layer_of", "plan", "tiles_of"]
+
+SOURCE = "hopper/wgrad_implicit_gemm/kernel.cuh"
+BIAS_SOURCE = "direct/bias_grad.cuh"
+BIAS_BLOCKS = 1024
+
+
+def plan(tile: Tile, gpu: Gpu) -> Plan:
+    """The launches that compute a layer so."""
+    layer = tile.layer
+    share = (tile.group_tiles, tile.group_blocks, tile.most_runs, layer.problem.batch)
+    constants = tuple(_constants(tile).items())
+    multiply = Launch(
+        Kernel(SOURCE, "gemm_weights", constants),
+        (tile.grid, 1, 1),
+        tile.threads,
+        tile.shared_bytes,
+        (_grad_source(tile), _input_source(tile), "scratch", "output", "bias_grad", *share),
+        early=True,
+    )
+    slots = tile.count * tile.run_bytes // 16
+    reduce = Launch(
+        Kernel(SOURCE, "reduce", constants),
+        (ceil_div(slots * tile.reduce_parts, REDUCE_THREADS), 1, 1),
+        REDUCE_THREADS,
+        REDUCE_THREADS * 16 if tile.reduce_parts > 1 else 0,
+        ("scratch", "output", "bias_grad", *share),
+    )
+    bias, bias_bytes = _bias(tile)
+    why = (
+        f"tensor cores: {tile.rows} by {tile.columns} channels a block, "
+        f"as a product of matrices over {layer.steps(1)} pixels"
+    )
+    return Plan(
+        (*bias, multiply, *([reduce] if tile.is_reduced else [])),
+        max(tile.workspace_bytes, bias_bytes),
+        "hopper",
+        why,
+        choice=tile.name,
+        cycles=tile.cycles(gpu),
+    )
+
+
+def _bias(tile: Tile) -> tuple[tuple[Launch, ...], int]:
+    """Launches for the bias's gradient where products do not give it; and their workspace."""
+    layer, problem = tile.layer, tile.layer.problem
+    if not layer.operands.bias_grad or layer.sums_bias:
+        return (), 0
+    channels, (height, width), channels_last = layer.grad_output
+    splits = max(1, min(BIAS_BLOCKS // channels, ceil_div(problem.batch * height * width, 4096)))
+    constants = (
+        ("Scalar", layer.operands.scalar),
+        ("channels", channels),
+        ("height", height),
+        ("width", width),
+        ("channels_last", channels_last),
+    )
+    add = Launch(
+        Kernel(BIAS_SOURCE, "bias_grad", constants),
+        (channels * splits, 1, 1),
+        REDUCE_THREADS,
+        REDUCE_THREADS * 4,
+        ("grad_output", "scratch", splits, problem.batch),
+    )
+    reduce = Launch(
+        Kernel(BIAS_SOURCE, "bias_reduce", constants),
+        (ceil_div(channels, REDUCE_THREADS), 1, 1),
+        REDUCE_THREADS,
+        0,
+        ("scratch", "bias_grad", splits),
+    )
+    return (add, reduce), 4 * channels * splits
+
+
+def _scalar(tile: Tile) -> str:
+    """What copies make of elements."""
+    scalar = tile.layer.operands.scalar
+    return "tf32" if scalar == "float" else scalar
+
+
+def _grad_source(tile: Tile) -> TensorMap | str:
+    problem, bytes_ = tile.layer.problem, tile.layer.operands.scalar_bytes
+    channels, positions = problem.out_channels, tile.layer.positions
+    name = "input" if tile.layer.mirrored else "grad_output"
+    if not tile.layer.grad_copied:
+        return name
+    if tile.layer.channels_last:
+        return TensorMap(
+            name,
+            _scalar(tile),
+            (channels, problem.batch * positions),
+            (channels * bytes_,),
+            (ROWS, tile.depth),
+            swizzle=128,
+            promotion=128,
+        )
+    return _plane_map(name, tile, channels, tile.rows)
+
+
+def _plane_map(name: str, tile: Tile, channels: int, rows: int) -> TensorMap:
+    layer, plane = tile.layer, tile.layer.positions * tile.layer.operands.scalar_bytes
+    return TensorMap(
+        name,
+        _scalar(tile),
+        (layer.positions, channels, layer.problem.batch),
+        (plane, channels * plane),
+        (tile.depth, rows, 1),
+        swizzle=128,
+        promotion=128,
+    )
+
+
+def _input_source(tile: Tile) -> TensorMap | Im2colMap | str:
+    name = "grad_output" if tile.layer.mirrored else "input"
+    if tile.layer.gathered:
+        return name
+    if tile.layer.pixels:
+        return replace(input_map(tile.layer.pixels, tile.depth, promotion=128), tensor=name)
+    return _plane_map(name, tile, tile.layer.problem.in_channels, tile.product_columns)
+
+
+def _constants(tile: Tile) -> dict[str, Constant]:
+    layer, problem = tile.layer, tile.layer.problem
+    return {
+        "Scalar": layer.operands.scalar,
+        "bias": layer.sums_bias,
+        "channels_last": layer.channels_last,
+        "grad_copied": layer.grad_copied,
+        "input_copied": layer.input_copied,
+        "flat": layer.flat,
+        "few": layer.few,
+        "parts": layer.parts,
+        "joined": layer.joined,
+        "groups": problem.groups,
+        "group_in": problem.in_channels // problem.groups,
+        "group_out": problem.out_channels // problem.groups,
+        "in_height": problem.input_size[0],
+        "in_width": problem.input_size[1],
+        "out_height": problem.output_size[0],
+        "out_width": problem.output_size[1],
+        **problem_constants(problem, layer.operands),
+        "weight_start": layer.weight_start,
+        "aligned": layer.operands.aligned,
+        "row_groups": tile.row_groups,
+        "column_groups": tile.column_groups,
+        "product_columns": tile.product_columns,
+        "depth": tile.depth,
+        "blocks": tile.blocks,
+        "teams": tile.teams,
+        "team_warps": tile.team_warps,
+        "stages": tile.stages,
+        "flush_steps": tile.flush_steps,
+        "whole": tile.is_whole,
+        "cluster": tile.cluster,
+        "reduce_parts": tile.reduce_parts,
+        "ties_to_even": layer.operands.scalar == "float",
+    }

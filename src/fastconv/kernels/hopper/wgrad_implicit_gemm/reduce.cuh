@@ -1,0 +1,78 @@
+// The second kernel: adds up what runs have left in the workspace.
+#pragma once
+#include "hopper/wgrad_implicit_gemm/store.cuh"
+
+namespace fastconv {
+namespace hopper {
+
+constexpr int kReduceThreads = 256;
+constexpr int kReduceSlots = kReduceThreads / C::reduce_parts;  // of a block
+
+// The blocks that have steps of a tile. The first may have begun with another tile.
+struct Blocks {
+  int first, last, first_run;
+
+  __device__ __forceinline__ Blocks(const Share& share, int tile)
+      : first(share.block_of(tile * share.steps)),
+        last(share.block_of((tile + 1) * share.steps - 1)),
+        first_run(tile - share.first(first) / share.steps) {}
+};
+
+// Of a slot of a tile: every reduce_parts-th of its runs, from `part` on.
+__device__ __forceinline__ float4 part_of(const float4* workspace, const Share& share,
+                                          const Blocks& blocks, int slot, int part) {
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+  for (int block = blocks.first + part; block <= blocks.last; block += C::reduce_parts) {
+    const int run = block == blocks.first ? blocks.first_run : 0;
+    tensor::add(total, workspace[share.slots(block, run) + slot]);
+  }
+  return total;
+}
+
+// One of four neighbouring sums of a thread: where in the tile it is.
+__device__ __forceinline__ void store_sum(Scalar* grad, const Tile& tile, int slot, int element,
+                                          float value) {
+  const int thread = slot % 128, consumer = slot / 128 / kSlots;
+  const int row = tile.row + consumer / C::column_groups * 64 + thread / 32 * 16 + thread % 32 / 4 +
+                  element / 2 * 8;
+  const int column = tile.column + consumer % C::column_groups * C::product_columns +
+                     slot / 128 % kSlots * 8 + thread % 4 * 2 + element % 2;
+  store_weight(grad, tile, row, Column(column), value);
+}
+
+__device__ __forceinline__ void store_slot(Scalar* grad, Scalar* bias_grad, const Tile& tile,
+                                           int slot, const float4& total) {
+  if (slot >= kSumSlots) {
+    if (tile.has_bias()) store_biases(bias_grad, tile, (slot - kSumSlots) * 4, total);
+    return;
+  }
+  const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_sum(grad, tile, slot, i, values[i]);
+}
+
+// A block's slots, side by side; its threads take parts of their runs, which are added in order.
+__device__ __forceinline__ void reduce(const float4* workspace, Scalar* grad, Scalar* bias_grad,
+                                       const Share& share) {
+  auto* const parts = reinterpret_cast<float4*>(shared_memory());
+  const int index = static_cast<int>(threadIdx.x) % kReduceSlots;
+  const int part = static_cast<int>(threadIdx.x) / kReduceSlots;
+  const int at = static_cast<int>(blockIdx.x) * kReduceSlots + index;
+  const int tile = min(at / kRunSlots, kTiles - 1), slot = at - tile * kRunSlots;
+  const Blocks blocks(share, tile);
+  const bool exists = slot < (Tile(tile).has_bias() ? kRunSlots : kSumSlots);
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (exists) total = part_of(workspace, share, blocks, slot, part);
+  if constexpr (C::reduce_parts > 1) {
+    parts[threadIdx.x] = total;
+    __syncthreads();
+    if (part > 0) return;
+#pragma unroll
+    for (int i = 1; i < C::reduce_parts; ++i) tensor::add(total, parts[i * kReduceSlots + index]);
+  }
+  if (exists) store_slot(grad, bias_grad, Tile(tile), slot, total);
+}
+
+}  // namespace hopper
+}  // namespace fastconv

@@ -1,0 +1,247 @@
+"""Launches of kernels on tensor cores.
+
+Of correlations: what finds scales, packs weights, computes and repairs. Of weight gradients: what
+computes sums, and what adds them up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import (
+    Argument,
+    Constant,
+    Declined,
+    Kernel,
+    Launch,
+    epilogue_constants,
+    geometry_constants,
+)
+from fastconv.kernels.planning.layers import AnyLayer, Layer
+from fastconv.kernels.planning.limits import MOST_REDUCE_BLOCKS, REDUCE_THREADS
+
+PACK_THREADS = 256
+SCALE_THREADS = 1024
+MOST_PACK_BLOCKS = 4096
+
+AnyTile = TypeVar("AnyTile")
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A layer with its tile: a kernel that computes it, but for where things are in the workspace.
+
+    ``channels`` are the output channels of all products, those that do not exist included;
+    ``columns`` likewise the input channels.
+    """
+
+    layer: Layer
+    source: str
+    constants: Mapping[str, Constant]
+    grid: int
+    threads: int
+    shared_bytes: int
+    packed_bytes: int
+    channels: int
+    columns: int
+
+
+class _Place(NamedTuple):
+    """Where things lie in the workspace, in bytes; and whether a kernel repairs what is there."""
+
+    packed_at: int = 0
+    tables_at: int = 0
+    table_channels: int = 0  # of outputs, and of inputs
+    table_columns: int = 0
+    repairs: bool = False
+
+
+def best_way(
+    ways: list[list[AnyLayer]],
+    tiles_of: Callable[[list[AnyLayer]], list[tuple[AnyTile, ...]]],
+    cost: Callable[[list[AnyLayer], list[tuple[AnyTile, ...]]], float],
+    may_cost_less: Callable[[list[AnyLayer], float], bool] = lambda layers, than: True,
+) -> tuple[list[AnyLayer], list[tuple[AnyTile, ...]]]:
+    """The layers of the way that costs an image the least, and each one's tiles, the best first.
+
+    Sums differ between ways, so the batch must not decide. Of ways for which ``may_cost_less`` says
+    that they do not cost less than another one, tiles are not asked for.
+
+    Raises:
+        Declined: ``tiles_of`` has raised it for all of them.
+    """
+    best, least, reasons = None, math.inf, []
+    for layers in ways:
+        if best is not None and not may_cost_less(layers, least):
+            continue
+        try:
+            tiles = tiles_of(layers)
+        except Declined as reason:
+            reasons.append(reason)
+            continue
+        cycles = cost(layers, tiles)
+        if best is None or cycles < least:
+            best, least = (layers, tiles), cycles
+    if best is None:
+        raise reasons[0]
+    return best
+
+
+def launches(
+    layers: Sequence[Correlation], repairs: Correlation | None
+) -> tuple[tuple[Launch, ...], int]:
+    """Of a pass's layers, with what repairs them; and the workspace that they need, in bytes."""
+    found, scratch = zip(*(_of_layer(one, repairs) for one in layers), strict=True)
+    # A layer's launches are done with the workspace when the next one's begin.
+    return tuple(chain.from_iterable(found)), max(scratch)
+
+
+def _of_layer(one: Correlation, repairs: Correlation | None) -> tuple[tuple[Launch, ...], int]:
+    if repairs is None:
+        return _pair(one, _Place()), one.packed_bytes
+    layer = one.layer
+    first = repairs.packed_bytes
+    tables = first + one.packed_bytes
+    place = _Place(first, tables, one.channels, one.columns)
+    again = place._replace(packed_at=0, repairs=True)
+    pair = _pair(one, place)
+    found = (_scale(layer, pair[0].kernel), *pair, *_pair(repairs, again))
+    images = layer.batch * (one.columns + 2)
+    return found, tables + 4 * (one.channels + one.columns + images)
+
+
+def reduction_bytes(threads: int) -> int:
+    """Of shared memory, to combine a number of each of a block's threads."""
+    return 4 * (threads // 32)
+
+
+def _scale(layer: Layer, pack: Kernel) -> Launch:
+    """What finds the scales of input channels, for a kernel that packs."""
+    channels = layer.groups * layer.group_in // (layer.folding[0] * layer.folding[1])
+    return Launch(
+        replace(pack, entry="scale"),
+        (min(channels, MOST_PACK_BLOCKS), 1, 1),
+        SCALE_THREADS,
+        reduction_bytes(SCALE_THREADS),
+        ("weight", "scratch", layer.batch),
+    )
+
+
+def _pair(one: Correlation, place: _Place) -> tuple[Launch, Launch]:
+    """What packs a layer's weights, and what computes it."""
+    layer = one.layer
+    # A thread counts on from its last vector by as many as there are threads.
+    vectors = one.packed_bytes // 16 + MOST_PACK_BLOCKS * PACK_THREADS
+    if vectors >= 2**31 or place.tables_at >= 2**31:
+        raise Declined(f"{max(one.packed_bytes, place.tables_at)} bytes of packed weights")
+    constants = tuple({**one.constants, **place._asdict()}.items())
+    blocks = ceil_div(one.packed_bytes // 16, PACK_THREADS)
+    if layer.halves:
+        blocks = place.table_channels + layer.batch
+    pack = Launch(
+        Kernel(one.source, "pack", constants),
+        (min(blocks, MOST_PACK_BLOCKS), 1, 1),
+        PACK_THREADS,
+        reduction_bytes(PACK_THREADS) if layer.halves else 0,
+        ("weight", "input", "scratch", layer.batch),
+    )
+    correlate = Launch(
+        Kernel(one.source, "correlate", constants),
+        (one.grid, 1, 1),
+        one.threads,
+        one.shared_bytes,
+        ("input", "scratch", "bias", "output", layer.batch, *layer.operands.residuals),
+    )
+    return pack, correlate
+
+
+def layer_constants(layer: Layer) -> dict[str, Constant]:
+    """What kernels are told of a layer, whatever their tile."""
+    operands = layer.operands
+    rows, columns = layer.placing
+    return {
+        "Scalar": operands.scalar,
+        "parts": layer.parts,
+        "halves": layer.halves,
+        "low_products": layer.low_products,
+        "ties_to_even": layer.ties_to_even,
+        "compensated": layer.compensated,
+        "transposed": layer.transposed,
+        "groups": layer.groups,
+        "group_in": layer.group_in,
+        "group_out": layer.group_out,
+        "in_height": layer.in_size[0],
+        "in_width": layer.in_size[1],
+        "out_height": layer.out_size[0],
+        "out_width": layer.out_size[1],
+        **geometry_constants(layer.kernel, layer.stride, layer.dilation, layer.padding, operands),
+        "fold_height": layer.folding[0],
+        "fold_width": layer.folding[1],
+        "out_fold_height": layer.out_folding[0],
+        "out_fold_width": layer.out_folding[1],
+        "weight_height": layer.weight_kernel[0],
+        "weight_width": layer.weight_kernel[1],
+        "last_tap_row": rows.last_tap,
+        "last_tap_column": columns.last_tap,
+        "tap_step_height": rows.tap_step,
+        "tap_step_width": columns.tap_step,
+        "image_height": layer.image_size[0],
+        "image_width": layer.image_size[1],
+        "out_step_height": rows.step,
+        "out_step_width": columns.step,
+        "row_at": rows.at,
+        "row_begin": rows.begin,
+        "row_end": rows.end,
+        "column_at": columns.at,
+        "column_begin": columns.begin,
+        "column_end": columns.end,
+        "column_sums": layer.column_sums,
+        "interleave": layer.interleave,
+        "in_channels_last": operands.input_channels_last,
+        "out_channels_last": operands.output_channels_last,
+        "vector_loads": layer.vector_loads,
+        **epilogue_constants(operands.epilogue),
+    }
+
+
+def weight_grad_launches(
+    source: str,
+    constants: tuple[tuple[str, Constant], ...],
+    count: int,
+    tiles_at_once: int,
+    workers: int,
+    threads: int,
+    shared_bytes: int,
+    slots: int,
+    batch: int,
+    grad_output: Argument = "grad_output",
+) -> tuple[Launch, ...]:
+    """Of ``count`` tiles of a weight, each summed by so many workers, ``slots`` of 16 bytes each.
+
+    They come in rounds, for which the workspace has room.
+    """
+    found: list[Launch] = []
+    for first in range(0, count, tiles_at_once):
+        tiles = min(tiles_at_once, count - first)
+        found += (
+            Launch(
+                Kernel(source, "weight_grad", constants),
+                (tiles * workers, 1, 1),
+                threads,
+                shared_bytes,
+                (grad_output, "input", "scratch", first, tiles, workers, batch),
+            ),
+            Launch(
+                Kernel(source, "reduce", constants),
+                (min(ceil_div(tiles * slots, REDUCE_THREADS), MOST_REDUCE_BLOCKS), 1, 1),
+                REDUCE_THREADS,
+                0,
+                ("scratch", "output", "bias_grad", first, tiles, workers),
+            ),
+        )
+    return tuple(found)

@@ -1,0 +1,517 @@
+"""What tensor-core kernels compute: forward convolutions, and the layers that input gradients are.
+
+What decides the order of a sum (chunks of channels, taps between two flushes, stacked rows,
+rolling) is decided here, from the layer alone, never from the batch: an image gives the same bits
+in any batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import floordiv
+from typing import NamedTuple, TypeVar
+
+from fastconv.kernels.arithmetic import ceil_div
+from fastconv.kernels.family import Declined, Operands
+from fastconv.kernels.lazy import lazy
+from fastconv.kernels.planning import limits
+from fastconv.problem import Problem
+
+# Products of a stage of weights, about. Split numbers' sums are flushed after each: the error of
+# the tensor core's accumulation grows with its length.
+STAGE_PRODUCTS = 4
+SHORT_SUM = 128  # terms
+SHORT_SUM_PRODUCTS = 2  # the same for short sums, which may have a few large terms only
+LONG_SUM = 240  # products
+LONG_SUM_PRODUCTS = 6  # the same for long sums, whose totals take more instructions
+HALVES_CHANNELS = 16
+MOST_EXPONENTS = 2**31 // 255  # weights of an input channel, whose exponents are added up
+LEAST_FILLED = 4  # channels of a vector of float16
+MOST_PHASES = 16  # of a strided input gradient: each is launches and kernels of its own
+# Phases as channels of the products: of how few channels, and how many there may be then.
+MOST_FOLDED_CHANNELS = 32
+MOST_FOLDED_OUTPUTS = 1024
+
+AnyLayer = TypeVar("AnyLayer", bound="Layer")
+
+
+def forward_ways(layer: AnyLayer) -> list[list[AnyLayer]]:
+    """Ways to compute a forward convolution: lists of layers, here of one."""
+    layer = min(layer, _folded(layer), key=lambda one: one.steps * one.taps)
+    return [[layer], *([[replace(layer, halves=True)]] if _fits_halves(layer) else [])]
+
+
+def input_grad_ways(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
+    """Lists of layers that together write the gradient, one for each phase of the stride.
+
+    If a product can have ``most_together`` = 2 rows or more of a channel's phases, also one for two
+    phases of columns at once, where rows of pixels are neighbours in memory; and one for all
+    phases, if channels are few. ``layer`` is that of the problem's forward convolution.
+    """
+    rows, columns = (phases(problem, axis) for axis in (0, 1))
+    count = len(rows) * len(columns)
+    folded = _folded_phases(layer, problem, most_together)
+    if count > MOST_PHASES:
+        if not folded:
+            raise Declined(f"input gradients of {count} phases, more than {MOST_PHASES}")
+        return folded
+    paired = most_together > 1 and not layer.operands.output_channels_last
+    whole = interleaved(columns) if paired else None
+    ways = [columns] if whole is None else [columns, [whole]]
+    found = [[_phase_layer(layer, *axes) for axes in product(rows, way)] for way in ways]
+    if count == 1 and _fits_halves(found[0][0]):
+        found.append([replace(found[0][0], halves=True)])
+    return found + folded
+
+
+def _folded_phases(layer: AnyLayer, problem: Problem, most_together: int) -> list[list[AnyLayer]]:
+    """The way with all phases as channels of one layer's products, if there is one.
+
+    Kernels for which ``most_together`` is 1 store a channel's rows where they lie one after
+    another, whichever axis the phases are of.
+    """
+    rows, columns = (folded(problem, axis) for axis in (0, 1))
+    if most_together == 1 or rows is None or columns is None or problem.stride == (1, 1):
+        return []
+    outputs = layer.group_in * problem.stride[0] * problem.stride[1]
+    apart = layer.operands.output_channels_last and layer.groups > 1
+    if layer.group_in > MOST_FOLDED_CHANNELS or outputs > MOST_FOLDED_OUTPUTS or apart:
+        return []
+    one = replace(_phase_layer(layer, rows, columns), group_out=outputs)
+    return [[one]] if one.interleave <= most_together else []
+
+
+def _phase_layer(layer: AnyLayer, row: Phase, column: Phase) -> AnyLayer:
+    """The other way round: channels and sizes change places, and what padding left out is added."""
+    return replace(
+        layer,
+        transposed=True,
+        group_in=layer.group_out,
+        group_out=layer.group_in,
+        in_size=layer.out_size,
+        out_size=(row.size, column.size),
+        kernel=(row.taps, column.taps),
+        stride=(1, 1),
+        dilation=(row.dilation, column.dilation),
+        padding=(row.padding, column.padding),
+        weight_kernel=(row.weight_taps, column.weight_taps),
+        image_size=layer.in_size,
+        placing=(row.placing, column.placing),
+    )
+
+
+class Placing(NamedTuple):
+    """Along one axis, where a layer's positions and taps lie among all; by default, they are all.
+
+    Position q is written at ``step * q + at``; what else is from ``step * q + begin`` on, before
+    ``step * q + end``, is reached by no tap and cleared with it. A transposed layer's first tap is
+    the kernel's ``last_tap``, the next is ``tap_step`` before it. With several ``sums``, all
+    positions of a step are computed, from ``at`` on, each with the tap after that of the one
+    before: two columns in rows of a product that are a pair, or any number, ``folded`` to channels.
+    """
+
+    step: int = 1
+    at: int = 0
+    begin: int = 0
+    end: int = 1
+    last_tap: int = 0
+    tap_step: int = 1
+    sums: int = 1
+    interleaved: bool = False  # whether all columns of a step are stored together
+    folded: bool = False
+
+
+class Phase(NamedTuple):
+    """Along one axis, every stride-th position of an input gradient: a convolution of stride 1."""
+
+    placing: Placing
+    size: int
+    taps: int
+    weight_taps: int
+    dilation: int
+    padding: int
+
+
+def phases(problem: Problem, axis: int) -> list[Phase]:
+    """Those that some tap reaches; together they write all positions.
+
+    Position i = stride * q + at adds up the taps k for which the stride divides i + padding -
+    dilation * k, which is then stride times the output's position. The next such tap is stride /
+    gcd further on, and reads dilation / gcd positions before.
+    """
+    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
+    before = (problem.padding.top, problem.padding.left)[axis]
+    step = dilation // math.gcd(stride, dilation)
+    taps_of: dict[int, list[int]] = {}
+    for tap in range(kernel):
+        taps_of.setdefault((tap * dilation - before) % stride, []).append(tap)
+    reached = sorted(taps_of)
+    # Each clears what lies before it, the last also what comes after.
+    borders = [0, *(at + 1 for at in reached[:-1]), stride]
+    found = []
+    for at, begin, end in zip(reached, borders, borders[1:], strict=False):
+        first, last, count = taps_of[at][0], taps_of[at][-1], len(taps_of[at])
+        placing = Placing(stride, at, begin, end, last, stride * step // dilation)
+        first_read = (at + before - first * dilation) // stride  # where q = 0
+        padding = (count - 1) * step - first_read
+        length = ceil_div(size - begin, stride)
+        found.append(Phase(placing, length, count, count, step, padding))
+    return [phase for phase in found if phase.size > 0]
+
+
+def interleaved(phases: list[Phase]) -> Phase | None:
+    """All phases of columns of stride 2 as one, whose rows are whole; None if there is none."""
+    first, last = phases[0], phases[-1]
+    begin, end = first.placing.begin, last.placing.end
+    if first.placing.step != 2 or (begin, end) != (0, 2):
+        return None
+    if first is last:
+        return first._replace(placing=first.placing._replace(interleaved=True))
+    if first.dilation > 1:
+        return None  # they do not read the same columns
+    padding = max(first.padding, last.padding)
+    taps = padding + max(phase.taps - phase.padding for phase in phases)
+    last_tap = first.placing.last_tap + 2 * (padding - first.padding)
+    placing = Placing(2, 0, 0, 2, last_tap, 2, 2, True)
+    return Phase(placing, first.size, taps, first.taps + last.taps, 1, padding)
+
+
+def folded(problem: Problem, axis: int) -> Phase | None:
+    """All phases of an axis as one, whose positions have as many sums; None if there is none.
+
+    Of position q, sum r is that of place stride * q + r - early. Its tap k reads the output's place
+    q + (r + padding - early - k) / stride; other taps of the step have zero weights. If steps begin
+    as ``early`` as padding does, taps are the fewest; if they begin with the image, positions are.
+    """
+    size, kernel = problem.input_size[axis], problem.kernel_size[axis]
+    stride = problem.stride[axis]
+    before = (problem.padding.top, problem.padding.left)[axis]
+    if stride == 1:
+        return phases(problem, axis)[0]
+    if problem.dilation[axis] > 1:
+        return None
+
+    def beginning(early: int) -> Phase:
+        at = before - early
+        first, last = -((kernel - 1 - at) // stride), (at + stride - 1) // stride
+        placing = Placing(
+            stride, -early, -early, stride - early, at - stride * first, stride, stride, folded=True
+        )
+        return Phase(placing, ceil_div(size + early, stride), last - first + 1, kernel, 1, -first)
+
+    return min(map(beginning, (0, before % stride)), key=lambda phase: phase.taps * phase.size)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A forward convolution, maybe that which an input gradient is; ``padding`` is top and left.
+
+    With ``folding``, channels, kernel and stride are those after folding (see ``correlate.cuh``),
+    sizes and padding those of the tensors; so are output channels with ``out_folding``.
+    ``weight_kernel`` are the weight's taps that it uses,
+    ``image_size`` is the size of the tensor that it writes, and ``placing`` where in both they lie.
+
+    What follows from these is kept: planning asks for it ten thousand times.
+    """
+
+    operands: Operands
+    transposed: bool
+    batch: int
+    groups: int
+    group_in: int
+    group_out: int
+    in_size: tuple[int, int]
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int]
+    weight_kernel: tuple[int, int]
+    image_size: tuple[int, int]
+    folding: tuple[int, int] = (1, 1)
+    placing: tuple[Placing, Placing] = (Placing(), Placing())
+    halves: bool = False  # float32 multiplied as float16, see scale.cuh
+
+    @classmethod
+    def of(cls: type[AnyLayer], problem: Problem, operands: Operands) -> AnyLayer:
+        """The forward convolution of a problem."""
+        return cls(
+            operands,
+            False,
+            problem.batch,
+            problem.groups,
+            problem.in_channels // problem.groups,
+            problem.out_channels // problem.groups,
+            problem.input_size,
+            problem.output_size,
+            problem.kernel_size,
+            problem.stride,
+            problem.dilation,
+            (problem.padding.top, problem.padding.left),
+            problem.kernel_size,
+            problem.output_size,
+        )
+
+    @lazy
+    def vector(self) -> int:
+        """Elements in 16 bytes of a tensor."""
+        return self.operands.vector
+
+    @lazy
+    def vector_channels(self) -> int:
+        """Channels in 16 bytes of what is multiplied."""
+        return 8 if self.halves else self.vector
+
+    @lazy
+    def multiplied(self) -> str:
+        """What the tensor cores multiply, as tables of rates have it."""
+        if self.halves:
+            return "float16"
+        scalar = self.operands.scalar.removeprefix("fastconv::")
+        return "tf32" if scalar == "float" else scalar
+
+    @lazy
+    def vector_kind(self) -> tuple[int, int]:
+        """The same, and a channel's bytes in memory."""
+        return self.vector_channels, self.operands.scalar_bytes
+
+    @lazy
+    def parts(self) -> int:
+        return limits.parts(self.operands)
+
+    @lazy
+    def weight_parts(self) -> int:
+        return 3 if self.halves and self.parts == 2 else self.parts
+
+    @lazy
+    def vector_loads(self) -> bool:
+        """Whether 16 bytes of channels are neighbours in memory, and aligned."""
+        operands = self.operands
+        return (
+            operands.input_channels_last
+            and operands.aligned
+            and self.group_in % operands.vector == 0
+            and self.folding == (1, 1)
+        )
+
+    @lazy
+    def copied(self) -> bool:
+        """Whether these are copied as they are, asynchronously."""
+        return self.vector_loads and self.operands.scalar_bytes == 2
+
+    @lazy
+    def lines(self) -> bool:
+        """Whether a tile's rows are pieces of memory, which bulk copies can fetch."""
+        operands = self.operands
+        return (
+            not operands.input_channels_last
+            and operands.aligned
+            and self.stride[1] == 1
+            and self.folding == (1, 1)
+        )
+
+    @lazy
+    def out_folding(self) -> tuple[int, int]:
+        """Phases of what is written that are channels of the products, along both axes."""
+        rows, columns = (axis.sums if axis.folded else 1 for axis in self.placing)
+        return rows, columns
+
+    @lazy
+    def unfolds(self) -> bool:
+        return self.out_folding != (1, 1)
+
+    @lazy
+    def out_channels(self) -> int:
+        """Of a group, in memory."""
+        return self.group_out // (self.out_folding[0] * self.out_folding[1])
+
+    @lazy
+    def out_column(self) -> int:
+        """Elements from a pixel to the next, where all phases are stored together."""
+        return self.out_channels if self.operands.output_channels_last else 1
+
+    @lazy
+    def interleave(self) -> int:
+        """Elements of a stored row for each pixel."""
+        if self.unfolds:
+            return self.out_folding[1] * self.out_column
+        return self.placing[1].step if self.placing[1].interleaved else 1
+
+    @lazy
+    def column_sums(self) -> int:
+        return 1 if self.unfolds else self.placing[1].sums
+
+    @lazy
+    def stored_width(self) -> int:
+        if self.unfolds:
+            return self.image_size[1] * self.out_column
+        return self.image_size[1] if self.interleave > 1 else self.out_size[1]
+
+    @lazy
+    def written(self) -> float:
+        """Elements that are written for each sum: itself, and zeros around it."""
+        rows, columns = self.placing
+        return (rows.end - rows.begin) * (columns.end - columns.begin) / (rows.sums * columns.sums)
+
+    @lazy
+    def strided_stores(self) -> bool:
+        """Whether a stored row's elements are no neighbours in memory."""
+        apart = self.placing[1].step > self.interleave
+        return apart and not (self.unfolds or self.operands.output_channels_last)
+
+    @lazy
+    def whole_rows(self) -> bool:
+        """Whether bulk copies can store a row: its elements are neighbours in memory."""
+        operands = self.operands
+        neighbours = not (operands.output_channels_last or self.strided_stores)
+        return operands.aligned and (self.unfolds or neighbours)
+
+    @lazy
+    def terms(self) -> float:
+        """Of a sum."""
+        channels = self.group_in // (self.folding[0] * self.folding[1])
+        rows, columns = self.placing
+        taps = self.weight_kernel[0] * self.weight_kernel[1]
+        return channels * taps / (rows.sums * columns.sums)
+
+    @lazy
+    def fewest_terms(self) -> float:
+        """Of the shortest sum, if phases that are channels have different numbers of taps."""
+        if not self.unfolds:
+            return self.terms
+        rows, columns = map(floordiv, self.weight_kernel, self.out_folding)
+        return self.group_in * max(rows, 1) * max(columns, 1)
+
+    @lazy
+    def ties_to_even(self) -> bool:
+        """How TF32 rounds numbers in the middle between two: as cuDNN does.
+
+        Its kernels for pointwise layers round them to even, the others away from zero.
+        """
+        one = (1, 1)
+        whole = self.placing == (Placing(), Placing())
+        return self.weight_kernel == self.kernel == self.stride == one and whole
+
+    @lazy
+    def low_products(self) -> bool:
+        """Whether the products of low parts count: in short sums, which round little themselves."""
+        return self.parts == 2 and self.fewest_terms <= SHORT_SUM and not self.halves
+
+    @lazy
+    def compensated(self) -> bool:
+        """Whether totals keep what rounding loses: of long sums."""
+        return self.parts == 2 and self.steps * self.taps > LONG_SUM
+
+    @lazy
+    def watched(self) -> bool:
+        """Whether consumers have to know of infinite numbers in the input."""
+        return (self.low_products or self.compensated) and not self.halves
+
+    @lazy
+    def products(self) -> int:
+        return 1 if self.parts == 1 else 4 if self.low_products else 3
+
+    @lazy
+    def row_phases(self) -> int:
+        return self.stride[0] // math.gcd(self.stride[0], self.dilation[0])
+
+    @lazy
+    def row_step(self) -> int:
+        return self.dilation[0] // math.gcd(self.stride[0], self.dilation[0])
+
+    @lazy
+    def column_phases(self) -> int:
+        return self.stride[1] // math.gcd(self.stride[1], self.dilation[1])
+
+    @lazy
+    def column_halo(self) -> int:
+        step = self.dilation[1] // math.gcd(self.stride[1], self.dilation[1])
+        return (self.kernel[1] - 1) * step // self.column_phases
+
+    @lazy
+    def slots(self) -> int:
+        return min(self.kernel[0], self.row_phases) * min(self.kernel[1], self.column_phases)
+
+    @lazy
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    @lazy
+    def k_steps(self) -> int:
+        """Products of a tap, of one chunk of channels: for a family to say."""
+        raise NotImplementedError
+
+    @lazy
+    def chunks(self) -> int:
+        return ceil_div(self.steps, self.k_steps)
+
+    @lazy
+    def stage_products(self) -> int:
+        """Products of a stage of weights, about."""
+        if self.low_products:
+            return SHORT_SUM_PRODUCTS
+        return LONG_SUM_PRODUCTS if self.compensated else STAGE_PRODUCTS
+
+    def plane_padding(self, pixels: int) -> int:
+        """Pixels between planes of so many, so that lanes that write a pixel's hit other banks."""
+        if not self.vector_loads:
+            return 0
+        wanted = {2: 4, 4: 2, 8: 1}.get(2 * self.k_steps, 2)
+        return (wanted - pixels) % 8
+
+    @lazy
+    def steps(self) -> int:
+        """Of 32 bytes of channels, that the products of a tap need."""
+        return ceil_div(self.group_in, 2 * self.vector_channels)
+
+
+def _folded(layer: AnyLayer) -> AnyLayer:
+    """The layer with its strides' phases as channels, if that is possible."""
+    rows, columns = (
+        stride if stride <= kernel and dilation == 1 else 1
+        for stride, kernel, dilation in zip(layer.stride, layer.kernel, layer.dilation, strict=True)
+    )
+    return replace(
+        layer,
+        group_in=layer.group_in * rows * columns,
+        kernel=(ceil_div(layer.kernel[0], rows), ceil_div(layer.kernel[1], columns)),
+        stride=(layer.stride[0] // rows, layer.stride[1] // columns),
+        folding=(rows, columns),
+    )
+
+
+def _fits_halves(layer: Layer) -> bool:
+    """Whether float32 can be multiplied as float16 (see ``scale.cuh``).
+
+    Not channels-last, which is not loaded so; not short sums in two parts, which need products of
+    their low parts; not fewer channels than a product has; not where the last vector has so few
+    that often all of them are small; and not more weights than 32 bits can add up the exponents of.
+    """
+    operands = layer.operands
+    filled = (layer.group_in - 1) % 8 + 1
+    return (
+        operands.scalar == "float"
+        and not operands.input_channels_last
+        and not layer.low_products
+        and layer.group_in >= HALVES_CHANNELS
+        and filled >= LEAST_FILLED
+        and layer.group_out * layer.weight_kernel[0] * layer.weight_kernel[1] < MOST_EXPONENTS
+    )
+
+
+def views(layer: AnyLayer) -> list[AnyLayer]:
+    """The same layer, and other ways to see it: a pointwise one has no rows to respect."""
+    views = [layer]
+    if layer.kernel == layer.stride == (1, 1) and layer.padding == (0, 0):
+        pixels = layer.in_size[0] * layer.in_size[1]
+        # A single row, or column, is a whole phase of a stride even so: the next would be far.
+        dense = layer.placing[0].step == layer.placing[1].step == 1
+        if dense and layer.in_size == layer.out_size == layer.image_size:
+            sizes = [(rows, pixels // rows) for rows in (1, 2) if pixels % rows == 0]
+            views += [
+                replace(layer, in_size=size, out_size=size, image_size=size) for size in sizes
+            ]
+    return views

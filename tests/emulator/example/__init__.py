@@ -1,0 +1,1 @@
+"""A kernel family of one small kernel: the example of docs/contributing.md, which tests run."""

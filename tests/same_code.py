@@ -1,0 +1,192 @@
+"""Compares what the compiler is given for every launch, before a change and after it.
+
+    PYTHONPATH=src:tests python tests/same_code.py before.json          # in the old checkout
+    PYTHONPATH=src:tests python tests/same_code.py after.json --before before.json
+
+For a change that moves code, renames things or rewrites comments. Every launch that the suites and
+300 lines of the coverage corpus plan on four architectures is expanded to one stream of tokens,
+without comments, and its identifiers are numbered by their first occurrence. Two launches whose
+streams are equal are the same program under other names, so their machine code is the same. The
+names that changed are listed, because a consistent exchange of two names of CUDA's would go unseen.
+Launches whose streams differ, because definitions changed places, are compiled: ``--compile`` also
+compiles that many others, and compares instructions and constants, section by section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from fastconv.jit import compile
+from fastconv.kernels import gpus, planner
+from fastconv.kernels.family import FOLDER, Kernel, Operands
+from fastconv.workloads import SUITES
+
+GPUS = ("sm_80", "sm_86", "sm_90a", "sm_100a")
+# C++ type, bytes, precision of float32, channels-last.
+MODES = (
+    ("float", 4, "tf32", False),
+    ("float", 4, "ieee", False),
+    ("fastconv::bfloat16", 2, "ieee", False),
+    ("fastconv::bfloat16", 2, "ieee", True),
+)
+PASSES = ("forward", "input_grad", "weight_grad")
+LINES = 300
+CODE = (".text", ".nv.constant", ".rodata", ".nv.shared")
+TOKEN = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|\d[\w.\']*|\w+|\s+|.', re.DOTALL
+)
+INCLUDE = re.compile(r'#include "([^"]+)"')
+
+
+def launches() -> Iterator[tuple[str, str, Kernel]]:
+    """A title, an architecture and a kernel for every launch."""
+    for suite, arch in ((suite, arch) for suite in SUITES for arch in GPUS):
+        for workload in SUITES[suite]:
+            for scalar, size, precision, last in MODES:
+                layout = torch.channels_last if last else torch.contiguous_format
+                shape = workload.problem.weight_shape
+                stride = torch.empty(shape, device="meta", memory_format=layout).stride()
+                for name in PASSES:
+                    operands = Operands(
+                        scalar, size, last, last, stride, True, precision, name == "weight_grad"
+                    )
+                    gpu = gpus.named(arch)
+                    plan = getattr(planner, name)(workload.problem, operands, gpu)
+                    title = f"{suite} {workload.name} {name} {scalar} {precision} {last} {arch}"
+                    yield from _launches(title, arch, plan)
+    corpus = _corpus()
+    works = {corpus.line_of(work): work for work in corpus.read_works()}
+    for line in Random(0).sample(sorted(works), LINES):
+        yield from _launches(line, works[line].gpu.architecture, works[line].plan)
+
+
+def _corpus() -> Any:
+    return importlib.import_module(CORPUS)
+
+
+CORPUS = "emulator.net"
+
+
+def _launches(title: str, arch: str, plan: Any) -> Iterator[tuple[str, str, Kernel]]:
+    for number, launch in enumerate(plan.launches):
+        sizes = f"{launch.grid} {launch.block} {launch.shared_bytes}"
+        yield f"{title} #{number} {sizes}", arch, launch.kernel
+
+
+def tokens(kernel: Kernel) -> Iterator[str]:
+    """The program as the compiler reads it, without white space; the kernel's own name is last."""
+    yield from _expanded(kernel.text, set())
+    yield kernel.entry
+
+
+def _expanded(text: str, seen: set[str]) -> Iterator[str]:
+    before = 0
+    for match in INCLUDE.finditer(text):
+        yield from _tokens(text[before : match.start()])
+        before = match.end()
+        name = match[1]
+        if name not in seen and (FOLDER / name).is_file():
+            seen.add(name)
+            yield from _expanded((FOLDER / name).read_text(encoding="utf-8"), seen)
+    yield from _tokens(text[before:])
+
+
+@cache
+def _tokens(text: str) -> tuple[str, ...]:
+    found = [match[0] for match in TOKEN.finditer(text)]
+    return tuple(one for one in found if not one.isspace() and one[:2] not in ("//", "/*"))
+
+
+def numbered(kernel: Kernel) -> tuple[str, list[str]]:
+    """A hash of the stream with identifiers numbered, and the identifiers in that order."""
+    names: dict[str, int] = {}
+    digest = hashlib.sha256()
+    for token in tokens(kernel):
+        is_name = token[0].isalpha() or token[0] == "_"
+        digest.update(f"{names.setdefault(token, len(names)) if is_name else token}\n".encode())
+    return digest.hexdigest()[:20], list(names)
+
+
+def code(cubin: bytes) -> str:
+    """A hash of the sections of an ELF file that hold instructions, constants and sizes."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + i * size) for i in range(count)]
+    names = cubin[sections[names_at][4] :]
+    parts = []
+    for name_at, kind, _, _, at, length, *_ in sections:
+        name = names[name_at : names.index(b"\0", name_at)].decode()
+        section = next((one for one in CODE if name.startswith(one)), None)
+        if section is not None:
+            contents = b"" if kind == 8 else cubin[at : at + length]  # 8: takes no place in a file
+            parts.append((section, length, hashlib.sha256(contents).hexdigest()))
+    return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:20]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--before", type=Path, help="what the old checkout has written")
+    parser.add_argument("--compile", type=int, default=0, help="launches to compile in any case")
+    parser.add_argument("--titles", type=Path, help="compile those of this file as well")
+    arguments = parser.parse_args()
+    found = {title: (arch, kernel) for title, arch, kernel in launches()}
+    wanted = set(Random(1).sample(sorted(found), arguments.compile))
+    if arguments.titles:
+        wanted |= set(arguments.titles.read_text().splitlines())
+    programs: dict[str, list[str]] = {}
+    streams = {}
+    for title, (_, kernel) in found.items():
+        streams[title], names = numbered(kernel)
+        programs.setdefault(streams[title], names)
+    codes = {}
+    for title in sorted(wanted):
+        arch, kernel = found[title]
+        codes[title] = code(compile.build(kernel, arch))
+    after = {"streams": streams, "programs": programs, "codes": codes}
+    arguments.output.write_text(json.dumps(after))
+    print(f"{len(streams)} launches, {len(programs)} programs, {len(codes)} compiled")
+    return compared(json.loads(arguments.before.read_text()), after) if arguments.before else 0
+
+
+def compared(before: dict[str, Any], after: dict[str, Any]) -> int:
+    streams, others = before["streams"], after["streams"]
+    missing = sorted(streams.keys() ^ others.keys())
+    unlike = sorted(one for one in streams.keys() & others.keys() if streams[one] != others[one])
+    codes, other_codes = before["codes"], after["codes"]
+    both = codes.keys() & other_codes.keys()
+    wrong = sorted(one for one in both if codes[one] != other_codes[one])
+    renamed = sorted(
+        {
+            (old, new)
+            for program in before["programs"].keys() & after["programs"].keys()
+            for old, new in zip(
+                before["programs"][program], after["programs"][program], strict=True
+            )
+            if old != new
+        }
+    )
+    print(f"launches that only one has: {len(missing)}; that differ as programs: {len(unlike)}; "
+          f"compiled: {len(both)}, of which {len(wrong)} differ")  # fmt: skip
+    for old, new in renamed:
+        print(f"  {old} -> {new}")
+    for title in (*missing[:20], *unlike[:40], *wrong):
+        print(title)
+    return int(bool(missing or wrong or set(unlike) - both))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
