@@ -67,10 +67,9 @@ examples: .venv/ready
 # would take long under the sanitizer. Why some tools do not see all kernels: sanitize.py.
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1 --report-api-errors no \
   --kernel-name kernel_substring=pack --kernel-name kernel_substring=weight_grad \
-  --kernel-name kernel_substring=reduce --kernel-name kernel_substring=spread \
-  --kernel-name kernel_substring=collect --kernel-name kernel_substring=clear \
-  --kernel-name kernel_substring=scale --kernel-name kernel_substring=gemm_pixels \
-  --kernel-name kernel_substring=gemm_planes --kernel-name kernel_substring=gemm_weights
+  --kernel-name kernel_substring=reduce --kernel-name kernel_substring=few_outputs \
+  --kernel-name kernel_substring=wgrad_few_inputs --kernel-name kernel_substring=clear \
+  --kernel-name kernel_substring=scale --kernel-name kernel_substring=implicit_gemm
 CORRELATE = --kernel-name kernel_substring=correlate
 sanitize:
 	for family in "" ampere depthwise direct; do \

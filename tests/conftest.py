@@ -20,6 +20,7 @@ from fastconv.kernels import plans
 from fastconv.kernels.family import Kernel, Launch
 from fastconv.kernels.gpus import H200
 from fastconv.network import lookahead, preparation
+from fastconv.ops import hooks
 
 with suppress(ImportError):  # PyTorch's own tests need packages that may be missing.
     import torch.testing._internal.common_utils  # loads a profile of its own, which ours replaces
@@ -74,8 +75,9 @@ def _no_plan_but_its_own() -> Iterator[None]:
     """Tests change what plans are made by: none is taken from the disk, or made for later."""
     make = lambda plan, *asked: plan(*asked)  # noqa: E731
     with (
-        mock.patch.object(plans, "kept", make),
+        mock.patch.object(plans, "find_or_make", make),
         mock.patch.object(lookahead, "compile_gradients"),
+        mock.patch.object(hooks, "forward_prepared"),
         mock.patch.object(cuda, "before_forward", None),
     ):
         yield

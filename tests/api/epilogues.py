@@ -13,7 +13,7 @@ from torch import Tensor
 import fastconv
 import oracle
 
-# Where the dispatcher has to see the operators, both paths are the same.
+# For tests in which the dispatcher has to see the operators: both host paths are then the same.
 by_python = pytest.mark.parametrize("host_path", ["python"], indirect=True)
 
 FUNCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -60,7 +60,7 @@ def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64)
 
 
 def assert_close(actual: Tensor, tensors: list[Any], activation: Any, **options: Any) -> None:
-    """Compares with float64, rounded once."""
+    """Compares with the float64 result; one rounding of the output is allowed."""
     exact = [None if tensor is None else oracle.exact(tensor) for tensor in tensors]
     expected = reference(*exact, activation=activation, **options)
     magnitudes = [None if tensor is None else tensor.abs() for tensor in exact]

@@ -45,7 +45,7 @@ def test_integers_are_exact(dtype: torch.dtype, device: torch.device, case: Conv
     expected = oracle.conv2d(*(tensor.cpu().long() for tensor in tensors), **case.geometry)
     output = fastconv.conv2d(*tensors, **case.geometry)
     assert output.dtype == dtype
-    assert output.cpu().equal(expected.to(dtype))  # which wraps around as sums in dtype do
+    assert output.cpu().equal(expected.to(dtype))  # Both wrap around on overflow.
 
 
 @pytest.mark.parametrize("dtype", INTEGER, ids=str)
@@ -56,13 +56,13 @@ def test_integers_as_pytorch(dtype: torch.dtype) -> None:
 
 
 def _sliced(tensor: Tensor) -> Tensor:
-    """Every second element of a larger tensor, NaN in between."""
+    """A copy in every second element of a larger tensor, with NaN in between."""
     apart = tensor.new_full([2 * side + 1 for side in tensor.shape], float("nan"))
     inside = apart[tuple(slice(1, None, 2) for _ in tensor.shape)]
     return inside.copy_(tensor)
 
 
-# The same shape, laid out differently in memory.
+# Layouts of a tensor in memory.
 LAYOUTS = {
     "sliced": _sliced,
     "transposed": lambda tensor: tensor.mT.contiguous().mT,
@@ -91,7 +91,7 @@ def test_any_strides(layout: Any, which: str, dtype: torch.dtype, device: torch.
 
 
 def _conjugated(tensor: Tensor) -> Tensor:
-    """The same values, their conjugation still to be done."""
+    """The same values as a lazy conjugate."""
     return tensor.conj().resolve_conj().conj()
 
 
@@ -151,7 +151,7 @@ def test_forms_of_pairs(name: str, value: Any, device: torch.device) -> None:
     )
 
 
-# Weights and geometries where any number from 9 on means the same: nothing is that far away.
+# Weights and geometries in which all strides or dilations from 9 on have the same result.
 ANY_NUMBER = [
     ((4, 2, 3, 3), {"stride": 9}),
     ((4, 2, 3, 3), {"stride": (1, 9)}),
@@ -203,7 +203,7 @@ def test_named_padding(
     oracle.assert_matches(tensors, padding=padding, dilation=dilation)
 
 
-# Where PyTorch's layout depends on more than the sizes: every kind of side of 1.
+# Sizes with sides of 1, for which PyTorch's layout depends on more than the sizes.
 SHAPES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((2, 4, 6, 5), (6, 4, 3, 3), {}),
     ((2, 4, 6, 5), (6, 4, 3, 3), {"stride": 2, "padding": 1}),
@@ -246,7 +246,7 @@ def test_memory_format_is_pytorchs(
         assert (ours.dtype, _meaningful_strides(ours)) == (dtype, _meaningful_strides(theirs))
 
 
-# Every way to lie in memory that PyTorch may tell apart.
+# Every layout that PyTorch may tell apart.
 ARRANGEMENTS = {
     **{name: partial(Tensor.contiguous, memory_format=form) for name, form in FORMATS.items()},
     **LAYOUTS,
@@ -256,7 +256,7 @@ arrangements = st.sampled_from(sorted(ARRANGEMENTS))
 
 
 def _without_onednn(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """For complex numbers, of which some crash it on x86-64 (a kernel that it has not made)."""
+    """Turns oneDNN off for complex numbers, some of which crash it on x86-64."""
     return torch.backends.mkldnn.flags(enabled=False) if dtype.is_complex else nullcontext()
 
 
@@ -292,7 +292,7 @@ def test_gradient_penalty_of_a_patch_embedding(device: torch.device) -> None:
 
 
 def _meaningful_strides(tensor: Tensor) -> dict[int, int]:
-    """Strides of the sides above 1: the others of PyTorch's gradients vary with its threads."""
+    """Strides of the sides above 1; PyTorch's other strides vary with its number of threads."""
     return {dim: tensor.stride(dim) for dim in range(tensor.dim()) if tensor.shape[dim] > 1}
 
 

@@ -1,4 +1,4 @@
-"""Two processes train a model of ours as they train PyTorch's, and compute what one does."""
+"""Two processes train a model with fastconv's layers and compute what one process does."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _sharded(model: nn.Sequential) -> nn.Module:
 
 
 def _train(model: nn.Module, rank: int) -> list[Tensor]:
-    """Three steps on data of one's own; the losses, and then all parameters."""
+    """The losses of three steps on this process's data, and then all parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
     losses = []
@@ -74,19 +74,19 @@ def _train(model: nn.Module, rank: int) -> list[Tensor]:
 
 ALL, FIRST, SECOND, ROWS, PART = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
 DISTRIBUTIONS: dict[str, tuple[dict[str, Any], list[Placement], list[Placement]]] = {
-    # How input, weight and bias are distributed; how the output and their gradients are.
+    # Placements of input, weight and bias, and those of the output and of the gradients.
     "nothing": ({}, [ALL, ALL, ALL], [ALL, ALL, ALL, ALL]),
     "images": ({}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
     "images, in groups": ({"groups": 2}, [FIRST, ALL, ALL], [FIRST, FIRST, PART, PART]),
     "output channels": ({}, [ALL, FIRST, FIRST], [SECOND, PART, FIRST, FIRST]),
     "output channels, no bias": ({}, [ALL, FIRST], [SECOND, PART, FIRST]),
     "input channels": ({}, [SECOND, SECOND], [PART, SECOND, SECOND]),
-    # What no process can do with its part alone is gathered first.
+    # DTensor gathers parts that no process can use alone.
     "input channels, with a bias": ({}, [SECOND, SECOND, ALL], [ALL, SECOND, SECOND, ALL]),
     "channels, in groups": ({"groups": 2}, [SECOND, FIRST, FIRST], [ALL, ALL, ALL, ALL]),
     "rows": ({}, [ROWS, ALL, ALL], [ALL, ALL, ALL, ALL]),
 }
-# The same tensors by other geometries, one after the other: DTensor remembers by arguments.
+# The same tensors are convolved with several geometries, because DTensor caches by arguments.
 GEOMETRIES: list[dict[str, Any]] = [
     {"padding": ((1, 0), (2, 1))},
     {"padding": ((1, 0), (2, 1)), "stride": (2, 1)},
@@ -108,7 +108,7 @@ def _convolved(leaves: Sequence[Tensor], options: dict[str, Any]) -> list[Tensor
 
 
 def _distributed(mesh: DeviceMesh, name: str) -> list[list[DTensor]]:
-    """The results, for each geometry."""
+    """The results of each geometry."""
     options, placements, _ = DISTRIBUTIONS[name]
     results = []
     for geometry in GEOMETRIES:
@@ -121,14 +121,14 @@ def _distributed(mesh: DeviceMesh, name: str) -> list[list[DTensor]]:
 
 
 FUSED: dict[str, tuple[dict[str, Any], list[Placement], Placement]] = {
-    # How input, weight, bias and residual are distributed; how the output is.
+    # Placements of input, weight, bias and residual, and those of the output.
     "nothing": ({}, [ALL, ALL, ALL, ALL], ALL),
     "images": ({}, [FIRST, ALL, ALL, FIRST], FIRST),
     "images, in groups": ({"groups": 2}, [FIRST, ALL, ALL, FIRST], FIRST),
     "images, no residual": ({}, [FIRST, ALL, ALL], FIRST),
     "output channels": ({}, [ALL, FIRST, FIRST, SECOND], SECOND),
     "output channels, no residual": ({}, [ALL, FIRST, FIRST], SECOND),
-    # A part of a sum has no activation: what there is of it is gathered first.
+    # An activation needs the whole sum, so partial sums are reduced first.
     "input channels": ({}, [SECOND, SECOND, ALL, ALL], ALL),
     "channels, in groups": ({"groups": 2}, [ALL, FIRST, FIRST, SECOND], ALL),
 }
@@ -199,14 +199,14 @@ def _process(rank: int, folder: Path) -> None:
     finally:
         dist.destroy_process_group()
     torch.save(computed, folder / f"{rank}.pt")
-    # Without the interpreter's end, in which a thread of PyTorch's that still wants the interpreter
-    # aborts the process: see ops/autograd.py: wait_at_exit.
+    # Skips the interpreter's shutdown, during which a thread of PyTorch's that still wants the
+    # interpreter aborts the process: see wait_at_exit in ops/autograd.py.
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def computed(host_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Computed]:
-    """Of each process. Importing PyTorch takes most of the time: once for all."""
+    """The results of both processes, which start once, because importing PyTorch takes long."""
     folder = tmp_path_factory.mktemp(host_path)
     torch.multiprocessing.spawn(_process, (folder,), nprocs=PROCESSES)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
@@ -219,7 +219,7 @@ def test_trains_as_pytorch(wrap: str, computed: list[Computed]) -> None:
         torch.testing.assert_close(results["ours"], results["theirs"], rtol=1e-6, atol=1e-6)
     losses = [results["ours"][:3] for results in by_rank]
     parameters = [results["ours"][3:] for results in by_rank]
-    assert losses[0] != losses[1]  # each had its own images
+    assert losses[0] != losses[1]  # Each process had its own images.
     torch.testing.assert_close(*parameters, rtol=0, atol=0)
     for value, initial in zip(parameters[0], _model(nn.Conv2d).parameters(), strict=True):
         assert not value.equal(initial)

@@ -60,7 +60,7 @@ def _operator_arguments(dtype: torch.dtype = torch.float32) -> Any:
 @by_python
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "requires_grad"])
 def test_opcheck(requires_grad: bool) -> None:
-    for arguments in (*_operator_arguments(),)[::13]:  # one without bias and residual, one with
+    for arguments in (*_operator_arguments(),)[::13]:  # One has bias and residual, one neither.
         prepared = [
             argument.requires_grad_(requires_grad) if isinstance(argument, Tensor) else argument
             for argument in arguments
@@ -82,7 +82,7 @@ def test_promised_layouts_are_returned() -> None:
             )
 
 
-# Those without corners, which differences would be taken across.
+# Activations without corners, where finite differences would be wrong.
 SMOOTH = ("identity", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", ("leaky_relu", 0.9))
 
 
@@ -114,7 +114,7 @@ def test_gradients(activation: Any) -> None:
 
 @pytest.mark.parametrize("which", range(4), ids=["input", "weight", "bias", "residual"])
 def test_only_what_is_recorded_is_composed(which: int) -> None:
-    """Else one operator does it all."""
+    """One fused operator computes everything unless gradients are recorded."""
     tensors = random_tensors(*ALL)
     with Recorder() as recorder:
         conv2d(*tensors)
@@ -129,10 +129,10 @@ def test_only_what_is_recorded_is_composed(which: int) -> None:
 
 
 def test_rounding() -> None:
-    """As the documentation says: once, or where gradients are recorded after each step."""
+    """Results are rounded once, or after each step where gradients are recorded."""
     input, weight = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16), torch.ones(1, 1, 1, 1)
     weight = weight.bfloat16() * (1 + 2**-7)
-    input = input * (1 + 2**-7)  # the product has one bit too many: 2^-14
+    input = input * (1 + 2**-7)  # The product has one bit more than bfloat16: 2^-14.
     residual = torch.full_like(input, -1 - 2**-6)
     once = fastconv.conv2d(input, weight, residual=residual)
     assert once.item() == 2**-14
@@ -207,7 +207,7 @@ def test_autocast(to: torch.dtype, requires_grad: bool) -> None:
 
 
 class _Tagged(Tensor):
-    """Sees functions of tensors, ours among them."""
+    """A tensor that records calls of ``fastconv.conv2d``."""
 
     seen: list[Any]
 
@@ -250,7 +250,7 @@ def test_flops() -> None:
 
 
 class _Block(nn.Module):
-    """One layer for each activation, some with a residual."""
+    """A network with one layer for each activation, some with a residual."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fused epilogues: activation(convolution + bias + residual), under everything PyTorch does."""
+"""Fused epilogues: results of activation(convolution + bias + residual), launches and errors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_layers(
     bias = oracle.random(weight[:1], dtype)
     shape = oracle.conv2d(*some, bias, **options).shape
     residual = oracle.random(shape, dtype)
-    places = {  # wherever it lies, it is read as what it is
+    places = {  # layouts of the residual in memory
         "contiguous": residual,
         "channels last": residual.to(memory_format=torch.channels_last),
         "misaligned": torch.empty(residual.numel() + 1, dtype=dtype)[1:].view_as(residual),
@@ -101,8 +101,8 @@ def test_layers(
 
 @by_python
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the CPU computes one after the other, cut along every dimension."""
-    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 1 << 12)
+    """The CPU computes block by block, with blocks cut along every dimension."""
+    monkeypatch.setattr(cpu.scratch, "SCRATCH_BYTES", 1 << 12)
     for input, weight, options in CASES.values():
         some = random_tensors(input, weight)
         residual = torch.randn_like(oracle.conv2d(*some, **options))
@@ -156,7 +156,7 @@ def test_integers(dtype: torch.dtype) -> None:
         ("relu6", sums.clamp(0, 6)),
     ):
         assert conv2d(input, weight, None, residual, activation).equal(expected)
-    with pytest.raises(NotImplementedError, match=r"gelu .* torch.u?int\d+, .* identity, relu, r"):
+    with pytest.raises(NotImplementedError, match=r"gelu .* torch.u?int\d+; .* identity, relu, r"):
         conv2d(input, weight)
 
 
@@ -171,7 +171,7 @@ def test_complex(dtype: torch.dtype) -> None:
             output.to(torch.complex128), reference(*wide, activation=None), rtol=tolerance,
             atol=8 * tolerance,
         )  # fmt: skip
-    with pytest.raises(NotImplementedError, match=r"relu .* torch.complex\d+, which has identity$"):
+    with pytest.raises(NotImplementedError, match=r"relu .* torch.complex\d+; .* are identity$"):
         conv2d(*tensors, activation="relu")
 
 
@@ -187,7 +187,7 @@ def test_a_lazy_negative() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[cuda.Need, tuple[Any, ...]]]:
-    """What would be launched, and with which tensors; these are a CPU's."""
+    """Records what would be launched, and with which tensors; these are on the CPU."""
     found: list[tuple[cuda.Need, tuple[Any, ...]]] = []
 
     def ready(need: cuda.Need) -> Any:
@@ -250,14 +250,14 @@ def test_launches_wherever_the_residual_lies(launched: list[Any]) -> None:
 
 @by_python
 def test_launches_wherever_the_bias_lies(launched: list[Any]) -> None:
-    """Kernels read it in pairs of 16 bits, where plans may assume that these are aligned."""
+    """Where plans may assume that a bias is aligned, kernels read it in pairs of 16 bits."""
     input, weight, bias, _ = random_tensors(*ALL, dtype=torch.bfloat16)
     around = torch.empty(2 * bias.numel() + 2, dtype=bias.dtype)
     for given, is_aligned in (
         (bias, True),
         (around[1 : 1 + bias.numel()], False),
         (around[2 : 2 + bias.numel()], True),
-        (around[1 : 1 + 2 * bias.numel() : 2], True),  # which is copied
+        (around[1 : 1 + 2 * bias.numel() : 2], True),  # A bias with gaps is copied.
         (None, True),
     ):
         if given is not None:
@@ -302,7 +302,7 @@ def test_what_is_more_than_launches(launched: list[Any]) -> None:
         (("leaky_relu", "steep"), r"but got \('leaky_relu', 'steep'\)"),
         ((3, 0.5), r"but got \(3, 0.5\)"),
         (["relu"], r"but got \['relu'\]"),
-        (("relu", 0.5), "leaky_relu's, and finite, but got 0.5 for relu"),
+        (("relu", 0.5), "which should be finite, but got 0.5 for relu"),
         (("leaky_relu", float("inf")), "but got inf for leaky_relu"),
         (("leaky_relu", float("nan")), "but got nan for leaky_relu"),
     ],

@@ -1,4 +1,4 @@
-"""What cannot be computed raises what PyTorch raises, in words that name the offending values."""
+"""Bad arguments raise the errors that PyTorch raises, with messages that name their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _both(dtype: torch.dtype) -> dict[str, Any]:
     return {"input": INPUT.to(dtype), "weight": WEIGHT.to(dtype)}
 
 
-# What is passed instead of a valid argument, and what the message has to say.
+# An argument that replaces a valid one, and a part of the message.
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "input of 2 dimensions": ({"input": randn(4, 4)}, "[4, 4]"),
     "input of 5 dimensions": ({"input": randn(1, 4, 4, 4, 4)}, "[1, 4, 4, 4, 4]"),
@@ -183,8 +183,9 @@ def test_too_large_for_gpu_kernels(
     defaults = ((1, 1), (0, 0, 0, 0), (1, 1), 1)
     problem = Problem.of(*geometry, *defaults[len(geometry) - 2 :])
     layout = (False, False, (1, 1, 1, 1), True, "ieee", False, NO_EPILOGUE, True)
+    need = cuda.Need(plan, problem, torch.float32, *layout, 0, planner.EVERY)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match=re.escape(f"below 2**31, but got {message}")):
-        cuda._ready(plan, problem, torch.float32, *layout, 0, planner.EVERY)
+        cuda.ready(need)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -200,7 +201,7 @@ def test_quantised_tensors() -> None:
 
 @pytest.mark.parametrize("name", ["input", "weight", "bias"])
 def test_devices_differ(name: str) -> None:
-    # PyTorch lets meta tensors through, and computes with memory that is not there.
+    # PyTorch accepts meta tensors, and reads memory that does not exist.
     arguments = {"input": INPUT, "weight": WEIGHT, "bias": randn(6)}
     arguments[name] = arguments[name].to("meta")
     with pytest.raises(RuntimeError, match=r"same device, but .*\b(cpu|meta) and .*\b(cpu|meta)"):
@@ -250,7 +251,7 @@ STRIDED = ((2, 2), (0, 0, 0, 0), (1, 1), 1, None)
 GROUPED = ((1, 1), (0, 0, 0, 0), (1, 1), 3, None)
 NO_GROUPS = ((1, 1), (0, 0, 0, 0), (1, 1), 0, None)
 
-# Operators called directly, with arguments that no call of conv2d leads to.
+# Direct calls of operators, with arguments that conv2d never passes.
 MISUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "forward, unbatched": (ops.forward, (INPUT[0], WEIGHT, None, *GEOMETRY), "[4, 8, 8]"),
     "forward, two sides of padding": (

@@ -44,7 +44,7 @@ def _make(cls: type[nn.Conv2d], **arguments: Any) -> nn.Conv2d:
 
 
 def _assert_same_function(first: nn.Conv2d, second: nn.Conv2d) -> None:
-    """Checks outputs and gradients, on an input that neither has seen."""
+    """Checks that two modules have the same output and gradients for a new input."""
     input = oracle.random((2, 4, 9, 8), first.weight.dtype)
     grad_output = torch.randn_like(second(input))
 
@@ -58,7 +58,7 @@ def _assert_same_function(first: nn.Conv2d, second: nn.Conv2d) -> None:
             grad_output,
         )
 
-    # PyTorch's own sums of 16-bit numbers are only as exact as the machine's instructions for them.
+    # How exact PyTorch's sums of 16-bit numbers are depends on the machine's instructions.
     tolerance = 0.05 if first.weight.dtype.itemsize == 2 else None
     torch.testing.assert_close(results(first), results(second), rtol=tolerance, atol=tolerance)
 
@@ -212,7 +212,7 @@ def test_weight_norm() -> None:
 def test_jit_trace(padding: Any) -> None:
     module = fastconv.Conv2d(4, 6, (3, 2), padding=padding, dilation=(1, 3))
     traced = torch.jit.trace(module, torch.randn(2, 4, 9, 8))
-    input = torch.randn(3, 4, 12, 7)  # a trace is for all sizes of images
+    input = torch.randn(3, 4, 12, 7)  # A trace works for all sizes of images.
     assert traced(input).equal(module(input))
 
 

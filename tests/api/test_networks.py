@@ -50,7 +50,7 @@ def _input(batch: int = 2) -> Tensor:
 
 
 def _pytorchs(padding: Any = 0, **arguments: Any) -> nn.Module:
-    """What PyTorch has in place of ours: for a padding of its own on each side, a layer more."""
+    """PyTorch's layer for ours, after a padding layer if the sides' paddings differ."""
     if not isinstance(padding, tuple) or isinstance(padding[0], int):
         return nn.Conv2d(4, 6, (3, 2), padding=padding, **arguments)
     (top, bottom), (left, right) = padding
@@ -124,7 +124,7 @@ GEOMETRIES = [
 
 
 class _AllConfigurations(nn.Module):
-    """One of each, for an export takes seconds."""
+    """One network with one layer of each kind, because an export takes seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_decompositions_compute_the_same(
 def test_complex_convolutions_have_no_decomposition() -> None:
     module = _make(dtype=torch.complex64)
     program = torch.export.export(module, (_input().to(torch.complex64),))
-    with pytest.raises(Exception, match=r"real numbers, but .* torch\.complex64"):
+    with pytest.raises(Exception, match=r"torch\.complex64 .* real numbers"):
         program.run_decompositions(torch._decomp.get_decompositions(OPERATORS))
 
 
@@ -243,7 +243,7 @@ class _Network(nn.Module):
         self.rest = nn.Sequential(nn.ReLU(), convolution(6, 6, 3, stride=2, groups=2))
         nn.init.normal_(self.norm.running_mean)
 
-    def forward(self, input):  # annotations are strings here, which torch.fx does not pickle
+    def forward(self, input):  # torch.fx cannot pickle annotations that are strings.
         return self.rest(self.norm(self.first(input)))
 
 
@@ -308,7 +308,7 @@ def test_symbolic_trace_of_more_than_a_convolution(change: Callable[[_Network], 
 
 
 def _become(model: nn.Module, source: type[nn.Module], target: type[nn.Module]) -> None:
-    """As docs/networks.md has it."""
+    """The code of docs/networks.md."""
     for module in model.modules():
         if type(module) is source:
             module.__class__ = target
@@ -350,7 +350,7 @@ def _quantized(network: nn.Module, input: Tensor) -> torch.fx.GraphModule:
 
 @pytest.fixture
 def _quantization_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with which PyTorch quantizes its own layers on this CPU: not all of them run on all."""
+    """A backend with which PyTorch can quantize its own layers on this CPU."""
     quantization, input = torch.backends.quantized, _input()
     refusals = {}
     for engine in dict.fromkeys([quantization.engine, *quantization.supported_engines]):
@@ -406,7 +406,7 @@ def test_registers_when_a_module_is_imported(
     calls = []
     finders = list(sys.meta_path)
     when_imported("late_one", lambda: calls.append(sys.modules["late_one"].table))
-    assert importlib.util.find_spec("late_one") is not None  # asking is not importing
+    assert importlib.util.find_spec("late_one") is not None  # find_spec does not import it.
     assert calls == []
     late = importlib.import_module("late_one")
     assert calls == [late.table]
@@ -432,7 +432,7 @@ def test_waits_for_a_module_that_raises(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_registration_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "late_three", None)
-    with pytest.warns(UserWarning, match="unknown to late_three, .*no such name"):
+    with pytest.warns(UserWarning, match="registered with late_three .*no such name"):
         when_imported("late_three", lambda: vars(sys)["no such name"])
 
 

@@ -1,4 +1,4 @@
-"""Nothing in the package leaves the work to PyTorch's own convolutions."""
+"""Nothing in the package calls PyTorch's own convolutions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fastconv.backends import cpu
 from fastconv.workloads import FOUNDING
 
 PACKAGE = Path(fastconv.__file__).parent
-# Where PyTorch is what is measured against, or replaced.
+# Files that measure PyTorch's convolutions, compare with them, or replace them.
 REFERENCES = [
     PACKAGE / path for path in ("bench", "exporter/subject.py", "exporter/parts/self_check.py")
 ]
-# What others are given in place of our operators, in files and graphs of theirs, names PyTorch's.
-# tests/api/test_networks.py: nothing that computes goes through it.
+# Decompositions for other programs' files and graphs name PyTorch's operators. No computation uses
+# them: see tests/api/test_networks.py.
 DECOMPOSITION = PACKAGE / "ops/decomposition.py"
 
-# Functions, modules and operators that convolve, or that make a matrix product of a convolution.
+# Functions, modules and operators that convolve, or that turn a convolution into a GEMM.
 FORBIDDEN = re.compile(
     r".*(conv\w*[123]d|convolution|conv_tbc|_conv_forward|im2col|col2im).*|(un)?fold", re.IGNORECASE
 )
 
 
-DRIVERS = "cuTensorMapEncode"  # describes a tensor to the GPU, by coordinates of pixels or not
+DRIVERS = "cuTensorMapEncode"  # The driver's functions that make tensor maps, tiled or im2col.
 
-# Of PyTorch's, in C++.
+# PyTorch's convolutions in C++.
 FORBIDDEN_IN_CPP = re.compile(
     r"(?:at|_ops|aten)::\w*(?:conv|im2col|col2im|unfold)\w*", re.IGNORECASE
 )
@@ -47,7 +47,7 @@ class _Uses(ast.NodeVisitor):
     def __init__(self) -> None:
         self.found: list[str] = []
         self.own: set[str] = set()  # names that are bound to fastconv, or to something of it
-        self.methods: set[str] = set()  # of the class that is being visited
+        self.methods: set[str] = set()  # methods of the class that is being visited
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -126,7 +126,7 @@ def test_the_decomposition_names_two_alone() -> None:
 
 
 def test_pytorchs_layer_has_one_name_by_which_none_is_made() -> None:
-    """``optimize`` exchanges layers of the user's, and measures them: that is all it is for."""
+    """``optimize`` uses PyTorch's layers only to measure and exchange the user's."""
     sources = {path.stem: path.read_text("utf-8") for path in _sources()}
     assert [name for name, text in sources.items() if "__base__" in text] == ["modules"]
     users = {name for name, text in sources.items() if re.search(r"\bPYTORCHS\b", text)}
@@ -223,7 +223,7 @@ class _NoConvolutions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.add(str(func))
         if func.namespace == "fastconv":
-            # Straight to the device's kernel, which would otherwise run out of this mode's sight.
+            # Calls the device's kernel directly, because this mode would not see it otherwise.
             device = args[0].device.type.upper()
             key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
             with self:

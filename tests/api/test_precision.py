@@ -1,4 +1,4 @@
-"""Which arithmetic float32 convolutions are told to use on a GPU: whose word counts, and when."""
+"""Which precision float32 convolutions have on a GPU: PyTorch's settings and fastconv's."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _seen(function: Callable[..., Any]) -> list[str | None]:
 
 @pytest.fixture
 def _pytorch_setting() -> Iterator[None]:
-    """PyTorch's settings may be changed, which its own testing utilities forbid, until the end."""
+    """Allows a test to change PyTorch's settings, which PyTorch's testing utilities forbid."""
     before = cudnn.allow_tf32
     with torch.backends.__allow_nonbracketed_mutation():
         yield
         torch.backends.fp32_precision = cudnn.fp32_precision = "none"
-        cudnn.allow_tf32 = before  # sets the newer settings of convolutions too
+        cudnn.allow_tf32 = before  # This sets the newer settings of convolutions too.
     assert cudnn.allow_tf32 == before
 
 
@@ -141,7 +141,7 @@ MODES = ["ieee", "tf32"]
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "one object"])
 def test_threads_do_not_interfere(shared: bool) -> None:
-    """They enter and leave in turn, the first one first."""
+    """Two threads enter and leave contexts in turn, the first one first."""
     contexts = {mode: fastconv.precision(mode) for mode in MODES}
     turns = threading.Barrier(2, timeout=PATIENCE_S)
     seen: dict[str, list[Any]] = {mode: [] for mode in MODES}
@@ -153,12 +153,12 @@ def test_threads_do_not_interfere(shared: bool) -> None:
         with context:
             if first:
                 turns.wait()
-            turns.wait()  # both are within
+            turns.wait()  # Both threads are inside.
             with context:
                 seen[mode] += _seen_here()
             seen[mode] += _seen_here()
             if not first:
-                turns.wait()  # the other one has left
+                turns.wait()  # The other thread has left.
                 seen[mode] += _seen_here()
         if first:
             turns.wait()
@@ -172,14 +172,14 @@ def test_threads_do_not_interfere(shared: bool) -> None:
 
 
 def _seen_here() -> list[Any]:
-    """What a convolution would be told in this thread: a Recorder would see other threads', too."""
+    """A convolution's precision in this thread; a Recorder would also see other threads'."""
     chosen = _precision.override()
     assert _precision.override_untraced() == chosen
     return [chosen]
 
 
 def test_asynchronous_tasks_do_not_interfere() -> None:
-    """A task that is begun within a context is within it."""
+    """A task that begins inside a context stays inside it."""
     context, seen = fastconv.precision("ieee"), list[Any]()
 
     async def within(mode: Any, turns: int) -> None:
@@ -211,7 +211,7 @@ def test_asynchronous_tasks_do_not_interfere() -> None:
 
 
 def test_threads_without_a_context_take_another_thread_s() -> None:
-    """As those of nn.DataParallel have to, and those that recompute a checkpoint in backward."""
+    """Threads of nn.DataParallel, and those that recompute a checkpoint, need this."""
     with fastconv.precision("ieee"):
         assert _in_a_thread(_seen_here) == ["ieee"]
         with fastconv.precision("tf32"):

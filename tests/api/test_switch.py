@@ -1,4 +1,4 @@
-"""``FASTCONV_FAMILY`` and ``planner.only``: which family plans, and that no plan outlives it."""
+"""``FASTCONV_FAMILY`` and ``planner.only`` choose a family; their plans do not outlive them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastconv import cli, native
+from fastconv import bypass, cli, native
 from fastconv.backends import cuda
 from fastconv.exporter import plans
 from fastconv.jit import launch
@@ -102,7 +102,7 @@ def test_unknown(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTCONV_FAMILY", value)
     with pytest.raises(SwitchError, match=rf"FASTCONV_FAMILY .* got '{value}': {UNKNOWN[value]}"):
         planner.forward(PROBLEM, HALF, H200)
-    assert native._bypassed is False
+    assert not bypass.is_on()
 
 
 def test_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def _uncompiled(launches: Any, *_: Any) -> Any:
 
 @pytest.fixture
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a CPU get the plans of an H200's, which are not compiled."""
+    """CPU tensors get plans for an H200, which are not compiled."""
     monkeypatch.setattr(cuda, "gpu", lambda index: H200)
     monkeypatch.setattr(native, "begin", lambda: None)
     monkeypatch.setattr(launch, "load_launches", _uncompiled)
@@ -191,7 +191,8 @@ def test_entries_are_the_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sources() -> set[str]:
         arguments = (input, weight, None, (1, 1), (1, 1, 1, 1), (1, 1), 1, "ieee")
-        entry = entries._entry(OPERATORS["forward"], result, arguments)  # type: ignore[arg-type]
+        given = OPERATORS["forward"].arguments(*arguments)
+        entry = entries._entry(OPERATORS["forward"], result, given)  # type: ignore[arg-type]
         return {launch.kernel.source.split("/")[0] for launch in entry.launches}
 
     with planner.only("direct"):

@@ -107,9 +107,9 @@ class Forced:
         height, width = problem.kernel_size
         if (
             not tile.fits(gpu)
-            or tile.box_rows > height
-            or tile.box_columns > width
-            or tile.box_channels > round_up(tile.group_in, 8)
+            or tile.tile_rows > height
+            or tile.tile_columns > width
+            or tile.tile_channels > round_up(tile.group_in, 8)
             or tile.strip_columns > round_up(problem.output_size[1], 8)
             or tile.step_rows > tile.walk_rows
         ):
@@ -254,8 +254,8 @@ NAMES = {
         "interleaved_images", "stage_columns", "strip_stages", "plane_classes",
     ),
     "ampere/wgrad_halo/kernel.cuh": (
-        "row_tiles", "warps_out", "warps_units", "warps_pixels", "box_channels", "box_rows",
-        "box_columns", "strip_columns", "step_rows", "slice_products", "rolling",
+        "row_tiles", "warps_out", "warps_units", "warps_pixels", "tile_channels", "tile_rows",
+        "tile_columns", "strip_columns", "step_rows", "slice_mmas", "rolling",
     ),
     "ampere/halo/kernel.cuh": (
         "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",

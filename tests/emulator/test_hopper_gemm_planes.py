@@ -230,5 +230,5 @@ def test_declines() -> None:
     assert "no planes" in declined(POINTWISE, channels_last=True)
     assert "aligned" in declined(POINTWISE, aligned=False)
     assert "4 channels" in declined(_case("few", 1, (8, 4), (6, 6)))
-    # Each phase is stored by code of its own.
-    assert "10000 phases" in declined(_case("far", 1, (8, 8), (200, 200), stride=100))
+    # Each residue is stored by code of its own.
+    assert "10000 residues" in declined(_case("far", 1, (8, 8), (200, 200), stride=100))

@@ -153,8 +153,8 @@ MUTANTS = [
         "sm_90a/1 forward float16 nchw/nchw: 2x12x6x12 2x12x3x3 padding=1,1",
         Fault(
             "hopper/few_outputs/kernel.cuh",
-            "sums[i + kSlotSums] : 0.0f;",
-            "sums[i + kSlotSums] : sums[i];",
+            "acc[i + kSlotAccumulators] : 0.0f;",
+            "acc[i + kSlotAccumulators] : acc[i];",
         ),
     ),
     Mutant(

@@ -10,7 +10,7 @@ from fastconv.kernels.family import Gpu, Launch, Plan
 from fastconv.kernels.planning import launches
 from planner_cases import (
     gemm_of,
-    is_spread,
+    is_few_outputs,
     packed_layers,
 )
 
@@ -18,11 +18,11 @@ REGISTERS = 168  # per thread, with which a block of 384 threads is launched
 
 
 def assert_legal(plan: Plan, gpu: Gpu) -> None:
-    if is_spread(plan):
-        _assert_legal_spread(plan, gpu)
+    if is_few_outputs(plan):
+        _assert_legal_few_outputs(plan, gpu)
         return
     if gemm_of(plan):
-        check = {"gemm_pixels": _assert_legal_pixels, "gemm_planes": _assert_legal_planes}
+        check = {"implicit_gemm_nhwc": _assert_legal_nhwc, "implicit_gemm_nchw": _assert_legal_nchw}
         check[gemm_of(plan)](plan, gpu)
         return
     layers = packed_layers(plan)
@@ -214,8 +214,8 @@ def _legal_packed_bytes(pack: Launch, main: Launch, c: dict[str, Any], gpu: Gpu)
     return packed_bytes
 
 
-def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``spread.cuh``."""
+def _assert_legal_few_outputs(plan: Plan, gpu: Gpu) -> None:
+    """Checks what the ``few_outputs`` kernel relies on."""
     (launch,) = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     assert plan.scratch_bytes == 0
@@ -258,8 +258,8 @@ def _assert_legal_spread(plan: Plan, gpu: Gpu) -> None:
         assert channels * c[f"{size}_height"] * c[f"{size}_width"] < 2**30
 
 
-def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``gemm_pixels.cuh``. Maps have checked themselves when they were made."""
+def _assert_legal_nhwc(plan: Plan, gpu: Gpu) -> None:
+    """Checks what ``implicit_gemm_nhwc`` relies on; its tensor maps check themselves."""
     *packs, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     input_map, weight_map, output_map, *_, batch = launch.arguments
@@ -305,8 +305,8 @@ def _assert_legal_pixels(plan: Plan, gpu: Gpu) -> None:
     assert launch.grid[0] <= c["blocks"] * gpu.processors
 
 
-def _assert_legal_planes(plan: Plan, gpu: Gpu) -> None:
-    """The same of ``gemm_planes.cuh``."""
+def _assert_legal_nchw(plan: Plan, gpu: Gpu) -> None:
+    """Checks what the ``implicit_gemm_nchw`` kernel relies on."""
     pack, launch = plan.launches
     c: dict[str, Any] = dict(launch.kernel.constants)
     batch = launch.arguments[-1]

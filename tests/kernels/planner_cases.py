@@ -60,14 +60,14 @@ def make_problem(input: tuple[int, ...], weight: tuple[int, ...], **more: Any) -
     return Problem.of(input, weight, *geometry.values())
 
 
-def is_spread(plan: Plan) -> bool:
-    return plan.launches[0].kernel.entry == "spread"
+def is_few_outputs(plan: Plan) -> bool:
+    return plan.launches[0].kernel.entry == "few_outputs"
 
 
 def gemm_of(plan: Plan) -> str:
     """The name of the implicit-GEMM kernel that the plan launches, or nothing."""
     entry = plan.launches[-1].kernel.entry
-    return entry if entry.startswith("gemm") else ""
+    return entry if entry.startswith("implicit_gemm") else ""
 
 
 def packed_layers(plan: Plan) -> list[tuple[Launch, Launch, dict[str, Any]]]:

@@ -25,7 +25,7 @@ from planner_cases import (
     TENSOR_CORE_MODES,
     WORKLOADS,
     gemm_of,
-    is_spread,
+    is_few_outputs,
     make_operands,
     make_problem,
     packed_layers,
@@ -118,7 +118,7 @@ def test_the_portable_kernels_take_the_rest(case: tuple[Planner, Problem, str, G
     assert re.match(rf"plain CUDA cores.*; hopper does not take {reason}", planned.why)
 
 
-SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
+FEW_OUTPUTS: dict[str, tuple[Planner, str, str, bool]] = {
     "square3x3": (planner.input_grad, "square3x3", "tf32", True),
     "one input channel": (planner.input_grad, "srcnn9x9", "ieee", True),
     "pointwise gradient": (planner.input_grad, "pointwise", "bfloat16", True),
@@ -128,7 +128,7 @@ SPREAD: dict[str, tuple[Planner, str, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD)
+@pytest.mark.parametrize("case", FEW_OUTPUTS.values(), ids=FEW_OUTPUTS)
 def test_few_output_channels_have_a_kernel_of_their_own(
     case: tuple[Planner, str, str, bool],
 ) -> None:
@@ -136,7 +136,7 @@ def test_few_output_channels_have_a_kernel_of_their_own(
     (problem,) = {
         workload.problem for workload in (*FOUNDING, *REAL, *ODD) if workload.name == name
     }
-    assert is_spread(plan(problem, make_operands(problem, mode), H200)) == expected
+    assert is_few_outputs(plan(problem, make_operands(problem, mode), H200)) == expected
 
 
 COLLECTED = {
@@ -232,16 +232,23 @@ ORDER = (
     *("halves", "k_steps", "stage_taps", "stack", "rolling", "parts", "transposed"),
     *("column_sums", "compensated"),
 )
-SPREAD_ORDER = ("unit_steps", "parts", "transposed", "low_products", "compensated", "vector_loads")
-GEMM_ORDER = {"gemm_pixels": ("transposed",), "gemm_planes": ("transposed", "chunk")}
+FEW_OUTPUTS_ORDER = (
+    "unit_steps",
+    "parts",
+    "transposed",
+    "low_products",
+    "compensated",
+    "vector_loads",
+)
+GEMM_ORDER = {"implicit_gemm_nhwc": ("transposed",), "implicit_gemm_nchw": ("transposed", "chunk")}
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     if plan.family != "hopper":
         return (plan.family,)
-    if is_spread(plan):
+    if is_few_outputs(plan):
         constants = dict(plan.launches[0].kernel.constants)
-        return ("spread", *(constants[name] for name in SPREAD_ORDER))
+        return ("few_outputs", *(constants[name] for name in FEW_OUTPUTS_ORDER))
     if gemm_of(plan):
         constants = dict(plan.launches[-1].kernel.constants)
         return (gemm_of(plan), *(constants[name] for name in GEMM_ORDER[gemm_of(plan)]))

@@ -136,7 +136,7 @@ class Launching:
                 raise Trouble(f"status {status}")
 
         def answer(operator: str, first: Tensor, second: Tensor, *rest: Any) -> Entry:
-            shape = entries.prepare(operator, first, second, *rest).shape
+            shape = entries.make_entry(operator, first, second, *rest).shape
             elements = first.shape[1] if operator == "weight_grad" and rest[-2] else 0
             form = {"channels_last": False, **fields}
             return Entry(shape, bias_elements=elements, launches=launches, trouble=trouble, **form)

@@ -151,7 +151,7 @@ class Host:
         self.conv2d = self.module.call
         self.asked: list[tuple[Any, ...]] = []  # operators whose entries were made, and arguments
         self.filled: list[str] = []
-        self.module.set_prepare(self._prepare)
+        self.module.set_make_entry(self._prepare)
         self.answer: Callable[..., Entry] = self._real
 
     def _prepare(self, operator: str, *arguments: Any) -> Entry:
@@ -159,7 +159,7 @@ class Host:
         return self.answer(operator, *arguments)
 
     def _real(self, operator: str, *arguments: Any) -> Entry:
-        entry = entries.prepare(operator, *arguments)
+        entry = entries.make_entry(operator, *arguments)
         assert entry.fill is not None
         fill = entry.fill
 

@@ -176,7 +176,7 @@ class TestBuilding:
             native.begin()
             native.finish()
         assert words == []
-        assert native.describe().endswith("was stopped)")
+        assert native.describe() == "Python (the library's build was stopped)"
         forget()
         fake.set()
         native.begin()

@@ -170,7 +170,7 @@ assert "host-" not in open("/proc/self/maps").read()
         native.conv2d = native._require
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(Unavailable, match=r"captured.*`fastconv build` "):
+        with pytest.raises(Unavailable, match=r"captured.*`fastconv build` first"):
             check_works()
         native.make()
         check_works()

@@ -24,7 +24,7 @@ from fastconv.kernels.gpus import H200
 from fastconv.modules import FusedConv2d
 from fastconv.network import lookahead
 from fastconv.network.lookahead import compile_gradients  # conftest patches it elsewhere
-from fastconv.ops import devices, entries
+from fastconv.ops import devices, entries, hooks
 from fastconv.ops.schema import OPERATORS
 
 
@@ -181,11 +181,11 @@ def test_entries_of_the_native_host_path(monkeypatch: pytest.MonkeyPatch, record
     begun: list[Any] = []
     entry = entries.Entry((), False, 0, launches=[()])
     monkeypatch.setattr(entries, "_entry", lambda *_: entry)
-    monkeypatch.setattr(lookahead, "compile_gradients", lambda *told: begun.append(told))
+    monkeypatch.setattr(hooks, "forward_prepared", lambda *told: begun.append(told))
     input, weight, bias = _tensors()
     args = (input.detach(), weight, bias, (1, 1), (0, 0, 0, 0), (1, 1), 1, "tf32")
     with torch.set_grad_enabled(recorded):
-        assert entries.prepare("forward", *args) is entry
+        assert entries.make_entry("forward", *args) is entry
     result = OPERATORS["forward"].describe(OPERATORS["forward"].known, *args)
     told = [(args, result, [False, True, True], planner.of_process())]
     assert begun == (told if recorded else [])

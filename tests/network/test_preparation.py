@@ -133,7 +133,7 @@ def test_prepared_passes_are_those_of_calls(loads: Loads) -> None:
     """Otherwise a call would plan and compile anew."""
     model = Block()
     fastconv.prepare(model, EXAMPLE)
-    assert not cuda._ahead
+    assert not cuda._given_plans
     input, weight = torch.empty(8, 64, 40, 40), torch.empty(BODY)
     problem = Problem.of(input.shape, weight.shape, (1, 1), (1, 1, 1, 1), (1, 1), 1)
     need = cuda.need(planner.forward, problem, input, weight, torch.empty_like(input), None)

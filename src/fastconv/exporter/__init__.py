@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastconv import files
+from fastconv.exporter.common import DTYPES, ExportError
+
 __all__ = ["DTYPES", "ExportError", "export"]
-
-DTYPES = ("float32", "float16", "bfloat16")
-"""What exported files compute in."""
-
-
-class ExportError(ValueError):
-    """What cannot be exported; says what, and what can."""
 
 
 def export(
@@ -49,7 +45,6 @@ def export(
         >>> fastconv.export("dilated5x9", output="model.py")
     """
     # Imported here, because `import fastconv` does not need the planner.
-    from fastconv import files
     from fastconv.exporter import file, subject
 
     path = None if output is None else Path(output)

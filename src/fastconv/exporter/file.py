@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import fastconv
+from fastconv._version import __version__
 from fastconv.exporter import plans
 from fastconv.exporter.subject import Subject
 from fastconv.kernels.family import FOLDER, Plan
@@ -92,7 +92,7 @@ def _about(subject: Subject, dtypes: Sequence[str], made: Sequence[Plan]) -> str
         title=_quoted(f"{subject.title}."),
         convolutions="A convolution" if one else "Convolutions",
         example=subject.example,
-        version=fastconv.__version__,
+        version=__version__,
         command=_quoted(subject.command),
         **{name: textwrap.fill(text.strip(), 100) for name, text in paragraphs.items()},
     )

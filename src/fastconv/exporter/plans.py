@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fastconv.backends.cuda import operands_of
-from fastconv.exporter import DTYPES, ExportError
+from fastconv.exporter.common import DTYPES, ExportError
 from fastconv.kernels import planner
 from fastconv.kernels.family import AnyMap, Argument, Constant, Gpu, Launch, Operands, Plan
 from fastconv.kernels.gpus import GPUS

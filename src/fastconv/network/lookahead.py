@@ -24,7 +24,8 @@ from fastconv import native
 from fastconv.backends import cuda
 from fastconv.kernels import planner
 from fastconv.kernels.planner import Pass, Switch
-from fastconv.ops import devices
+from fastconv.modules import Conv2d
+from fastconv.ops import devices, hooks
 from fastconv.ops.schema import OPERATORS, PRECISION, Result, gradient_format
 
 LAYERS = 4
@@ -93,6 +94,8 @@ def _gradient_needs(
 
 def register() -> None:
     cuda.before_forward = compile_next_layers
+    hooks.forward_recorded = compile_gradients_if_planned
+    hooks.forward_prepared = compile_gradients
 
 
 def compile_next_layers(need: cuda.Need) -> None:
@@ -175,8 +178,6 @@ def _is_plain(module: nn.Module) -> bool:
 
     Weights of other layers are computed or elsewhere, or a copy pads their input.
     """
-    from fastconv.modules import Conv2d  # that module imports this one
-
     plain = type(module) is Conv2d and module.padding_mode == "zeros"
     return plain and type(module._parameters.get("weight")) is nn.Parameter
 

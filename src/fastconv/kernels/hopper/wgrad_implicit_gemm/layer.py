@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fastconv.kernels.arithmetic import ceil_div, round_up
 from fastconv.kernels.family import Declined, Gpu, Operands
 from fastconv.kernels.hopper import block
-from fastconv.kernels.hopper.implicit_gemm_nhwc import layer as pixels
+from fastconv.kernels.hopper import im2col as pixels
 from fastconv.kernels.lazy import lazy
 from fastconv.kernels.planning import limits
 from fastconv.problem import Problem

@@ -15,7 +15,7 @@ from fastconv.kernels.family import (
     TensorMap,
     problem_constants,
 )
-from fastconv.kernels.hopper.implicit_gemm_nhwc.plan import input_map
+from fastconv.kernels.hopper.im2col import input_map
 from fastconv.kernels.hopper.wgrad_implicit_gemm.layer import (
     Layer,
     layer_of,
