@@ -177,7 +177,7 @@ def _all_distributed(mesh: DeviceMesh) -> Distributed:
 
 WRAPS = {"replicated": _replicated, "sharded": _sharded}
 Results = dict[str, dict[str, list[Tensor]]]
-"""What training gives: by the name of the wrap, by whose convolutions they are."""
+"""Results of training, by the name of the wrapper and by whose convolutions are used."""
 Computed = tuple[Results, Distributed, dict[str, tuple[Any, Tensor]]]
 
 

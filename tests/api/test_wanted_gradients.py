@@ -1,4 +1,4 @@
-"""Only the gradients that are asked for: computed, and returned to autograd."""
+"""Only the gradients that a backward pass asks for are computed and returned to autograd."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def weight_grad(grad_output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
     return ops.weight_grad(grad_output, input, WEIGHT[2:], *GEOMETRY, True)
 
 
-# Each node of ours: its function, the same by PyTorch, the shapes, and what computes the gradients.
+# Each autograd node: its function, PyTorch's function, the shapes, and the gradients' operators.
 NODES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, tuple[str, ...]]] = {
     "conv2d": (conv2d, reference, (INPUT, WEIGHT, BIAS), ("input_grad", "weight_grad")),
     "input_grad": (
@@ -131,7 +131,7 @@ WAYS = {
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the CPU has computed."""
+    """The names of the passes that the CPU backend has computed."""
     names: list[str] = []
 
     def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -149,7 +149,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(params=[False, True], ids=["", "watched"])
 def watched(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Under a mode that sees all operators, and without: leaves are asked in different ways."""
+    """Runs with and without a mode that sees all operators: autograd then asks differently."""
     with ExitStack() as stack:
         if request.param:
             stack.enter_context(Recorder())
@@ -234,7 +234,7 @@ def test_everything_of_an_ordinary_backward(watched: bool, computed: list[str]) 
 
 
 def test_gradient_of_the_output(watched: bool, computed: list[str]) -> None:
-    """``backward`` runs the node of the tensor that it stops at, and drops what that returns."""
+    """``backward`` runs the node of the tensor that it stops at, and drops its results."""
     output = conv2d(*_leaves(INPUT, WEIGHT, BIAS))
     returned = _returned_by(output.grad_fn)
     computed.clear()
@@ -307,7 +307,7 @@ def test_hooks_see_what_they_see_in_pytorch(
 
 @pytest.mark.parametrize("asked", _subsets(3), ids=str)
 def test_below_torch_func(asked: tuple[int, ...], computed: list[str]) -> None:
-    """Two passes of two levels: the inner one wants the input's gradient, the outer one others."""
+    """Of two nested passes, the inner one wants the input gradient, the outer one others."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
 
     def outer(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
@@ -354,7 +354,7 @@ def test_within_a_checkpoint(asked: tuple[int, ...], watched: bool, computed: li
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_passes_within_a_pass(frozen: bool, watched: bool, computed: list[str]) -> None:
-    """A reentrant checkpoint runs a whole backward within one: of all that it has recorded."""
+    """A reentrant checkpoint runs a backward pass of all that it recorded inside another pass."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
     leaves[1].requires_grad_(not frozen)
 
@@ -376,7 +376,7 @@ def test_passes_within_a_pass(frozen: bool, watched: bool, computed: list[str]) 
 def test_passes_within_hooks(
     inner: tuple[int, ...] | None, outer: tuple[int, ...], watched: bool
 ) -> None:
-    """Each pass has its own wishes, on the same weights; ``None`` is an ordinary backward."""
+    """Passes at once on the same weights want different gradients; ``None`` wants all."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
 
     def gradients(function: Callable[..., Tensor]) -> list[Any]:
@@ -403,7 +403,7 @@ def test_passes_within_hooks(
 
 @by_python  # C++ nodes, PyTorch's own too, go by the pass that is under way
 def test_nodes_called_by_hand(watched: bool) -> None:
-    """They give everything, in whatever pass that happens."""
+    """They return all gradients in every pass."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
     above = torch.randn(OUTPUT, dtype=torch.float64)
     expected = torch.autograd.grad(reference(*leaves), leaves, above)
@@ -432,7 +432,7 @@ def test_many_threads() -> None:
 
 
 def test_a_leaf_that_has_changed(watched: bool) -> None:
-    """Data of another type is another leaf, but the graph's is still there to be asked for."""
+    """Assigning data of another type makes another leaf, but the graph's leaf remains."""
     leaves = _leaves(INPUT, WEIGHT, BIAS)
     output = conv2d(*leaves)
     edge = get_gradient_edge(leaves[2])

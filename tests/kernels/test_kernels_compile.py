@@ -1,8 +1,8 @@
 """Every kernel compiles for every architecture that we support; no GPU is needed.
 
-Of the portable kernels, a covering set is compiled for all of them, by the compilers of three CUDA
-releases; the rest for one architecture. Tensor-core kernels are compiled for theirs, as the bench's
-workloads have them. Registers and spills are printed: see them with ``pytest -rA``.
+The compilers of three CUDA releases compile a covering set of the portable kernels for all
+architectures, and the rest for one. Tensor-core kernels of the benchmark's workloads are compiled
+for their own architectures. ``pytest -rA`` shows registers and spills.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fastconv.workloads import FOUNDING, SUITES
 PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 SCALAR_BYTES = {"float": 4, "double": 8, "fastconv::float16": 2, "fastconv::bfloat16": 2}
 
-# What makes kernels differ: input shape, weight shape, stride, padding, dilation and groups.
-# A large batch has enough blocks on any GPU for its weights to be packed, a small one has not.
+# Input shape, weight shape, stride, padding, dilation and groups. A large batch has enough blocks
+# on any GPU that its weights are packed; a small one has not.
 PROBLEMS = {
     name: Problem.of(*arguments)
     for name, arguments in {
@@ -111,7 +111,7 @@ def _works(kinds: Iterable[tuple[str, str, bool, bool]]) -> list[Work]:
     ]
 
 
-# Every dtype, layout and pass, strides, dilations, groups; packed and not; 12 in all.
+# Twelve cases with every dtype, layout and pass, strides, dilations, groups, packed and not.
 COVERING = _works(
     (
         ("few blocks", "float", False, True),
@@ -120,7 +120,7 @@ COVERING = _works(
         ("depthwise", "fastconv::bfloat16", True, True),
     )
 )
-# Every problem twice, as different as can be.
+# Every problem in two kinds that differ as much as possible.
 REST = _works(
     (name, scalar, channels_last, aligned)
     for i, name in enumerate(PROBLEMS)
@@ -133,7 +133,7 @@ FOUNDING_WORKS = [
     Work(workload.name, workload.problem, plan) for workload in FOUNDING for plan in PASSES
 ]
 
-# What the tensor-core kernels are measured in: scalar, channels last, aligned, precision.
+# Scalar, channels last, aligned and precision of the tensor-core kernels' measurements.
 DENSE = ("founding", "real", "odd")
 MODES = [
     (scalar, channels_last, True, precision)
@@ -142,12 +142,12 @@ MODES = [
 ]
 
 
-# Where float32 is multiplied as float16 in two parts, which takes the most registers.
+# Kinds with scaled fp16 in two parts, which takes the most registers.
 MOST_REGISTERS = ("float", False, True, "ieee")
 
 
 ALL = "FASTCONV_COMPILE_ALL" in os.environ
-"""Whether there is time for everything: ``make test-compile``."""
+"""Whether to compile everything, as ``make test-compile`` does."""
 
 
 def _taken(works: Iterable[Work]) -> list[Work]:
@@ -169,7 +169,7 @@ def _compile(works: list[Work], gpu: Gpu, compiler: Compiler) -> dict[str, jit.C
         for index, launch in enumerate(work.planned(gpu).launches):
             assert launch.shared_bytes <= gpu.shared_bytes_per_block, str(work)
             kernels[_name(work, index, launch.kernel)] = launch.kernel
-    # Kernels of one file and the same constants are one translation unit: compiled once.
+    # Kernels of one file with the same constants share a translation unit, compiled once.
     units = {kernel.text: kernel for kernel in kernels.values()}
     with ThreadPoolExecutor(compile_jobs()) as threads:
         results = threads.map(lambda kernel: compiler(kernel, gpu.architecture), units.values())
@@ -237,13 +237,13 @@ def test_founding_workloads_do_not_spill() -> None:
     assert [name for name, kernel in compiled.items() if kernel.spill_bytes] == []
 
 
-# Compiling takes as long as there is code, 2 seconds for 100 kB. Seconds themselves would say how
-# busy a machine is.
+# Bounds the time to compile, which grows with the code, 2 seconds for 100 kB. A bound in seconds
+# would depend on how busy a machine is.
 MOST_CODE = 200_000  # bytes
 
 
 def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None:
-    """They lose most of their speed if sums are spilled, or products wait for one another."""
+    """Kernels lose most of their speed if accumulators spill, or MMAs wait for one another."""
     compiled = _compile(works, HOPPER, jit.compile_kernel)
     _check(compiled)
     faults = {
@@ -258,7 +258,7 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
         for index, launch in enumerate(work.planned(HOPPER).launches):
             of: dict[str, Any] = dict(launch.kernel.constants)
             if launch.kernel.entry in ("correlate", "weight_grad", "implicit_gemm_nchw"):
-                # With more than it is launched with, a block would wait forever.
+                # A block that asks for more registers than it is launched with would wait forever.
                 wanted = 128 * of["producer_registers"] + 256 * of["consumer_registers"]
                 registers = compiled[_name(work, index, launch.kernel)].registers
                 assert registers is not None, str(work)
@@ -266,13 +266,13 @@ def _check_tensor_core_kernels(works: list[Work], most_spilled: int = 0) -> None
 
 
 def _spilled(kernel: jit.Compiled, most: int) -> int:
-    """Bytes that a thread keeps in memory for want of registers, if they are more than that."""
+    """The bytes that a thread spills, if they are more than allowed."""
     spilled = max(kernel.spill_bytes or 0, kernel.stack_bytes or 0)
     return spilled if spilled > most else 0
 
 
 def _serialised(log: str) -> str | None:
-    """The compiler's warning that products will not overlap, if it has one (C7510 to C7519)."""
+    """The compiler's warning that wgmma will be serialized, if any (C7510 to C7519)."""
     found = re.search(r".*\bC751\d\b.*", log)
     return found[0] if found else None
 
@@ -457,7 +457,7 @@ EPILOGUES = {
 @needs_nvrtc
 @pytest.mark.parametrize("arch", EPILOGUES)
 def test_epilogues(arch: str) -> None:
-    """Residuals and activations find registers where sums leave few."""
+    """Epilogues spill next to nothing, though accumulators leave few registers."""
     compiled = _compile(EPILOGUES[arch], GPUS[arch], jit.compile_kernel)
     _check(compiled)
     # On sm_80, 3x3's as float16 keeps 8 bytes of what it needs once for a tile.
@@ -483,8 +483,8 @@ def test_tensor_core_weight_grad() -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
-def test_tensor_copies(arch: str) -> None:
-    """In every kind, by kernels of the tests' own."""
+def test_tma_copies(arch: str) -> None:
+    """The tests' own kernels for TMA copies compile."""
     launches = [case.launch for case in tensor_maps.cases(0).values()]
     launches += [case.storing_launch for case in tensor_maps.stores(0).values()]
     units = {launch.kernel.text: launch.kernel for launch in launches}
@@ -495,7 +495,7 @@ def test_tensor_copies(arch: str) -> None:
 
 @needs_nvrtc
 def test_swizzled_products() -> None:
-    """The same of swizzled matrices, which sm_90a has."""
+    """The tests' own kernels for ``wgmma`` of swizzled matrices compile for sm_90a."""
     for case in swizzled_products.CASES:
         compiled = jit.compile_kernel(case.launch.kernel, "sm_90a")
         assert compiled.spill_bytes == 0
@@ -504,7 +504,7 @@ def test_swizzled_products() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch not in ("sm_70", "sm_75")])
 def test_small_products(arch: str) -> None:
-    """The same of warps' products, which all GPUs since Ampere have."""
+    """The tests' own kernels for ``mma.sync`` compile for all GPUs since Ampere."""
     for case in (*small_products.CASES, *small_products.ROUNDS):
         compiled = jit.compile_kernel(case.launch.kernel, arch)
         assert compiled.spill_bytes == 0

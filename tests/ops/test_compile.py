@@ -1,4 +1,4 @@
-"""``torch.compile`` and ``torch.export``: whole graphs, results as without them."""
+"""``torch.compile`` and ``torch.export`` trace whole graphs, which give eager mode's results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _assert_same(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_function(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled anew, and as in a continuous integration, where PyTorch is strict with itself."""
+    """The code is compiled anew, and CI=1 turns on PyTorch's strict checks of itself."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CI", "1")
 
@@ -132,7 +132,7 @@ def test_gradients_keep_their_layout(memory_format: torch.memory_format) -> None
     assert [gradient.stride() for gradient in ours] == [gradient.stride() for gradient in theirs]
 
 
-# None equal to a side of the weight: PyTorch takes sides that are equal at first for one.
+# No side equals one of the weight's: PyTorch takes sides that are equal at first for the same one.
 SIZES = [(5, 9, 8), (3, 12, 8), (2, 7, 19), (4, 30, 11)]
 
 
@@ -192,7 +192,7 @@ def test_network_trains() -> None:
 
 
 def _precisions(graph: torch.fx.GraphModule) -> list[str | None]:
-    """The precision that each convolution of a graph asks for."""
+    """The precision of each convolution of a graph."""
     return [
         node.args[-1]
         for node in graph.graph.nodes
@@ -218,11 +218,11 @@ def test_precision_inside_and_outside() -> None:
         compiled(input, weight)
         with fastconv.precision("tf32"):
             compiled(input, weight)
-    assert seen == [["ieee", None], ["ieee", "tf32"]]  # and nothing compiled again
+    assert seen == [["ieee", None], ["ieee", "tf32"]]  # Nothing else was compiled.
 
 
 def test_precision_of_threads() -> None:
-    """What was compiled for one choice does not serve a thread that has made another one."""
+    """Code compiled for one precision does not serve a thread that has chosen another."""
     seen: list[list[str | None]] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -243,13 +243,13 @@ def test_precision_of_threads() -> None:
         for _ in range(2):
             compiled(input, weight)
             thread.submit(within, "ieee").result(PATIENCE_S)
-            thread.submit(compiled, input, weight).result(PATIENCE_S)  # has no choice of its own
+            thread.submit(compiled, input, weight).result(PATIENCE_S)  # The thread has chosen none.
     compiled(input, weight)
     assert seen == 2 * [["tf32"], ["ieee"], ["tf32"]] + [[None]]
 
 
 def test_precision_where_tracing_stops() -> None:
-    """Code that is not traced is within what traced code has entered, and the other way round."""
+    """Untraced code is inside a context that traced code has entered, and the other way round."""
     seen: list[Any] = []
 
     @torch.compiler.disable

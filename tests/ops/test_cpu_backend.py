@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COMPLEXES = (torch.complex64, torch.complex128, torch.complex32)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# Error of the sums, relative to the largest one; the result may then be rounded once.
+# The error allowed for sums, relative to the largest one; the result may then be rounded once.
 SUM_ERRORS = {torch.float64: 1e-12, torch.complex128: 1e-12}
 NARROW_SUM_ERROR = 1e-5
 
@@ -228,7 +228,7 @@ def test_every_path(
 
 
 class _Operators(TorchDispatchMode):
-    """Collects the names of the operators that are called."""
+    """Collects the names of PyTorch's operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_thin_layers_give_the_same_bits_again(
 
 
 def plain_sums(problem: Problem, given: Tensors) -> list[Tensor]:
-    """What ``run`` gives, of a depthwise layer: products only of what there is, and of padding."""
+    """The results of ``run`` for a depthwise layer, from products with pixels and padding alone."""
     (height, width), pad = problem.input_size, problem.padding
     padded = F.pad(given.input, (pad.left, pad.right, pad.top, pad.bottom))
     padded_grad, weight_grad = torch.zeros_like(padded), torch.zeros_like(given.weight)
@@ -340,7 +340,7 @@ def test_what_is_not_finite_stays_where_it_belongs(
 def test_infinite_weights_meet_no_zeros_beyond_the_borders(
     case: str, memory_format: torch.memory_format
 ) -> None:
-    """Beyond those of the output's gradient; beyond the input's there is padding, which counts."""
+    """Zeros beyond the output's gradient do not count; those of the input's padding do."""
     problem = THIN[case]
     given = tensors(problem, torch.float32, LAYOUTS[memory_format == torch.channels_last])
     given.weight[0, 0, 0, 0] = float("inf")
@@ -385,7 +385,7 @@ def test_lazy_conjugate_and_negative(kernel: int) -> None:
 
 
 def test_narrow_types_are_rounded_once() -> None:
-    """Every sum is 1 and many halves of bfloat16's spacing there, which one by one would vanish."""
+    """Every sum is 1 plus many terms of half bfloat16's spacing, which would vanish one by one."""
     problem = Problem.of((1, 257, 1, 1), (1, 257, 1, 1), (1, 1), (0,) * 4, (1, 1), 1)
     values = torch.full((1, 257, 1, 1), 2.0**-9, dtype=torch.bfloat16)
     ones, out = torch.ones_like(values), torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The three operators under everything PyTorch does to an operator."""
+"""The three operators under PyTorch's autograd, transforms, modes and subclasses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def weight_grad_without_bias(grad_output: Tensor, input: Tensor) -> Tensor:
     return ops.weight_grad(grad_output, input, WEIGHT[2:], *GEOMETRY, False)[0]
 
 
-# Differentiable functions of tensors, with the shapes of these.
+# Differentiable functions of tensors, with the tensors' shapes.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "conv2d": (conv2d, (INPUT, WEIGHT)),
     "conv2d with bias": (conv2d, (INPUT, WEIGHT, BIAS)),
@@ -231,7 +231,7 @@ def _mapped(*shapes: tuple[int, ...], dims: tuple[int | None, ...]) -> list[Tens
 
 
 def _loop(function: Callable[..., Any], dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
-    """``vmap(function, dims)(*tensors)``, one call at a time."""
+    """The result of ``vmap(function, dims)(*tensors)``, computed by one call at a time."""
     results = [
         function(
             *(
@@ -362,7 +362,7 @@ def _value(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *x: torch.func.grad_and_value(lambda *y: function(*y).sum())(*x)[1]
 
 
-# Transforms, and the tensors that they expect to have one more dimension.
+# Transforms, and the indices of tensors that need one more dimension.
 AUTOCAST_UNDER: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "vmap": (lambda f: vmap(f, (0, None, None)), (0,)),
     "vmap of the weight": (lambda f: vmap(f, (None, 0, None)), (1,)),
@@ -419,7 +419,7 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
     expected = oracle.with_gradients(block, tensors, grad_output)
     leaves = [tensor.requires_grad_() for tensor in tensors]
     output = checkpoint(block, *leaves, use_reentrant=use_reentrant)
-    output.backward(grad_output)  # the reentrant kind has no other way
+    output.backward(grad_output)  # A reentrant checkpoint supports no other call.
     torch.testing.assert_close((output, *(leaf.grad for leaf in leaves)), expected)
 
 
@@ -438,7 +438,7 @@ def test_only_the_gradients_needed(needed: tuple[int, ...]) -> None:
 
 
 class _Tagged(Tensor):
-    """A tensor that makes tagged ones of whatever it has a part in, as FakeTensor does."""
+    """A subclass whose operators return the same subclass, like FakeTensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
