@@ -68,7 +68,7 @@ def launches() -> Iterator[tuple[str, str, Kernel]]:
                     title = f"{suite} {workload.name} {name} {scalar} {precision} {last} {arch}"
                     yield from _launches(title, arch, plan)
     corpus = _corpus()
-    works = {corpus.line_of(work): work for work in corpus.read_works()}
+    works = {corpus.line_of(work): work for work in corpus.read_cases()}
     for line in Random(0).sample(sorted(works), LINES):
         yield from _launches(line, works[line].gpu.architecture, works[line].plan)
 
@@ -77,7 +77,7 @@ def _corpus() -> Any:
     return importlib.import_module(CORPUS)
 
 
-CORPUS = "emulator.net"
+CORPUS = "emulator.corpus"
 
 
 def _launches(title: str, arch: str, plan: Any) -> Iterator[tuple[str, str, Kernel]]:

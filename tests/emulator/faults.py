@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emulator.driver import HOST
-from emulator.works import Planner
+from emulator.pass_cases import Planner
 from fastconv.kernels.family import FOLDER, Gpu, Kernel, Operands, Plan
 from fastconv.problem import Problem
 

@@ -10,7 +10,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from emulator.works import Tensors, Work, new_bias_grad, placed, run
+from emulator.pass_cases import PassCase, Tensors, new_bias_grad, placed, run
 from fastconv.bench import isolation
 from fastconv.bench.isolation import Pattern
 
@@ -18,37 +18,37 @@ from fastconv.bench.isolation import Pattern
 RULES = {"tf32": 2.0**-9, "ieee": 2.0**-19}
 
 
-def check(work: Work, seed: int = 0) -> None:
+def check(case: PassCase, seed: int = 0) -> None:
     """Raises an AssertionError if a result depends on what it must not depend on."""
-    problem, draw = work.case.problem, Random(seed)
-    tensors = positive(work, seed)
-    before = _results(work, tensors)
-    for pattern, is_nan in isolation.patterns(problem, work.direction, draw):
-        factor = torch.nan if is_nan else isolation.loudness(work.dtype)
-        after = _results(work, made_loud(work, tensors, pattern, factor))
-        found = _complaint(work, pattern, before, after)
+    problem, draw = case.conv.problem, Random(seed)
+    tensors = positive(case, seed)
+    before = _results(case, tensors)
+    for pattern, is_nan in isolation.patterns(problem, case.direction, draw):
+        factor = torch.nan if is_nan else isolation.loudness(case.dtype)
+        after = _results(case, made_loud(case, tensors, pattern, factor))
+        found = _complaint(case, pattern, before, after)
         assert found is None, found
 
 
-def positive(work: Work, seed: int = 0) -> Tensors:
+def positive(case: PassCase, seed: int = 0) -> Tensors:
     """Positive numbers whose sums are about 1, where the work wants them in memory."""
-    like, powers = Tensors.random(work), isolation.exponents(_terms(work))
+    like, powers = Tensors.random(case), isolation.exponents(_terms(case))
     read = {"forward": "input", "input_grad": "grad_output", "weight_grad": "input"}
     made = {}
     for at, (role, tensor) in enumerate(vars(like).items()):
         exponent = 0
         if role in ("input", "weight", "grad_output"):
-            exponent = powers[role != read[work.direction]]
-        values = isolation.positive(tensor.shape, work.dtype, exponent, 8 * seed + at)
+            exponent = powers[role != read[case.direction]]
+        values = isolation.positive(tensor.shape, case.dtype, exponent, 8 * seed + at)
         made[role] = _like(tensor, values)
     return Tensors(**made)
 
 
-def made_loud(work: Work, tensors: Tensors, pattern: Pattern, factor: float) -> Tensors:
+def made_loud(case: PassCase, tensors: Tensors, pattern: Pattern, factor: float) -> Tensors:
     """The tensors with what is not quiet multiplied by the factor."""
     regions: Mapping[str, isolation.Region] = pattern.quiet
     masks = {role: region.mask(tensors.input.device) for role, region in regions.items()}
-    if work.epilogue.residual:
+    if case.epilogue.residual:
         masks["residual"] = pattern.unchanged.mask(tensors.input.device)
     if pattern.quiet_bias is not None:
         masks["bias"] = pattern.quiet_bias
@@ -67,29 +67,29 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     return placed(values, order, tensor.data_ptr() % 16 == 0)
 
 
-def _terms(work: Work) -> int:
+def _terms(case: PassCase) -> int:
     """Products of a sum, at most."""
-    problem = work.case.problem
-    if work.direction == "weight_grad":
+    problem = case.conv.problem
+    if case.direction == "weight_grad":
         return problem.batch * math.prod(problem.output_size)
-    channels = problem.in_channels if work.direction == "forward" else problem.out_channels
+    channels = problem.in_channels if case.direction == "forward" else problem.out_channels
     return channels // problem.groups * math.prod(problem.kernel_size)
 
 
-def _results(work: Work, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    bias_grad = new_bias_grad(work)
-    return run(work, tensors, bias_grad, both_orders=False), bias_grad
+def _results(case: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    bias_grad = new_bias_grad(case)
+    return run(case, tensors, bias_grad, both_orders=False), bias_grad
 
 
 def _complaint(
-    work: Work,
+    case: PassCase,
     pattern: Pattern,
     before: tuple[Tensor, Tensor | None],
     after: tuple[Tensor, Tensor | None],
 ) -> str | None:
     def within() -> float | None:
-        changes = isolation.may_change_arithmetic(work.plan, work.direction, pattern)
-        return RULES[work.precision] if changes else None
+        changes = isolation.may_change_arithmetic(case.plan, case.direction, pattern)
+        return RULES[case.precision] if changes else None
 
     found = isolation.complaint(pattern, before[0], after[0], within)
     if found is None and before[1] is not None and after[1] is not None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from emulator import driver, isolated, net, precompile
+from emulator import corpus, driver, isolated, precompile
 from emulator.faults import Fault, Faulty, FaultyPlanner
-from emulator.works import ALL, Work
+from emulator.pass_cases import ALL, PassCase
 from fastconv.kernels import planner
 from fastconv.problem import NO_EPILOGUE, Epilogue
 
@@ -27,13 +27,13 @@ class Mutant:
     epilogue: Epilogue = NO_EPILOGUE
 
     @property
-    def work(self) -> Work:
-        return replace(net.work_of(self.line), epilogue=self.epilogue)
+    def case(self) -> PassCase:
+        return replace(corpus.case_of(self.line), epilogue=self.epilogue)
 
     @property
-    def faulty(self) -> Work:
-        work = self.work
-        return replace(work, planner=FaultyPlanner(work.planner, self.fault))
+    def faulty(self) -> PassCase:
+        case = self.case
+        return replace(case, planner=FaultyPlanner(case.planner, self.fault))
 
     def __str__(self) -> str:
         return f"{self.fault.file}: {self.what} ({self.line})"
@@ -443,13 +443,13 @@ RUN = [*MUTANTS, *(MORE if ALL else [])]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [work for mutant in RUN for work in (mutant.work, mutant.faulty)]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [case for mutant in RUN for case in (mutant.case, mutant.faulty)]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
 @pytest.mark.parametrize("mutant", RUN, ids=str)
 def test_mutants_are_found(mutant: Mutant) -> None:
-    isolated.check(mutant.work)
+    isolated.check(mutant.case)
     with pytest.raises(AssertionError, match="of what reads") as found:
         isolated.check(mutant.faulty)
     assert not isinstance(found.value, driver.EmulatorError)

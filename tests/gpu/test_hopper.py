@@ -17,25 +17,25 @@ from torch import Tensor
 
 import oracle
 from emulator import (
-    test_hopper_correlate,
-    test_hopper_gemm_pixels,
-    test_hopper_gemm_planes,
-    test_hopper_halves,
-    test_hopper_phases,
-    test_hopper_spread,
+    test_hopper_few_outputs,
+    test_hopper_halo,
+    test_hopper_implicit_gemm_nchw,
+    test_hopper_implicit_gemm_nhwc,
+    test_hopper_residues,
+    test_hopper_scaled_fp16,
 )
-from emulator.test_hopper_correlate import MODES
-from emulator.works import (
+from emulator.pass_cases import (
     ODD_NUMBERS,
-    Case,
+    Conv,
+    PassCase,
     Tensors,
-    Work,
     assert_correct,
     assert_plainly,
     at_corners,
     new_output,
     placed,
 )
+from emulator.test_hopper_halo import MODES
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.bench import contestants
@@ -88,17 +88,17 @@ def _assert_tensor_cores(plan: planner.Planner, problem: Problem, *kind: Any) ->
 
 
 WORKS = [
-    *test_hopper_correlate.WORKS,
-    *test_hopper_halves.WORKS,
-    *test_hopper_phases.WORKS,
-    *test_hopper_spread.WORKS,
-    *test_hopper_gemm_pixels.WORKS,
-    *test_hopper_gemm_planes.WORKS,
+    *test_hopper_halo.CASES,
+    *test_hopper_scaled_fp16.CASES,
+    *test_hopper_residues.CASES,
+    *test_hopper_few_outputs.CASES,
+    *test_hopper_implicit_gemm_nhwc.CASES,
+    *test_hopper_implicit_gemm_nchw.CASES,
 ]
 
 
 @contextmanager
-def _planned_as(work: Work) -> Iterator[None]:
+def _planned_as(work: PassCase) -> Iterator[None]:
     """With the work's plan, for its GPU of few processors: blocks take several tiles."""
     backend._ready.cache_clear()
     only = {"FORWARD": (work.planner,), "INPUT_GRAD": (work.planner,)}
@@ -110,7 +110,7 @@ def _planned_as(work: Work) -> Iterator[None]:
     backend._ready.cache_clear()
 
 
-def _run_work(work: Work, tensors: Tensors) -> Tensor:
+def _run_work(work: PassCase, tensors: Tensors) -> Tensor:
     """The pass on the GPU, from and to tensors that lie in memory as the work says."""
     input, weight, bias, grad_output, output = (
         tensor.to(CUDA) if work.aligned else placed(tensor.to(CUDA), _format(tensor), False)
@@ -122,7 +122,7 @@ def _run_work(work: Work, tensors: Tensors) -> Tensor:
             new_output(work),
         )
     )
-    problem = work.case.problem
+    problem = work.conv.problem
     with _planned_as(work):
         if work.direction == "forward":
             added = bias if work.bias else None
@@ -143,7 +143,7 @@ def _works_compiled() -> None:
 
 @pytest.mark.usefixtures("_works_compiled")
 @pytest.mark.parametrize("work", WORKS, ids=str)
-def test_emulated(work: Work) -> None:
+def test_emulated(work: PassCase) -> None:
     """The very kernels that the emulator runs."""
     tensors = Tensors.random(work)
     name = next(name for name, mode in MODES.items() if mode == (work.dtype, work.precision))
@@ -152,20 +152,20 @@ def test_emulated(work: Work) -> None:
 
 # As in the emulator, whose products are exact: tensor cores may overflow on the way.
 ODD_WORKS = [
-    *((work, test_hopper_correlate.odd_input) for work in test_hopper_correlate.SPLIT),
-    (test_hopper_correlate.MIDDLE, test_hopper_correlate.odd_weights),
+    *((work, test_hopper_halo.odd_input) for work in test_hopper_halo.SPLIT),
+    (test_hopper_halo.MIDDLE, test_hopper_halo.odd_weights),
 ]
 
 
 @pytest.mark.parametrize(("work", "make"), ODD_WORKS)
-def test_odd_numbers_in_two_parts(work: Work, make: Callable[[Work], Tensors]) -> None:
+def test_odd_numbers_in_two_parts(work: PassCase, make: Callable[[PassCase], Tensors]) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
     tensors = make(work)
     assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
-@pytest.mark.parametrize("work", test_hopper_spread.SPLIT, ids=str)
-def test_odd_numbers_of_few_outputs(work: Work) -> None:
+@pytest.mark.parametrize("work", test_hopper_few_outputs.SPLIT, ids=str)
+def test_odd_numbers_of_few_outputs(work: PassCase) -> None:
     tensors = Tensors.random(work)
     at_corners(tensors.input, ODD_NUMBERS[:3])
     assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
@@ -173,8 +173,8 @@ def test_odd_numbers_of_few_outputs(work: Work) -> None:
 
 def test_odd_numbers_in_an_image_beyond_float16() -> None:
     """It is computed again, in TF32."""
-    case = Case("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
-    work = Work(case, hopper.forward, precision="ieee")
+    case = Conv("beyond", (2, 32, 40, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2))
+    work = PassCase(case, hopper.forward, precision="ieee")
     assert "float16" in work.plan.why
     tensors = Tensors.random(work)
     at_corners(tensors.input)
@@ -195,8 +195,8 @@ BEYOND: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("beyond", BEYOND)
 def test_images_beyond_float16(mode: str, beyond: str) -> None:
     """They are computed again, and the others are as they would be without them."""
-    work = Work(
-        Case("beyond", (3, 32, 120, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2)),
+    work = PassCase(
+        Conv("beyond", (3, 32, 120, 200), (64, 32, 3, 5), padding=(1, 1, 2, 2)),
         hopper.forward,
         precision=mode,
     )

@@ -12,13 +12,13 @@ import torch
 
 from emulator import precompile
 from emulator import run as run_launches
-from emulator.works import (
+from emulator.pass_cases import (
     LARGE,
     ODD_NUMBERS,
-    Case,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
     assert_plain,
     check,
     float64,
@@ -64,129 +64,129 @@ MODES = {
     "float16": (torch.float16, "ieee"),
 }
 
-CASES = (
-    Case("asymmetric", (2, 12, 5, 12), (20, 12, 3, 5), padding=(1, 1, 2, 2)),
-    Case("dilated", (1, 9, 11, 16), (16, 9, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
-    Case("strided", (2, 8, 7, 17), (9, 8, 3, 3), stride=(2, 3), padding=(1, 1, 1, 1)),
-    Case("stride beyond the kernel", (1, 9, 15, 19), (8, 9, 2, 3), (5, 2), (3, 4, 0, 9), (1, 4)),
-    Case("stride and dilation share a factor", (1, 8, 13, 24), (9, 8, 3, 3), (4, 2), (3, 0, 1, 2),
+CONVS = (
+    Conv("asymmetric", (2, 12, 5, 12), (20, 12, 3, 5), padding=(1, 1, 2, 2)),
+    Conv("dilated", (1, 9, 11, 16), (16, 9, 3, 4), padding=(2, 1, 4, 3), dilation=(2, 3)),
+    Conv("strided", (2, 8, 7, 17), (9, 8, 3, 3), stride=(2, 3), padding=(1, 1, 1, 1)),
+    Conv("stride beyond the kernel", (1, 9, 15, 19), (8, 9, 2, 3), (5, 2), (3, 4, 0, 9), (1, 4)),
+    Conv("stride and dilation share a factor", (1, 8, 13, 24), (9, 8, 3, 3), (4, 2), (3, 0, 1, 2),
          (2, 4)),
-    Case("pointwise", (1, 20, 4, 12), (40, 20, 1, 1)),
-    Case("pointwise strided", (1, 16, 7, 16), (16, 16, 1, 1), stride=(2, 2)),
-    Case("small images", (5, 16, 7, 7), (17, 16, 3, 3), padding=(1, 1, 1, 1)),
-    Case("grouped", (1, 32, 5, 8), (24, 16, 3, 2), padding=(1, 0, 0, 1), groups=2),
-    Case("one row", (3, 8, 1, 40), (8, 8, 1, 9), padding=(0, 0, 4, 4)),
-    Case("one pixel", (3, 11, 2, 2), (5, 11, 2, 2)),
-    Case("few channels", (1, 3, 9, 9), (10, 3, 3, 3)),
-    Case("wide image", (1, 8, 3, 150), (8, 8, 3, 3), padding=(1, 1, 1, 1)),
-    Case("many outputs", (1, 8, 4, 8), (130, 8, 1, 2)),
+    Conv("pointwise", (1, 20, 4, 12), (40, 20, 1, 1)),
+    Conv("pointwise strided", (1, 16, 7, 16), (16, 16, 1, 1), stride=(2, 2)),
+    Conv("small images", (5, 16, 7, 7), (17, 16, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("grouped", (1, 32, 5, 8), (24, 16, 3, 2), padding=(1, 0, 0, 1), groups=2),
+    Conv("one row", (3, 8, 1, 40), (8, 8, 1, 9), padding=(0, 0, 4, 4)),
+    Conv("one pixel", (3, 11, 2, 2), (5, 11, 2, 2)),
+    Conv("few channels", (1, 3, 9, 9), (10, 3, 3, 3)),
+    Conv("wide image", (1, 8, 3, 150), (8, 8, 3, 3), padding=(1, 1, 1, 1)),
+    Conv("many outputs", (1, 8, 4, 8), (130, 8, 1, 2)),
 )  # fmt: skip
-ROLLED = Case("rolled", (1, 9, 13, 24), (16, 9, 5, 3), padding=(2, 2, 1, 1))
-DILATED = Case("rolled dilated", (2, 8, 14, 18), (16, 8, 3, 3), padding=(2, 2, 1, 1),
+ROLLED = Conv("rolled", (1, 9, 13, 24), (16, 9, 5, 3), padding=(2, 2, 1, 1))
+DILATED = Conv("rolled dilated", (2, 8, 14, 18), (16, 8, 3, 3), padding=(2, 2, 1, 1),
                dilation=(2, 1))  # fmt: skip
-ODD_OUTPUTS = Case("odd outputs", (1, 8, 4, 12), (9, 8, 1, 3), padding=(0, 0, 1, 1))
-DEEP = Case("deep", (1, 40, 3, 8), (20, 40, 3, 3), padding=(1, 1, 1, 1))
+ODD_OUTPUTS = Conv("odd outputs", (1, 8, 4, 12), (9, 8, 1, 3), padding=(0, 0, 1, 1))
+DEEP = Conv("deep", (1, 40, 3, 8), (20, 40, 3, 3), padding=(1, 1, 1, 1))
 
 
-def _work(
-    case: Case,
+def _case(
+    conv: Conv,
     mode: str,
     channels_last: bool = False,
     aligned: bool = True,
     bias: bool = False,
     planner: Planner = weight_grad,
-) -> Work:
+) -> PassCase:
     dtype, precision = MODES[mode]
-    return Work(case, planner, dtype, channels_last, aligned, GPU, precision, bias_grad=bias)
+    return PassCase(conv, planner, dtype, channels_last, aligned, GPU, precision, bias_grad=bias)
 
 
 # What the planner would choose for larger problems only.
 FORCED = (
-    _work(ROLLED, "tf32", bias=True, planner=_with(rolling=True, step_rows=1)),
-    _work(ROLLED, "bfloat16", planner=_with(rolling=True, strip_columns=24)),
-    _work(ROLLED, "float16", True, planner=_with(rolling=True, step_rows=2)),
-    _work(DILATED, "ieee", True, planner=_with(rolling=True)),
-    _work(DILATED, "bfloat16", planner=_with(rolling=True, strip_columns=8)),
-    _work(DEEP, "tf32", planner=_with(box_channels=16, box_rows=2)),
-    _work(DEEP, "float16", bias=True, planner=_with(box_columns=2, warps_out=2)),
-    _work(CASES[5], "bfloat16", True, planner=_with(warps_pixels=2)),
-    _work(CASES[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
-    _work(CASES[13], "float16", True, planner=_with(row_tiles=4)),
-    replace(_work(ODD_OUTPUTS, "bfloat16"), other_format=True),  # both tensors through registers
+    _case(ROLLED, "tf32", bias=True, planner=_with(rolling=True, step_rows=1)),
+    _case(ROLLED, "bfloat16", planner=_with(rolling=True, strip_columns=24)),
+    _case(ROLLED, "float16", True, planner=_with(rolling=True, step_rows=2)),
+    _case(DILATED, "ieee", True, planner=_with(rolling=True)),
+    _case(DILATED, "bfloat16", planner=_with(rolling=True, strip_columns=8)),
+    _case(DEEP, "tf32", planner=_with(box_channels=16, box_rows=2)),
+    _case(DEEP, "float16", bias=True, planner=_with(box_columns=2, warps_out=2)),
+    _case(CONVS[5], "bfloat16", True, planner=_with(warps_pixels=2)),
+    _case(CONVS[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
+    _case(CONVS[13], "float16", True, planner=_with(row_tiles=4)),
+    replace(_case(ODD_OUTPUTS, "bfloat16"), other_format=True),  # both tensors through registers
 )
 
 
-def _works() -> list[Work]:
+def _cases() -> list[PassCase]:
     """Every case in both formats and in one more way, with the modes taking turns."""
     modes = list(MODES)
-    works = []
-    for i, case in enumerate(CASES):
+    cases = []
+    for i, conv in enumerate(CONVS):
         mode, other, third = (modes[(i + j) % 4] for j in range(3))
-        works.append(_work(case, mode, bias=i % 2 == 0))
-        works.append(_work(case, other, channels_last=True, bias=i % 2 == 1))
-        mixed = _work(case, third, channels_last=i % 4 < 2, aligned=i % 2 == 0, bias=True)
-        works.append(replace(mixed, other_format=True))
+        cases.append(_case(conv, mode, bias=i % 2 == 0))
+        cases.append(_case(conv, other, channels_last=True, bias=i % 2 == 1))
+        mixed = _case(conv, third, channels_last=i % 4 < 2, aligned=i % 2 == 0, bias=True)
+        cases.append(replace(mixed, other_format=True))
     for i, mode in enumerate(modes):
-        works.append(_work(CASES[0], mode, channels_last=i % 2 == 0, aligned=False, bias=True))
-    return works
+        cases.append(_case(CONVS[0], mode, channels_last=i % 2 == 0, aligned=False, bias=True))
+    return cases
 
 
-WORKS = _works()
-RUN = [*some(WORKS, one_in=7), *some(FORCED, one_in=2)]
+CASES = _cases()
+RUN = [*some(CASES, one_in=7), *some(FORCED, one_in=2)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for work in RUN for launch in work.plan.launches})
+    precompile({launch.kernel for case in RUN for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
-@pytest.mark.parametrize("work", [FORCED[0], FORCED[2], FORCED[8]], ids=str)
-def test_infinity_stays_where_it_is(work: Work) -> None:
+@pytest.mark.parametrize("case", [FORCED[0], FORCED[2], FORCED[8]], ids=str)
+def test_infinity_stays_where_it_is(case: PassCase) -> None:
     """In the middle, where all taps see it; and in both tensors, so that they meet."""
-    tensors = Tensors.random(work)
-    row, column = (size // 2 for size in work.case.input[2:])
+    tensors = Tensors.random(case)
+    row, column = (size // 2 for size in case.conv.input[2:])
     for channel, number in enumerate(ODD_NUMBERS[:3]):
         tensors.input[0, channel, row, column] = number
     tensors.grad_output[0, 7, row, column] = -torch.inf
-    assert_plain(work, tensors)
+    assert_plain(case, tensors)
 
 
 def test_channels_keep_to_themselves() -> None:
     """What lies beside them in memory does not count, not even NaN."""
-    work = FORCED[2]
-    tensors = Tensors.random(work)
-    expected = run(work, tensors)
+    case = FORCED[2]
+    tensors = Tensors.random(case)
+    expected = run(case, tensors)
     tensors.grad_output[:, 5] = torch.nan
-    actual = run(work, tensors)
+    actual = run(case, tensors)
     assert actual[5].isnan().all()
-    others = [i for i in range(work.case.weight[0]) if i != 5]
+    others = [i for i in range(case.conv.weight[0]) if i != 5]
     assert torch.equal(actual[others], expected[others])
 
 
 def test_rounds() -> None:
     """Weights whose sums the workspace cannot hold at once."""
-    work = FORCED[6]
-    once = work.plan
+    case = FORCED[6]
+    once = case.plan
     with mock.patch.object(wgrad, "WORKSPACE_BYTES", once.scratch_bytes // 4):
-        assert len(work.plan.launches) > len(once.launches)
-        check(work)
+        assert len(case.plan.launches) > len(once.launches)
+        check(case)
 
 
 def test_padding_far_beyond_the_image() -> None:
     """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
-    near = Case("a row", (1, 64, 1, 256), (8, 64, 1, 1), (1, 8))
+    near = Conv("a row", (1, 64, 1, 256), (8, 64, 1, 1), (1, 8))
     far = replace(near, stride=(2**17, 8), padding=(2**18, 0, 0, 0))
     assert far.padding[0] * 256 * 64 > 2**31
     assert far.problem.output_size == (3, 32)
-    work = _work(far, "ieee", channels_last=True)
-    tensors = Tensors.random(work)
+    case = _case(far, "ieee", channels_last=True)
+    tensors = Tensors.random(case)
     alone = replace(tensors, grad_output=tensors.grad_output[:, :, 2:])
-    actual, expected = run(work, tensors), float64(replace(work, case=near), alone)
+    actual, expected = run(case, tensors), float64(replace(case, conv=near), alone)
     assert (actual.double() - expected).norm() <= 3e-7 * expected.norm()
 
 
@@ -231,15 +231,15 @@ def test_declines(changes: dict[str, object], gpu: str, reason: str) -> None:
         "scalar": "float", "scalar_bytes": 4, "input_channels_last": False,
         "output_channels_last": False, "weight_strides": (1, 1, 1, 1), "aligned": True,
     }  # fmt: skip
-    case = Case("one channel", (64, 1, 64, 64), (1, 1, 3, 3))
+    conv = Conv("one channel", (64, 1, 64, 64), (1, 1, 3, 3))
     with pytest.raises(Declined, match=reason):
-        wgrad.weight_grad(case.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
+        wgrad.weight_grad(conv.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
 
 
 def test_parts_know_all_choices() -> None:
     """What no part knows would be in no class but those of pairs."""
     anatomy = ANATOMIES[wgrad.SOURCE]
-    kernel = WORKS[0].plan.launches[0].kernel
+    kernel = CASES[0].plan.launches[0].kernel
     assert anatomy.sizes - GEOMETRY <= dict(kernel.constants).keys()
     known = {name for names in anatomy.parts.values() for name in names}
     assert known == anatomy.choices(kernel).keys()

@@ -12,20 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator import precompile, test_hopper_weight_grad
+from emulator import precompile, test_hopper_wgrad_halo
 from emulator.driver import run_both_orders
-from emulator.test_hopper_weight_grad import (
-    CASES,
-    GPU,
-    IN_BOXES,
-    MODES,
-    SHIFTED,
-    put_odd_numbers,
-)
-from emulator.works import (
-    Case,
+from emulator.pass_cases import (
+    Conv,
+    PassCase,
     Tensors,
-    Work,
     assert_correct,
     assert_plain,
     check,
@@ -33,6 +25,14 @@ from emulator.works import (
     run,
     some,
     tensors_read,
+)
+from emulator.test_hopper_wgrad_halo import (
+    CONVS,
+    GPU,
+    IN_BOXES,
+    MODES,
+    SHIFTED,
+    put_odd_numbers,
 )
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
@@ -46,57 +46,59 @@ def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=True), gpu)
 
 
-def _work(case: Case, precision: str, aligned: bool = True, bias: bool = False) -> Work:
-    return Work(case, weight_grad, aligned=aligned, gpu=GPU, precision=precision, bias_grad=bias)
+def _case(conv: Conv, precision: str, aligned: bool = True, bias: bool = False) -> PassCase:
+    return PassCase(
+        conv, weight_grad, aligned=aligned, gpu=GPU, precision=precision, bias_grad=bias
+    )
 
 
-WORKS = [
-    *(_work(case, PRECISIONS[i % 2], bias=i % 3 == 0) for i, case in enumerate(CASES)),
-    *(_work(case, PRECISIONS[(i + 1) % 2], bias=i % 3 == 1) for i, case in enumerate(CASES)),
-    *(_work(CASES[0], precision, aligned=False) for precision in PRECISIONS),
-    *(_work(replace(CASES[8], input=(17, *CASES[8].input[1:])), one) for one in PRECISIONS),
+CASES = [
+    *(_case(conv, PRECISIONS[i % 2], bias=i % 3 == 0) for i, conv in enumerate(CONVS)),
+    *(_case(conv, PRECISIONS[(i + 1) % 2], bias=i % 3 == 1) for i, conv in enumerate(CONVS)),
+    *(_case(CONVS[0], precision, aligned=False) for precision in PRECISIONS),
+    *(_case(replace(CONVS[8], input=(17, *CONVS[8].input[1:])), one) for one in PRECISIONS),
 ]  # fmt: skip
-RUN = some(WORKS, one_in=6)
+RUN = some(CASES, one_in=6)
 
 # Stages that one tensor copy brings: of whole rows, and of pixels whose rows follow each other; in
 # rows of 64 bytes and of 128, of images that are no whole number of phases, and of two groups.
 BOXES = (
-    (Case("boxes", (8, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 16),
-    (Case("boxes of groups", (10, 18, 5, 41), (80, 9, 3, 2), groups=2), 32),
-    (Case("boxes of many outputs", (8, 8, 3, 38), (130, 8, 1, 3)), 16),
-    (Case("boxes that are cleared", (10, 9, 6, 40), (70, 9, 3, 3)), 32),
-    (Case("boxes of odd rows", (8, 9, 8, 37), (20, 9, 1, 1)), 16),
+    (Conv("boxes", (8, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 16),
+    (Conv("boxes of groups", (10, 18, 5, 41), (80, 9, 3, 2), groups=2), 32),
+    (Conv("boxes of many outputs", (8, 8, 3, 38), (130, 8, 1, 3)), 16),
+    (Conv("boxes that are cleared", (10, 9, 6, 40), (70, 9, 3, 3)), 32),
+    (Conv("boxes of odd rows", (8, 9, 8, 37), (20, 9, 1, 1)), 16),
 )
 
 
-BOX_WORKS = [
-    replace(_work(case, precision, bias=i % 2 == 0), planner=IN_BOXES[columns, True])
-    for i, ((case, columns), precision) in enumerate(product(BOXES, PRECISIONS))
+BOX_CASES = [
+    replace(_case(conv, precision, bias=i % 2 == 0), planner=IN_BOXES[columns, True])
+    for i, ((conv, columns), precision) in enumerate(product(BOXES, PRECISIONS))
 ]
-WORKS += BOX_WORKS
-RUN += some(BOX_WORKS, one_in=5)
+CASES += BOX_CASES
+RUN += some(BOX_CASES, one_in=5)
 
 NO_POWER = 2.0**113  # of channels of which no sample tells how large they are
 
 # Whose numbers become anything: several blocks, and several of each channel's planes.
 PLAIN = [
-    _work(Case("plain", (3, 11, 9, 20), (20, 11, 3, 3), padding=(1, 1, 1, 1)), precision)
+    _case(Conv("plain", (3, 11, 9, 20), (20, 11, 3, 3), padding=(1, 1, 1, 1)), precision)
     for precision in PRECISIONS
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    precompile({launch.kernel for work in [*RUN, *PLAIN] for launch in work.plan.launches})
+    precompile({launch.kernel for case in [*RUN, *PLAIN] for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
-def test_works_cover_all_branches() -> None:
-    planned = [work.plan.launches for work in WORKS]
+def test_cases_cover_all_branches() -> None:
+    planned = [case.plan.launches for case in CASES]
     entries = ["scale", "weight_grad", "reduce", "weight_grad", "reduce"]
     assert all([launch.kernel.entry for launch in one] == entries for one in planned)
     first = [dict(one[1].kernel.constants) for one in planned]
@@ -122,13 +124,13 @@ class Halves:
     marks: Tensor  # by output and input channel
 
     @classmethod
-    def of(cls, work: Work, tensors: Tensors) -> Halves:
-        plan, output = work.plan, new_output(work)
+    def of(cls, case: PassCase, tensors: Tensors) -> Halves:
+        plan, output = case.plan, new_output(case)
         scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
-        read = tensors_read(work, tensors)
+        read = tensors_read(case, tensors)
         run_both_orders(plan.launches[:3], {**read, "output": output, "scratch": scratch})
-        outputs, inputs = work.case.weight[:2]
-        channels = inputs * work.case.groups + outputs
+        outputs, inputs = case.conv.weight[:2]
+        channels = inputs * case.conv.groups + outputs
         powers, lossy, marks, _ = scratch.split(
             [4 * channels, 4 * channels, 4 * outputs * inputs,
              len(scratch) - 4 * (2 * channels + outputs * inputs)]
@@ -142,18 +144,18 @@ class Halves:
 
 
 @pytest.mark.parametrize(
-    ("size", "work"), some(product([1.0, 1e-6, 3e4, 1e-12, 1e14], PLAIN), one_in=3), ids=str
+    ("size", "case"), some(product([1.0, 1e-6, 3e4, 1e-12, 1e14], PLAIN), one_in=3), ids=str
 )
-def test_numbers_of_any_size_need_no_repair(work: Work, size: float) -> None:
-    tensors = Tensors.random(work)
+def test_numbers_of_any_size_need_no_repair(case: PassCase, size: float) -> None:
+    tensors = Tensors.random(case)
     tensors = replace(tensors, input=tensors.input * size, grad_output=tensors.grad_output * 3e-5)
     tensors.input[:, :, :3] = 0  # as after a ReLU
     tensors.grad_output[:, :, 2:4] = 0
-    halves = Halves.of(work, tensors)
+    halves = Halves.of(case, tensors)
     assert halves.powers.ne(NO_POWER).all()
     assert not halves.lossy.any()
     assert not halves.marks.any()
-    assert_correct(work, tensors, halves.grad)
+    assert_correct(case, tensors, halves.grad)
 
 
 def _with_outlier(number: float) -> Callable[[Tensor], None]:
@@ -195,29 +197,29 @@ BEYOND = {
 
 
 @pytest.mark.parametrize(
-    ("beyond", "which", "work"),
+    ("beyond", "which", "case"),
     some(product(BEYOND, ("input", "grad_output"), PLAIN), one_in=3),
     ids=str,
 )
-def test_channels_that_do_not_fit_are_repaired(work: Work, which: str, beyond: str) -> None:
+def test_channels_that_do_not_fit_are_repaired(case: PassCase, which: str, beyond: str) -> None:
     """And no others are touched."""
-    tensors = Tensors.random(work)
-    unchanged = run(work, tensors)
+    tensors = Tensors.random(case)
+    unchanged = run(case, tensors)
     BEYOND[beyond](getattr(tensors, which)[:, 5])
     other = _hide_outlier(tensors, which)
     if beyond in ("near the largest number", "too large for any power"):
         other.mul_(1e-20)
     unchanged_with = replace(tensors, **{which: getattr(tensors, which).clone()})
     getattr(unchanged_with, which)[:, 5] = 0
-    expected = run(work, unchanged_with)
-    actual = run(work, tensors)
+    expected = run(case, unchanged_with)
+    actual = run(case, tensors)
     of_channel, others = _of_channel(which, 5)
-    if beyond == "denormal but for one" and work.precision == "ieee":
+    if beyond == "denormal but for one" and case.precision == "ieee":
         # TF32 has not the low parts of such numbers.
-        in_tf32 = run(replace(work, planner=test_hopper_weight_grad.weight_grad), tensors)
+        in_tf32 = run(replace(case, planner=test_hopper_wgrad_halo.weight_grad), tensors)
         assert actual[of_channel].equal(in_tf32[of_channel])
     else:
-        assert_correct(work, tensors, actual)
+        assert_correct(case, tensors, actual)
     assert actual[others].equal(expected[others])
     assert not actual[of_channel].equal(unchanged[of_channel])
 
@@ -231,7 +233,7 @@ def _hide_outlier(tensors: Tensors, which: str) -> Tensor:
 
 def _of_channel(which: str, channel: int) -> tuple[Any, Any]:
     """The weights of a channel, and all others."""
-    outputs, inputs = PLAIN[0].case.weight[:2]
+    outputs, inputs = PLAIN[0].conv.weight[:2]
     if which == "input":
         return (slice(None), channel), (slice(None), [i for i in range(inputs) if i != channel])
     return (channel,), ([i for i in range(outputs) if i != channel],)
@@ -241,81 +243,81 @@ LOSSY = ("small but for one", "tiny but for one", "denormal but for one")
 
 
 @pytest.mark.parametrize(
-    ("beyond", "which", "work"),
+    ("beyond", "which", "case"),
     some(product(LOSSY, ("input", "grad_output"), PLAIN), one_in=3),
     ids=str,
 )
-def test_float16_alone_would_be_wrong(work: Work, which: str, beyond: str) -> None:
+def test_float16_alone_would_be_wrong(case: PassCase, which: str, beyond: str) -> None:
     """What marks are for: nothing else tells."""
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     BEYOND[beyond](getattr(tensors, which)[:, 5])
     _hide_outlier(tensors, which)
-    halves = Halves.of(work, tensors)
+    halves = Halves.of(case, tensors)
     of_channel, others = _of_channel(which, 5)
     assert halves.grad.isfinite().all()
     assert halves.marks[of_channel].all()
     assert not halves.marks[others].any()
     with pytest.raises(AssertionError, match="elements are wrong"):
-        assert_correct(work, tensors, halves.grad)
+        assert_correct(case, tensors, halves.grad)
 
 
-@pytest.mark.parametrize("work", PLAIN, ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
 @pytest.mark.parametrize("which", ["input", "grad_output"])
-def test_terms_that_are_all_of_a_weight(work: Work, which: str) -> None:
+def test_terms_that_are_all_of_a_weight(case: PassCase, which: str) -> None:
     """A small number in a channel of large ones is all that some weights are made of."""
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     first = getattr(tensors, which)
     other = tensors.grad_output if which == "input" else tensors.input
     first[0, 4, 5, 9] = 1.234567 * 2.0**-30
     other[:, 6] = 0
     other[0, 6, 5, 9] = 1.0
-    halves = Halves.of(work, tensors)
+    halves = Halves.of(case, tensors)
     pair = (6, 4) if which == "input" else (4, 6)
     assert halves.marks[pair]
     # To the others it does not matter.
     halves.marks[pair] = False
     assert not halves.marks.any()
-    assert_correct(work, tensors, run(work, tensors))
+    assert_correct(case, tensors, run(case, tensors))
 
 
 def test_a_few_small_numbers_do_no_harm() -> None:
     """Of normal numbers, one in 10^7 is too small: most weights are made of others."""
-    for work in PLAIN:
-        tensors = Tensors.random(work)
+    for case in PLAIN:
+        tensors = Tensors.random(case)
         tensors.input[0, 4, 5, 9] *= 2.0**-30
         tensors.grad_output[2, 7, 1, 1] *= 2.0**-30
-        halves = Halves.of(work, tensors)
+        halves = Halves.of(case, tensors)
         assert halves.lossy.nonzero().flatten().tolist() == [4, 11 + 7]
         assert not halves.marks.any()
-        assert_correct(work, tensors, halves.grad)
+        assert_correct(case, tensors, halves.grad)
 
 
 def test_channels_of_zeros_fit() -> None:
     """As after a ReLU that lets nothing through; even beside numbers that are lost."""
-    work = PLAIN[0]
-    tensors = Tensors.random(work)
+    case = PLAIN[0]
+    tensors = Tensors.random(case)
     tensors.input[:, 3] = 0
     tensors.grad_output[:, 9] = -0.0
     tensors.grad_output[2, 7, 1, 1] *= 2.0**-30
-    halves = Halves.of(work, tensors)
+    halves = Halves.of(case, tensors)
     assert not halves.marks.any()
     assert halves.grad[:, 3].eq(0).all()
     assert halves.grad[9].eq(0).all()
-    assert_correct(work, tensors, halves.grad)
+    assert_correct(case, tensors, halves.grad)
 
 
 def test_a_number_that_no_sample_has() -> None:
     """In a channel of zeros otherwise, and of images so large that samples are a part of them."""
-    case = Case("sampled", (1, 8, 260, 300), (8, 8, 1, 1))
-    work = _work(case, "tf32")
-    tensors = Tensors.random(work)
+    conv = Conv("sampled", (1, 8, 260, 300), (8, 8, 1, 1))
+    case = _case(conv, "tf32")
+    tensors = Tensors.random(case)
     tensors.input[:, 3] = 0
     tensors.input[0, 3, 130, 35] = 1e-3  # between two pieces of the sample
-    halves = Halves.of(work, tensors)
+    halves = Halves.of(case, tensors)
     assert halves.powers[3] == NO_POWER
     assert halves.marks[:, 3].all()
     assert halves.marks.sum() == 8
-    assert_correct(work, tensors, run(work, tensors))
+    assert_correct(case, tensors, run(case, tensors))
 
 
 def _powers(count: int) -> Tensor:
@@ -325,34 +327,34 @@ def _powers(count: int) -> Tensor:
     return torch.exp2(exponents.float())
 
 
-@pytest.mark.parametrize("work", PLAIN, ids=str)
-def test_units_do_not_matter(work: Work) -> None:
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_units_do_not_matter(case: PassCase) -> None:
     """Of channels that float16 does, and of one that it does not."""
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     BEYOND["small but for one"](tensors.input[:, 2])
     _hide_outlier(tensors, "input")
-    outputs, inputs = work.case.weight[:2]
+    outputs, inputs = case.conv.weight[:2]
     of_inputs, of_outputs = _powers(inputs), _powers(outputs)
     scaled = replace(
         tensors,
         input=tensors.input * of_inputs[:, None, None],
         grad_output=tensors.grad_output * of_outputs[:, None, None],
     )
-    marks = Halves.of(work, scaled).marks
+    marks = Halves.of(case, scaled).marks
     assert marks[:, 2].all()
     assert marks.sum() == outputs
     both = of_outputs[:, None] * of_inputs
-    assert run(work, scaled).equal(run(work, tensors) * both[..., None, None])
+    assert run(case, scaled).equal(run(case, tensors) * both[..., None, None])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_infinity_stays_where_it_is(precision: str) -> None:
-    work = _work(SHIFTED, precision)
-    tensors = Tensors.random(work)
+    case = _case(SHIFTED, precision)
+    tensors = Tensors.random(case)
     put_odd_numbers(tensors.input)
     tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
     tensors.grad_output[0, 8, 2, 60] = torch.nan
-    assert_plain(work, tensors)
+    assert_plain(case, tensors)
 
 
 def test_blocks_that_scale_several_channels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,49 +365,49 @@ def test_blocks_that_scale_several_channels(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tiles_in_rounds() -> None:
     """Each is judged when it is complete, by what there is of it."""
-    case = Case("many outputs", (1, 16, 5, 9), (200, 16, 3, 3))
-    work = _work(case, "tf32")
-    tile = by_tiles.choose_tile(case.problem, _operands(case), GPU, halves=True)
+    conv = Conv("many outputs", (1, 16, 5, 9), (200, 16, 3, 3))
+    case = _case(conv, "tf32")
+    tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
     assert tile.count > 1
     with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tile.block_bytes):
-        planned = work.plan
+        planned = case.plan
         assert len(planned.launches) == 1 + 2 * 2 * tile.count
-        tensors = Tensors.random(work)
+        tensors = Tensors.random(case)
         tensors.grad_output[:, 150] *= 2.0**-30
         tensors.grad_output[0, 150, 1, 3] = 1.0
-        assert_correct(work, tensors, run(work, tensors))
+        assert_correct(case, tensors, run(case, tensors))
 
 
 def test_numbers_are_counted_once() -> None:
     """By blocks that take turns, as many as a launch has of the same output channels."""
-    case = Case("many inputs", (3, 80, 7, 20), (16, 80, 3, 3))
-    work = _work(case, "tf32")
-    tile = by_tiles.choose_tile(case.problem, _operands(case), GPU, halves=True)
+    conv = Conv("many inputs", (3, 80, 7, 20), (16, 80, 3, 3))
+    case = _case(conv, "tf32")
+    tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
     assert tile.count > 2
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     tensors.grad_output[:, 4, :, ::5] *= 2.0**-30
     counts = []
     for tiles in (1, 2, tile.count):
         with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tiles * tile.block_bytes):
-            counts.append(Halves.of(work, tensors).lossy[80:])
+            counts.append(Halves.of(case, tensors).lossy[80:])
     assert all(count.equal(counts[0]) for count in counts)
     assert counts[0].nonzero().tolist() == [[4]]
 
 
-def _operands(case: Case) -> Operands:
-    strides = torch.empty(case.weight, device="meta").stride()
+def _operands(conv: Conv) -> Operands:
+    strides = torch.empty(conv.weight, device="meta").stride()
     return Operands("float", 4, False, False, strides, True, MODES["tf32"][1])
 
 
 def test_only_where_it_is_faster() -> None:
     """Large layers whose products take longest; and only contiguous float32."""
-    large = Case("large", (8, 32, 512, 512), (64, 32, 5, 9))
-    small = Case("small", (8, 32, 16, 16), (64, 32, 5, 9))
+    large = Conv("large", (8, 32, 512, 512), (64, 32, 5, 9))
+    small = Conv("small", (8, 32, 16, 16), (64, 32, 5, 9))
     h200 = replace(GPU, processors=132)
 
-    def halves(case: Case, **changes: Any) -> bool:
-        operands = replace(_operands(case), **changes)
-        return by_tiles.choose_tile(case.problem, operands, h200).layer.halves
+    def halves(conv: Conv, **changes: Any) -> bool:
+        operands = replace(_operands(conv), **changes)
+        return by_tiles.choose_tile(conv.problem, operands, h200).layer.halves
 
     assert halves(large)
     assert halves(large, precision="ieee")

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.test_hopper_correlate import FEW, MODES, ONE
-from emulator.works import (
+from emulator.pass_cases import (
     BATCH,
     ODD_NUMBERS,
-    Case,
+    Conv,
+    PassCase,
     Tensors,
-    Work,
     assert_alone_as_in_batch,
     assert_plain,
     at_corners,
@@ -23,6 +22,7 @@ from emulator.works import (
     in_batch,
     some,
 )
+from emulator.test_hopper_halo import FEW, MODES, ONE
 from fastconv.kernels.family import Gpu, Operands, Plan
 from fastconv.kernels.hopper.few_outputs import plan as few_outputs
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
@@ -39,77 +39,77 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
     )
 
 
-def _work(planner: Any, case: Case, mode: str, **options: Any) -> Work:
+def _case(planner: Any, conv: Conv, mode: str, **options: Any) -> PassCase:
     dtype, precision = MODES[mode]
     options.setdefault("gpu", FEW)
-    return Work(case, planner, dtype=dtype, precision=precision, **options)
+    return PassCase(conv, planner, dtype=dtype, precision=precision, **options)
 
 
 # In every mode and layout: two strips, of which one is not whole; a unit that is not whole.
-EVERYWHERE = Case("everywhere", (1, 40, 5, 66), (6, 40, 3, 4), padding=(1, 2, 2, 1))
-GRADIENT = Case("gradient", (1, 5, 6, 70), (72, 5, 3, 3))
-TALL = Case("several bands", (1, 24, 41, 20), (8, 24, 2, 3), padding=(1, 1, 1, 1))
+EVERYWHERE = Conv("everywhere", (1, 40, 5, 66), (6, 40, 3, 4), padding=(1, 2, 2, 1))
+GRADIENT = Conv("gradient", (1, 5, 6, 70), (72, 5, 3, 3))
+TALL = Conv("several bands", (1, 24, 41, 20), (8, 24, 2, 3), padding=(1, 1, 1, 1))
 
-WORKS = [
-    *(_work(planner, case, mode, channels_last=last, other_format=other)
-      for (planner, case), mode, last, other in product(
+CASES = [
+    *(_case(planner, conv, mode, channels_last=last, other_format=other)
+      for (planner, conv), mode, last, other in product(
           ((forward, EVERYWHERE), (input_grad, GRADIENT)), MODES, (False, True), (False, True))
       if not other or (planner is forward and mode in ("tf32", "bfloat16"))),
     # Pixels one by one: odd widths, tensors that are not aligned, odd numbers of channels.
-    *(_work(forward, Case("odd width", (1, 24, 5, 37), (4, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
+    *(_case(forward, Conv("odd width", (1, 24, 5, 37), (4, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
       for mode in MODES),
-    *(_work(forward, Case("unaligned", (1, 24, 4, 40), (7, 24, 2, 3)), mode, aligned=False,
+    *(_case(forward, Conv("unaligned", (1, 24, 4, 40), (7, 24, 2, 3)), mode, aligned=False,
             channels_last=mode == "ieee") for mode in ("tf32", "ieee", "float16")),
-    *(_work(input_grad, Case("odd channels", (1, 3, 6, 20), (43, 3, 3, 3)), mode,
+    *(_case(input_grad, Conv("odd channels", (1, 3, 6, 20), (43, 3, 3, 3)), mode,
             channels_last=True) for mode in ("tf32", "bfloat16")),
     # Several bands, and warpgroups that have several of them.
-    *(_work(forward, TALL, mode, gpu=gpu) for mode, gpu in (("tf32", ONE), ("ieee", FEW))),
+    *(_case(forward, TALL, mode, gpu=gpu) for mode, gpu in (("tf32", ONE), ("ieee", FEW))),
     # Strips that begin with a pair, one pixel early.
-    _work(forward, Case("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "tf32"),
-    _work(forward, Case("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "bfloat16"),
+    _case(forward, Conv("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "tf32"),
+    _case(forward, Conv("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "bfloat16"),
     # Dilated: output rows of a walk are further apart, some walks are shorter.
-    _work(forward, Case("dilated", (1, 20, 13, 60), (5, 20, 3, 3), padding=(2, 2, 4, 4),
+    _case(forward, Conv("dilated", (1, 20, 13, 60), (5, 20, 3, 3), padding=(2, 2, 4, 4),
                         dilation=(3, 5)), "tf32", gpu=ONE),
-    _work(input_grad, Case("dilated", (2, 5, 9, 60), (24, 5, 3, 2), padding=(1, 1, 2, 2),
+    _case(input_grad, Conv("dilated", (2, 5, 9, 60), (24, 5, 3, 2), padding=(1, 1, 2, 2),
                            dilation=(2, 7)), "float16"),
-    _work(input_grad, Case("padding beyond the kernel", (1, 4, 6, 20), (72, 4, 2, 3),
+    _case(input_grad, Conv("padding beyond the kernel", (1, 4, 6, 20), (72, 4, 2, 3),
                            padding=(4, 3, 5, 4)), "ieee"),
-    _work(forward, Case("pointwise", (2, 40, 5, 70), (48, 40, 1, 1)), "tf32", bias=False),
+    _case(forward, Conv("pointwise", (2, 40, 5, 70), (48, 40, 1, 1)), "tf32", bias=False),
     # Sums so short that products of low parts count; so long that totals are compensated.
-    *(_work(forward, Case("short sums", (1, 40, 7, 64), (24, 40, 1, 1)), "ieee", channels_last=last)
+    *(_case(forward, Conv("short sums", (1, 40, 7, 64), (24, 40, 1, 1)), "ieee", channels_last=last)
       for last in (False, True)),
-    _work(forward, Case("short sums", (1, 12, 7, 30), (5, 12, 3, 3)), "ieee"),
-    _work(forward, Case("long sums", (1, 104, 20, 4), (3, 104, 19, 1)), "ieee"),
-    _work(forward, Case("many columns", (1, 16, 6, 33), (13, 16, 6, 3)), "bfloat16"),
-    _work(forward, Case("many columns", (1, 24, 4, 33), (20, 24, 2, 4)), "ieee"),
-    _work(forward, Case("one output", (1, 30, 9, 24), (1, 30, 9, 5), padding=(4, 4, 2, 2)),
+    _case(forward, Conv("short sums", (1, 12, 7, 30), (5, 12, 3, 3)), "ieee"),
+    _case(forward, Conv("long sums", (1, 104, 20, 4), (3, 104, 19, 1)), "ieee"),
+    _case(forward, Conv("many columns", (1, 16, 6, 33), (13, 16, 6, 3)), "bfloat16"),
+    _case(forward, Conv("many columns", (1, 24, 4, 33), (20, 24, 2, 4)), "ieee"),
+    _case(forward, Conv("one output", (1, 30, 9, 24), (1, 30, 9, 5), padding=(4, 4, 2, 2)),
           "tf32"),
 ]  # fmt: skip
 
-RUN = some(WORKS, one_in=4)
+RUN = some(CASES, one_in=4)
 ALONE = [
-    _work(forward, TALL, "tf32"),
-    _work(input_grad, Case("alone", (1, 4, 5, 20), (40, 4, 3, 3)), "ieee", channels_last=True),
+    _case(forward, TALL, "tf32"),
+    _case(input_grad, Conv("alone", (1, 4, 5, 20), (40, 4, 3, 3)), "ieee", channels_last=True),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [*RUN, *(in_batch(work, batch) for work in ALONE for batch in (1, BATCH))]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    cases = [*RUN, *(in_batch(case, batch) for case in ALONE for batch in (1, BATCH))]
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_correct(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_correct(case: PassCase) -> None:
+    check(case)
 
 
-def _constants(work: Work) -> dict[str, Any]:
-    return dict(work.plan.launches[0].kernel.constants)
+def _constants(case: PassCase) -> dict[str, Any]:
+    return dict(case.plan.launches[0].kernel.constants)
 
 
 def test_all_branches_are_taken() -> None:
-    taken = [_constants(work) for work in WORKS]
+    taken = [_constants(case) for case in CASES]
     loads = {(of["Scalar"], of["vector_loads"], of["pair_loads"], of["in_channels_last"])
              for of in taken}  # fmt: skip
     for scalar in ("float", "fastconv::bfloat16"):
@@ -124,20 +124,20 @@ def test_all_branches_are_taken() -> None:
     assert any(of["group_in"] > of["unit_steps"] * 64 // 4 for of in taken)  # several units
 
 
-@pytest.mark.parametrize("work", ALONE, ids=str)
-def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
     """Nor on how many rows of it a warpgroup walks down."""
-    assert_alone_as_in_batch(work)
+    assert_alone_as_in_batch(case)
 
 
-def _of(name: str, channels_last: bool = False) -> Work:
+def _of(name: str, channels_last: bool = False) -> PassCase:
     return next(
-        work
-        for work in WORKS
-        if work.case.name == name
-        and work.channels_last == channels_last
-        and work.precision == "ieee"
-        and work.dtype == torch.float32
+        case
+        for case in CASES
+        if case.conv.name == name
+        and case.channels_last == channels_last
+        and case.precision == "ieee"
+        and case.dtype == torch.float32
     )
 
 
@@ -145,20 +145,20 @@ def _of(name: str, channels_last: bool = False) -> Work:
 SPLIT = [_of("short sums"), _of("short sums", True), _of("several bands"), _of("long sums")]
 
 
-@pytest.mark.parametrize("work", SPLIT, ids=str)
-def test_odd_numbers_in_two_parts(work: Work) -> None:
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_odd_numbers_in_two_parts(case: PassCase) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     at_corners(
-        tensors.input, ODD_NUMBERS[: 3 if work == SPLIT[-1] else 4]
+        tensors.input, ODD_NUMBERS[: 3 if case == SPLIT[-1] else 4]
     )  # totals must not overflow
-    assert_plain(work, tensors)
+    assert_plain(case, tensors)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_infinity_stays_where_it_is(mode: str) -> None:
-    work = _work(input_grad, GRADIENT, mode)
-    assert work in WORKS
-    tensors = Tensors.random(work)
+    case = _case(input_grad, GRADIENT, mode)
+    assert case in CASES
+    tensors = Tensors.random(case)
     at_corners(tensors.grad_output, ODD_NUMBERS[:3])
-    assert_plain(work, tensors)
+    assert_plain(case, tensors)

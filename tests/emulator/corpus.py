@@ -1,8 +1,8 @@
-"""The net: for every class of code that plans choose, a small problem that the emulator runs.
+"""The coverage corpus: a small problem for the emulator to run, for every coverage class.
 
-Problems are lines of ``problems.txt``. ``make net`` draws new ones at random, and adds the smallest
-that it finds for every class that no line has yet; what is there already is left out if it has
-nothing of its own. See docs/testing.md.
+Each problem is a line of ``problems.txt``. ``make corpus`` draws problems at random and adds the
+smallest that it finds for every coverage class that no line has; it removes lines whose classes all
+occur in other lines. See docs/testing.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from emulator.works import Case, Planner, Work
+from emulator.pass_cases import Conv, PassCase, Planner
 from fastconv.bench import population
 from fastconv.kernels import ampere, coverage, gpus, planner
 from fastconv.kernels.ampere.halo import plan as ampere_halo
@@ -285,17 +285,17 @@ def _backwards(kernel: Kernel) -> bool:
     return bool(constants["weight_stride_width"] < 0)
 
 
-def _forced(work: Work) -> Iterator[Work]:
+def _forced(case: PassCase) -> Iterator[PassCase]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
-    kernel, family = _main_kernel(work.plan), work.plan.family
+    kernel, family = _main_kernel(case.plan), case.plan.family
     kind = _kind(kernel)
-    if type(work.planner) is not kind:
+    if type(case.planner) is not kind:
         if family in ("hopper", "ampere"):
-            yield replace(work, planner=kind(work.direction))
-    elif kernel.source in NAMES and not (work.planner.tile or is_small(work)):
-        if work.direction != "weight_grad":
-            kernel = work.plan.launches[-1].kernel
-        yield replace(work, planner=kind(work.direction, _tile_of(kernel)))
+            yield replace(case, planner=kind(case.direction))
+    elif kernel.source in NAMES and not (case.planner.tile or is_small(case)):
+        if case.direction != "weight_grad":
+            kernel = case.plan.launches[-1].kernel
+        yield replace(case, planner=kind(case.direction, _tile_of(kernel)))
 
 
 MODES = {
@@ -325,29 +325,29 @@ DENSE_MODES = ("tf32", "float16", "bfloat16")
 # --- Lines ----------------------------------------------------------------------------------------
 
 
-def line_of(work: Work) -> str:
+def line_of(case: PassCase) -> str:
     """A work in words: the GPU and how many of its processors, the pass, the tensors, the shape."""
     modes = {kind: name for name, kind in MODES.items()}
     words = [
-        f"{work.gpu.architecture}/{work.gpu.processors}",
-        word_of(work.planner),
-        modes[work.dtype, work.precision],
-        "/".join(FORMATS[last] for last in (work.channels_last, work.output_channels_last)),
+        f"{case.gpu.architecture}/{case.gpu.processors}",
+        word_of(case.planner),
+        modes[case.dtype, case.precision],
+        "/".join(FORMATS[last] for last in (case.channels_last, case.output_channels_last)),
     ]
-    words += ["unaligned"] * (not work.aligned) + ["bias"] * work.bias_grad
-    words += ["plain"] * work.plain_weight
-    return f"{' '.join(words)}: {work.case.name}"
+    words += ["unaligned"] * (not case.aligned) + ["bias"] * case.bias_grad
+    words += ["plain"] * case.plain_weight
+    return f"{' '.join(words)}: {case.conv.name}"
 
 
-def work_of(line: str) -> Work:
+def case_of(line: str) -> PassCase:
     """Undoes :func:`line_of`."""
     words, _, shape = line.partition(": ")
     gpu, direction, mode, formats, *more = words.split()
     architecture, processors = gpu.split("/")
     read, written = (one == "nhwc" for one in formats.split("/"))
     dtype, precision = MODES[mode]
-    return Work(
-        _case(parse_shape(shape).problem),
+    return PassCase(
+        _conv(parse_shape(shape).problem),
         planner_of(direction),
         dtype,
         read,
@@ -360,13 +360,13 @@ def work_of(line: str) -> Work:
     )
 
 
-def read_works(path: Path = PROBLEMS) -> list[Work]:
+def read_cases(path: Path = PROBLEMS) -> list[PassCase]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [work_of(line) for line in lines if line and not line.startswith("#")]
+    return [case_of(line) for line in lines if line and not line.startswith("#")]
 
 
-def _case(problem: Problem) -> Case:
-    return Case(
+def _conv(problem: Problem) -> Conv:
+    return Conv(
         population.workload_of(problem).shape,
         problem.input_shape,
         problem.weight_shape,
@@ -380,11 +380,11 @@ def _case(problem: Problem) -> Case:
 # --- Classes --------------------------------------------------------------------------------------
 
 
-def classes_of(work: Work) -> set[Class]:
-    return coverage.classes(work.plan, work.case.problem, planner.ANATOMIES)
+def classes_of(case: PassCase) -> set[Class]:
+    return coverage.classes(case.plan, case.conv.problem, planner.ANATOMIES)
 
 
-def drawn(draw: Random) -> Work:
+def drawn(draw: Random) -> PassCase:
     """Any problem, small or large, for any GPU; more than half of them for Hopper."""
     place = draw.random()
     large = place < 0.4
@@ -403,8 +403,8 @@ def drawn(draw: Random) -> Work:
     written = read if draw.random() < 0.75 else not read
     bias_grad = direction == "weight_grad" and draw.random() < 0.5
     dtype, precision = MODES[mode]
-    work = Work(
-        _case(problem),
+    case = PassCase(
+        _conv(problem),
         getattr(planner, direction),
         dtype,
         read,
@@ -414,33 +414,33 @@ def drawn(draw: Random) -> Work:
         read != written,
         bias_grad=bias_grad,
     )
-    return _dense(Random(place), large) if NARROW <= kind < NARROW + DENSE else work
+    return _dense(Random(place), large) if NARROW <= kind < NARROW + DENSE else case
 
 
-def _dense(draw: Random, large: bool) -> Work:
+def _dense(draw: Random, large: bool) -> PassCase:
     """A layer of many channels, in a pass and of a type that matrix products have, for Hopper."""
     is_real = draw.random() < 0.3
     drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
-    work = _dense_work(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES))
+    case = _dense_case(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES))
     gpu = H200 if large or is_real else replace(H200, processors=draw.choice(PROCESSORS))
-    work = replace(work, gpu=gpu, plain_weight=draw.random() < 0.2)
-    if work.direction != "weight_grad":
-        return work
-    last = work.channels_last and draw.random() < 0.7
-    return replace(work, channels_last=last, bias_grad=draw.random() < 0.5)
+    case = replace(case, gpu=gpu, plain_weight=draw.random() < 0.2)
+    if case.direction != "weight_grad":
+        return case
+    last = case.channels_last and draw.random() < 0.7
+    return replace(case, channels_last=last, bias_grad=draw.random() < 0.5)
 
 
-def known() -> Iterator[Work]:
+def known() -> Iterator[PassCase]:
     """The suites' layers as such, whole: those whose code people run first."""
     layers = [workload.problem for workload in population.KNOWN if workload.groups == 1]
     for problem, mode, direction in product(layers, DENSE_MODES, PASSES[:2]):
-        yield _dense_work(problem, mode, direction)
+        yield _dense_case(problem, mode, direction)
 
 
-def _dense_work(problem: Problem, mode: str, direction: str) -> Work:
+def _dense_case(problem: Problem, mode: str, direction: str) -> PassCase:
     dtype, precision = MODES[mode]
     last = mode != "tf32"
-    return Work(_case(problem), getattr(planner, direction), dtype, last, precision=precision)
+    return PassCase(_conv(problem), getattr(planner, direction), dtype, last, precision=precision)
 
 
 def _limits(large: bool) -> tuple[float, float]:
@@ -463,42 +463,42 @@ def drawn_gpu(draw: Random, whole: bool) -> Gpu:
     return gpu if whole else replace(gpu, processors=draw.choice(PROCESSORS))
 
 
-def cost(work: Work) -> float:
+def cost(case: PassCase) -> float:
     """What it takes to emulate it, about."""
-    problem = work.case.problem
+    problem = case.conv.problem
     elements = sum(
         map(math.prod, (problem.input_shape, problem.weight_shape, problem.output_shape))
     )
-    return elements + problem.flops / 100 + work.plan.scratch_bytes / 100
+    return elements + problem.flops / 100 + case.plan.scratch_bytes / 100
 
 
-def is_small(work: Work) -> bool:
-    problem = work.case.problem
-    return problem.flops <= FAR_MORE * MOST_FLOPS and cost(work) <= FAR_MORE * MOST_ELEMENTS
+def is_small(case: PassCase) -> bool:
+    problem = case.conv.problem
+    return problem.flops <= FAR_MORE * MOST_FLOPS and cost(case) <= FAR_MORE * MOST_ELEMENTS
 
 
-def shrunk(work: Work, wanted: Callable[[Work], bool]) -> Work:
+def shrunk(case: PassCase, wanted: Callable[[PassCase], bool]) -> PassCase:
     """A smaller one for which ``wanted`` holds too: as small as steps from here lead."""
     while True:
-        for smaller in _smaller(work):
+        for smaller in _smaller(case):
             with suppress(Declined):
                 if wanted(smaller):
-                    work = smaller
+                    case = smaller
                     break
         else:
-            return work
+            return case
 
 
-def _smaller(work: Work) -> Iterator[Work]:
-    for problem in population.smaller(work.case.problem):
-        yield replace(work, case=_case(problem))
-    yield from _forced(work)
-    if work.gpu.processors > PROCESSORS[-1]:
+def _smaller(case: PassCase) -> Iterator[PassCase]:
+    for problem in population.smaller(case.conv.problem):
+        yield replace(case, conv=_conv(problem))
+    yield from _forced(case)
+    if case.gpu.processors > PROCESSORS[-1]:
         for processors in PROCESSORS:
-            yield replace(work, gpu=replace(work.gpu, processors=processors))
+            yield replace(case, gpu=replace(case.gpu, processors=processors))
 
 
-# --- Mending the net ------------------------------------------------------------------------------
+# --- Extending the corpus -------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
@@ -519,36 +519,36 @@ def survey(seed: int, seconds: float) -> tuple[int, dict[Class, Found]]:
     return count, found
 
 
-def _add(found: dict[Class, Found], work: Work) -> None:
-    one = Found(cost(work), line_of(work))
-    for each in classes_of(work):
+def _add(found: dict[Class, Found], case: PassCase) -> None:
+    one = Found(cost(case), line_of(case))
+    for each in classes_of(case):
         found[each] = min(one, found.get(each, one))
 
 
-def missing(found: Iterable[Class], works: Iterable[Work]) -> set[Class]:
+def missing(found: Iterable[Class], cases: Iterable[PassCase]) -> set[Class]:
     """Classes that no work has."""
-    return set(found).difference(*map(cached_classes, map(line_of, works)))
+    return set(found).difference(*map(cached_classes, map(line_of, cases)))
 
 
 @cache
 def cached_classes(line: str) -> frozenset[Class]:
-    return frozenset(classes_of(work_of(line)))
+    return frozenset(classes_of(case_of(line)))
 
 
 def small_line(task: tuple[Class, str]) -> str | None:
     """A problem of that class that the emulator can run; None if none was found."""
     one, line = task
-    work = work_of(line)
-    if one[1] != coverage.REACH or not is_small(work):  # those are so many that small ones will do
-        work = shrunk(work, lambda work: one in classes_of(work))
-    return line_of(work) if is_small(work) else None
+    case = case_of(line)
+    if one[1] != coverage.REACH or not is_small(case):  # those are so many that small ones will do
+        case = shrunk(case, lambda case: one in classes_of(case))
+    return line_of(case) if is_small(case) else None
 
 
 def mended(
-    works: Sequence[Work], found: dict[Class, Found], pool: ProcessPoolExecutor
-) -> tuple[list[Work], list[Class]]:
+    cases: Sequence[PassCase], found: dict[Class, Found], pool: ProcessPoolExecutor
+) -> tuple[list[PassCase], list[Class]]:
     """The works and as many more as it takes; and the classes that only large problems have."""
-    lines = [line_of(work) for work in works]
+    lines = [line_of(case) for case in cases]
     open_classes = set(found).difference(*map(cached_classes, lines))
     too_large: list[Class] = []
     while open_classes:
@@ -564,12 +564,12 @@ def mended(
             else:
                 lines.append(line)
                 open_classes -= cached_classes(line)
-    return [work_of(line) for line in lines], too_large
+    return [case_of(line) for line in lines], too_large
 
 
-def without_idle(works: Iterable[Work]) -> list[Work]:
+def without_idle(cases: Iterable[PassCase]) -> list[PassCase]:
     """Those that have a class of their own, dear ones being dropped first."""
-    kept = {line_of(work): cost(work) for work in works}
+    kept = {line_of(case): cost(case) for case in cases}
     count: dict[Class, int] = {}
     for line in kept:
         for one in cached_classes(line):
@@ -579,12 +579,12 @@ def without_idle(works: Iterable[Work]) -> list[Work]:
             del kept[line]
             for one in cached_classes(line):
                 count[one] -= 1
-    return [work_of(line) for line in kept]
+    return [case_of(line) for line in kept]
 
 
-def ordered(works: Iterable[Work]) -> list[Work]:
+def ordered(cases: Iterable[PassCase]) -> list[PassCase]:
     """First those that have most for their price, so that the first few are worth most."""
-    price = {line_of(work): PRICE + cost(work) for work in works}
+    price = {line_of(case): PRICE + cost(case) for case in cases}
     left = set().union(*map(cached_classes, price))
     # What a line is worth only falls as others are taken: a bound that is looked at again.
     worth = [(-len(cached_classes(line)) / cost, line) for line, cost in price.items()]
@@ -596,7 +596,7 @@ def ordered(works: Iterable[Work]) -> list[Work]:
         if worth and now > worth[0][0]:
             heappush(worth, (now, line))
         else:
-            taken.append(work_of(line))
+            taken.append(case_of(line))
             left -= cached_classes(line)
     return taken
 
@@ -614,15 +614,15 @@ def main() -> None:
         for _, of_one in surveys:
             for each, best in of_one.items():
                 found[each] = min(best, found.get(each, best))
-        for work in known():
-            _add(found, work)
-        works = read_works()
+        for case in known():
+            _add(found, case)
+        cases = read_cases()
         print(f"{sum(count for count, _ in surveys)} problems of {len(found)} classes;")
-        print(f"{len(missing(found, works))} of them are not among the {len(works)} there are")
-        works, too_large = mended(works, found, pool)
-    works = ordered(without_idle(works))
-    PROBLEMS.write_text("".join(f"{line_of(work)}\n" for work in works), encoding="utf-8")
-    print(f"{len(works)} problems now; too large to emulate: {len(too_large)}")
+        print(f"{len(missing(found, cases))} of them are not among the {len(cases)} there are")
+        cases, too_large = mended(cases, found, pool)
+    cases = ordered(without_idle(cases))
+    PROBLEMS.write_text("".join(f"{line_of(case)}\n" for case in cases), encoding="utf-8")
+    print(f"{len(cases)} problems now; too large to emulate: {len(too_large)}")
     for one in sorted(too_large, key=str):
         print(f"  {coverage.describe(one)}: {found[one].line}")
 

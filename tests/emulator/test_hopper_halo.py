@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from emulator import precompile
-from emulator.works import (
+from emulator.pass_cases import (
     LARGE,
     ODD_NUMBERS,
-    Case,
+    Conv,
+    PassCase,
     Planner,
     Tensors,
-    Work,
     assert_alone_as_in_batch,
     assert_correct,
     assert_plain,
@@ -75,23 +75,23 @@ def planner_of(
 forward, input_grad = planner_of("forward"), planner_of("input_grad")
 
 
-def _work(planner: Planner, case: Case, mode: str, **options: Any) -> Work:
+def _case(planner: Planner, conv: Conv, mode: str, **options: Any) -> PassCase:
     dtype, precision = MODES[mode]
     options.setdefault("gpu", FEW)
-    return Work(case, planner, dtype=dtype, precision=precision, **options)
+    return PassCase(conv, planner, dtype=dtype, precision=precision, **options)
 
 
-def _forward(case: Case, mode: str, **options: Any) -> Work:
-    return _work(forward, case, mode, **options)
+def _forward(conv: Conv, mode: str, **options: Any) -> PassCase:
+    return _case(forward, conv, mode, **options)
 
 
-def _input_grad(case: Case, mode: str, **options: Any) -> Work:
-    return _work(input_grad, case, mode, **options)
+def _input_grad(conv: Conv, mode: str, **options: Any) -> PassCase:
+    return _case(input_grad, conv, mode, **options)
 
 
-def _chosen(work: Work, choose: Choice) -> Work:
+def _chosen(case: PassCase, choose: Choice) -> PassCase:
     """The same work with another of the plans that there are for it, the rules' first."""
-    return replace(work, planner=planner_of(work.direction, choose))
+    return replace(case, planner=planner_of(case.direction, choose))
 
 
 def named(words: str) -> Choice:
@@ -99,31 +99,31 @@ def named(words: str) -> Choice:
     return lambda plans: next(plan for plan in plans if words in plan.choice)
 
 
-def _staged(work: Work, slots: int = 2) -> Work:
+def _staged(case: PassCase, slots: int = 2) -> PassCase:
     """The same work with lines that bulk copies fetch."""
-    return _chosen(work, named(f" {slots} staged"))
+    return _chosen(case, named(f" {slots} staged"))
 
 
-def _copied(work: Work) -> Work:
+def _copied(case: PassCase) -> PassCase:
     """The same work with lines that lanes copy."""
-    return _chosen(work, named(" 2 copied"))
+    return _chosen(case, named(" 2 copied"))
 
 
 # In every mode and layout.
-EVERYWHERE = Case(
+EVERYWHERE = Conv(
     "everywhere", (2, 24, 9, 21), (120, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
 )
-ROLLING = Case("rolling", (1, 16, 9, 135), (32, 16, 5, 2), padding=(2, 0, 1, 0))
-WIDE = Case("wide", (2, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
-STRIPS = Case("strips", (1, 40, 3, 301), (64, 40, 2, 3))
-NARROW = Case("narrow", (2, 40, 13, 7), (64, 40, 3, 3), padding=(1, 1, 1, 1))
-STRIDED = Case("strided", (2, 72, 11, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1))
-POINTWISE = Case("strided pointwise", (2, 72, 8, 16), (20, 72, 1, 1), (2, 2))
-DEEP = Case("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
+ROLLING = Conv("rolling", (1, 16, 9, 135), (32, 16, 5, 2), padding=(2, 0, 1, 0))
+WIDE = Conv("wide", (2, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
+STRIPS = Conv("strips", (1, 40, 3, 301), (64, 40, 2, 3))
+NARROW = Conv("narrow", (2, 40, 13, 7), (64, 40, 3, 3), padding=(1, 1, 1, 1))
+STRIDED = Conv("strided", (2, 72, 11, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1))
+POINTWISE = Conv("strided pointwise", (2, 72, 8, 16), (20, 72, 1, 1), (2, 2))
+DEEP = Conv("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
 
-WORKS = [
+CASES = [
     # Pointwise, and written at a distance: not to be seen as two rows, for the other one is far.
-    _input_grad(Case("one row of a stride", (1, 4, 1, 4), (9, 4, 2, 1), (3, 1), (1, 0, 0, 0)),
+    _input_grad(Conv("one row of a stride", (1, 4, 1, 4), (9, 4, 2, 1), (3, 1), (1, 0, 0, 0)),
                 "float16"),
     *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
       for mode, last, other in product(MODES, (False, True), (False, True))
@@ -132,262 +132,262 @@ WORKS = [
     *(_forward(ROLLING, mode, channels_last=mode in ("ieee", "bfloat16")) for mode in MODES),
     _forward(ROLLING, "tf32", gpu=SMALL),
     _forward(ROLLING, "float16", channels_last=True, gpu=ONE),
-    _forward(Case("rolling far", (3, 16, 21, 130), (60, 16, 3, 3)), "tf32", gpu=ONE),
-    _forward(Case("rolling, dilated", (2, 16, 11, 140), (64, 16, 3, 4), dilation=(2, 5)),
+    _forward(Conv("rolling far", (3, 16, 21, 130), (60, 16, 3, 3)), "tf32", gpu=ONE),
+    _forward(Conv("rolling, dilated", (2, 16, 11, 140), (64, 16, 3, 4), dilation=(2, 5)),
              "bfloat16"),
-    _forward(Case("rolling strips", (1, 12, 5, 321), (70, 12, 3, 3), padding=(1, 0, 1, 1)),
+    _forward(Conv("rolling strips", (1, 12, 5, 321), (70, 12, 3, 3), padding=(1, 0, 1, 1)),
              "tf32"),
-    _forward(Case("rolling strips", (1, 12, 5, 321), (70, 12, 3, 3), padding=(1, 0, 1, 1)),
+    _forward(Conv("rolling strips", (1, 12, 5, 321), (70, 12, 3, 3), padding=(1, 0, 1, 1)),
              "float16", gpu=ONE),
-    _forward(Case("rolling, unaligned", (1, 10, 6, 150), (20, 10, 2, 3)), "float16",
+    _forward(Conv("rolling, unaligned", (1, 10, 6, 150), (20, 10, 2, 3)), "float16",
              aligned=False),
-    _forward(Case("rolling, grouped", (3, 20, 6, 141), (40, 10, 3, 3), groups=2), "tf32",
+    _forward(Conv("rolling, grouped", (3, 20, 6, 141), (40, 10, 3, 3), groups=2), "tf32",
              gpu=ONE),
     # Output rows stacked in a product.
-    _forward(Case("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
-    _forward(Case("stack 4", (1, 24, 10, 20), (15, 24, 4, 3)), "tf32"),
-    _forward(Case("stack 8", (1, 16, 20, 20), (8, 16, 4, 3), padding=(0, 0, 1, 1)), "bfloat16"),
-    _forward(Case("stack 8, rolling", (1, 16, 40, 129), (7, 16, 3, 3)), "tf32"),
-    _forward(Case("stack 8, dilated", (1, 16, 23, 12), (8, 16, 5, 3), dilation=(3, 2)), "tf32"),
+    _forward(Conv("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Conv("stack 4", (1, 24, 10, 20), (15, 24, 4, 3)), "tf32"),
+    _forward(Conv("stack 8", (1, 16, 20, 20), (8, 16, 4, 3), padding=(0, 0, 1, 1)), "bfloat16"),
+    _forward(Conv("stack 8, rolling", (1, 16, 40, 129), (7, 16, 3, 3)), "tf32"),
+    _forward(Conv("stack 8, dilated", (1, 16, 23, 12), (8, 16, 5, 3), dilation=(3, 2)), "tf32"),
     # Several rows in one line of pixels.
     *(_forward(NARROW, mode, channels_last=last)
       for mode, last in (("tf32", False), ("bfloat16", True))),
-    _forward(Case("aligned alike", (2, 24, 16, 14), (130, 24, 3, 3), padding=(1, 1, 2, 2)),
+    _forward(Conv("aligned alike", (2, 24, 16, 14), (130, 24, 3, 3), padding=(1, 1, 2, 2)),
              "tf32"),
-    _forward(Case("aligned alike", (2, 40, 17, 8), (72, 40, 3, 3), padding=(1, 1, 1, 1)),
+    _forward(Conv("aligned alike", (2, 40, 17, 8), (72, 40, 3, 3), padding=(1, 1, 1, 1)),
              "float16", gpu=ONE),
-    _forward(Case("aligned for nobody", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
-    _forward(Case("one column", (2, 16, 50, 1), (64, 16, 5, 1), padding=(2, 2, 0, 0)), "tf32"),
-    _forward(Case("one row", (2, 16, 1, 50), (64, 16, 1, 5), padding=(0, 0, 2, 2)), "float16"),
+    _forward(Conv("aligned for nobody", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
+    _forward(Conv("one column", (2, 16, 50, 1), (64, 16, 5, 1), padding=(2, 2, 0, 0)), "tf32"),
+    _forward(Conv("one row", (2, 16, 1, 50), (64, 16, 1, 5), padding=(0, 0, 2, 2)), "float16"),
     # Lines that bulk copies fetch: aligned and not, to the tensor's very end, beyond its edges.
     *(_staged(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
     _staged(_forward(WIDE, "float16", other_format=True), slots=1),
-    *(_staged(_forward(Case("wide, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
+    *(_staged(_forward(Conv("wide, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
       for mode in ("tf32", "float16")),
-    _staged(_forward(Case("wide, rolling", (1, 12, 7, 144), (64, 12, 2, 2), padding=(0, 0, 2, 2)),
+    _staged(_forward(Conv("wide, rolling", (1, 12, 7, 144), (64, 12, 2, 2), padding=(0, 0, 2, 2)),
                      "tf32"), slots=1),
-    _staged(_forward(Case("wide, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
+    _staged(_forward(Conv("wide, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
                           dilation=(1, 3)), "ieee", gpu=ONE)),
-    _staged(_forward(Case("wide, phases of rows", (1, 24, 11, 30), (64, 24, 3, 3), (2, 1),
+    _staged(_forward(Conv("wide, phases of rows", (1, 24, 11, 30), (64, 24, 3, 3), (2, 1),
                           (2, 1, 0, 1)), "tf32")),
-    _staged(_input_grad(Case("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
+    _staged(_input_grad(Conv("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "bfloat16")),
     # Lines that lanes copy: the same; and whole rows that are aligned.
     *(_copied(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
-    *(_copied(_forward(Case("copied, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
+    *(_copied(_forward(Conv("copied, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
       for mode in ("tf32", "float16")),
-    _copied(_forward(Case("copied, aligned", (2, 40, 9, 16), (72, 40, 3, 3), padding=(2, 2, 2, 2),
+    _copied(_forward(Conv("copied, aligned", (2, 40, 9, 16), (72, 40, 3, 3), padding=(2, 2, 2, 2),
                           dilation=(2, 2)), "bfloat16", gpu=ONE)),
-    _copied(_forward(Case("copied, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
+    _copied(_forward(Conv("copied, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
                           dilation=(1, 3)), "ieee", gpu=ONE)),
-    _copied(_input_grad(Case("copied, padding beyond the kernel", (1, 64, 8, 24), (18, 64, 3, 3),
+    _copied(_input_grad(Conv("copied, padding beyond the kernel", (1, 64, 8, 24), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "tf32")),
     # Rows that go on with the next one, which other tiles compute: of a dilated kernel, of a stack.
-    _staged(_forward(Case("going on", (1, 16, 9, 300), (64, 16, 3, 3), dilation=(2, 3)), "bfloat16",
+    _staged(_forward(Conv("going on", (1, 16, 9, 300), (64, 16, 3, 3), dilation=(2, 3)), "bfloat16",
                      gpu=ONE)),
-    _chosen(_forward(Case("going on", (1, 16, 8, 299), (32, 16, 3, 2), padding=(2, 1, 1, 2)),
+    _chosen(_forward(Conv("going on", (1, 16, 8, 299), (32, 16, 3, 2), padding=(2, 1, 1, 2)),
                      "tf32", gpu=ONE), named("+8 pixels")),
-    _staged(_input_grad(Case("going on, padded on one side", (1, 64, 5, 299), (16, 64, 3, 3),
+    _staged(_input_grad(Conv("going on, padded on one side", (1, 64, 5, 299), (16, 64, 3, 3),
                              padding=(1, 1, 4, 0)), "tf32", gpu=ONE)),
-    *(_forward(Case("going on", (1, 16, 9, 300), (64, 16, 3, 3)), mode, channels_last=True,
+    *(_forward(Conv("going on", (1, 16, 9, 300), (64, 16, 3, 3)), mode, channels_last=True,
                other_format=True, gpu=ONE) for mode in ("tf32", "bfloat16")),
     # Consumers that store a pixel's channels together.
-    *(_forward(Case("joint", (2, 16, 5, 37), (128, 16, 1, 1)), mode, channels_last=True)
+    *(_forward(Conv("joint", (2, 16, 5, 37), (128, 16, 1, 1)), mode, channels_last=True)
       for mode in ("tf32", "bfloat16")),
-    _forward(Case("joint, single channels", (1, 16, 6, 9), (125, 16, 1, 1)), "float16",
+    _forward(Conv("joint, single channels", (1, 16, 6, 9), (125, 16, 1, 1)), "float16",
              channels_last=True),
     # Sums so long that totals are compensated.
-    _forward(Case("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Conv("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     # Strides: phases of rows and columns, in planes of their own or as channels.
-    _forward(Case("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
-    _forward(Case("folded", (1, 3, 24, 21), (48, 3, 5, 4), (4, 3), (1, 0, 2, 1)), "bfloat16",
+    _forward(Conv("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
+    _forward(Conv("folded", (1, 3, 24, 21), (48, 3, 5, 4), (4, 3), (1, 0, 2, 1)), "bfloat16",
              channels_last=True, gpu=ONE),
-    _forward(Case("folded rows", (1, 12, 19, 30), (64, 12, 4, 3), (3, 2), dilation=(1, 2)),
+    _forward(Conv("folded rows", (1, 12, 19, 30), (64, 12, 4, 3), (3, 2), dilation=(1, 2)),
              "ieee"),
-    _forward(Case("stride 2", (1, 16, 13, 17), (64, 16, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
-    _forward(Case("stride 1, 4", (1, 16, 7, 70), (70, 16, 3, 5), (1, 4), (1, 1, 2, 2)), "tf32",
+    _forward(Conv("stride 2", (1, 16, 13, 17), (64, 16, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
+    _forward(Conv("stride 1, 4", (1, 16, 7, 70), (70, 16, 3, 5), (1, 4), (1, 1, 2, 2)), "tf32",
              channels_last=True),
-    _forward(Case("stride 4, 1", (1, 16, 27, 11), (64, 16, 6, 3), (4, 1)), "float16",
+    _forward(Conv("stride 4, 1", (1, 16, 27, 11), (64, 16, 6, 3), (4, 1)), "float16",
              other_format=True),
-    _forward(Case("stride and dilation", (1, 16, 23, 27), (48, 16, 3, 3), (4, 2), (3, 0, 1, 2),
+    _forward(Conv("stride and dilation", (1, 16, 23, 27), (48, 16, 3, 3), (4, 2), (3, 0, 1, 2),
                   (2, 4)), "ieee"),
-    _forward(Case("stride and dilation", (2, 16, 19, 29), (48, 16, 3, 4), (2, 6), (3, 0, 1, 2),
+    _forward(Conv("stride and dilation", (2, 16, 19, 29), (48, 16, 3, 4), (2, 6), (3, 0, 1, 2),
                   (6, 4)), "tf32", aligned=False, gpu=ONE),
-    _forward(Case("kernel below stride", (1, 32, 14, 16), (64, 32, 2, 1), (4, 3)), "tf32"),
-    _forward(Case("strided pointwise", (2, 48, 9, 11), (64, 48, 1, 1), (2, 3)), "bfloat16",
+    _forward(Conv("kernel below stride", (1, 32, 14, 16), (64, 32, 2, 1), (4, 3)), "tf32"),
+    _forward(Conv("strided pointwise", (2, 48, 9, 11), (64, 48, 1, 1), (2, 3)), "bfloat16",
              channels_last=True),
     # Channels: groups, many, odd numbers of them.
-    _forward(Case("groups of 8", (1, 24, 6, 20), (36, 8, 3, 3), padding=(1, 1, 1, 1), groups=3),
+    _forward(Conv("groups of 8", (1, 24, 6, 20), (36, 8, 3, 3), padding=(1, 1, 1, 1), groups=3),
              "float16"),
-    _forward(Case("groups", (2, 40, 6, 9), (144, 20, 3, 2), groups=2), "tf32",
+    _forward(Conv("groups", (2, 40, 6, 9), (144, 20, 3, 2), groups=2), "tf32",
              channels_last=True, gpu=ONE),
     _forward(DEEP, "tf32", gpu=SMALL),
     _forward(DEEP, "ieee", channels_last=True, gpu=SMALL),
-    _forward(Case("odd channels", (1, 13, 7, 24), (60, 13, 2, 3)), "ieee", channels_last=True),
-    _forward(Case("few channels", (1, 3, 9, 40), (64, 3, 7, 7), padding=(3, 3, 3, 3)), "bfloat16",
+    _forward(Conv("odd channels", (1, 13, 7, 24), (60, 13, 2, 3)), "ieee", channels_last=True),
+    _forward(Conv("few channels", (1, 3, 9, 40), (64, 3, 7, 7), padding=(3, 3, 3, 3)), "bfloat16",
              bias=False),
     # Pointwise: seen as one line, as two, or as it is.
-    _forward(Case("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
-    _forward(Case("pointwise", (1, 72, 7, 9), (128, 72, 1, 1)), "ieee"),
-    _forward(Case("padded pointwise", (1, 16, 5, 6), (64, 16, 1, 1), padding=(1, 0, 2, 3)),
+    _forward(Conv("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
+    _forward(Conv("pointwise", (1, 72, 7, 9), (128, 72, 1, 1)), "ieee"),
+    _forward(Conv("padded pointwise", (1, 16, 5, 6), (64, 16, 1, 1), padding=(1, 0, 2, 3)),
              "float16", other_format=True),
     # The smallest, and strips of rows that are no whole sectors.
-    _forward(Case("one pixel", (3, 16, 3, 3), (64, 16, 3, 3)), "tf32", bias=False),
-    _forward(Case("one of one", (1, 8, 1, 1), (64, 8, 1, 1)), "ieee", channels_last=True),
+    _forward(Conv("one pixel", (3, 16, 3, 3), (64, 16, 3, 3)), "tf32", bias=False),
+    _forward(Conv("one of one", (1, 8, 1, 1), (64, 8, 1, 1)), "ieee", channels_last=True),
     _forward(STRIPS, "tf32"),
     _forward(STRIPS, "tf32", gpu=SMALL),
     _forward(STRIPS, "float16", channels_last=True, other_format=True, gpu=SMALL),
     _forward(STRIPS, "bfloat16", channels_last=True, gpu=SMALL),
-    _forward(Case("whole strips", (1, 24, 3, 320), (64, 24, 1, 1), padding=(1, 0, 0, 0)), "tf32"),
-    _input_grad(Case("asymmetric", (1, 64, 9, 20), (24, 64, 3, 5), padding=(1, 1, 2, 2)), "tf32"),
-    _input_grad(Case("padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3),
+    _forward(Conv("whole strips", (1, 24, 3, 320), (64, 24, 1, 1), padding=(1, 0, 0, 0)), "tf32"),
+    _input_grad(Conv("asymmetric", (1, 64, 9, 20), (24, 64, 3, 5), padding=(1, 1, 2, 2)), "tf32"),
+    _input_grad(Conv("padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3),
                      padding=(4, 3, 5, 4)), "float16"),
-    _input_grad(Case("padding beyond the kernel", (1, 60, 6, 90), (16, 60, 2, 3),
+    _input_grad(Conv("padding beyond the kernel", (1, 60, 6, 90), (16, 60, 2, 3),
                      padding=(4, 3, 5, 4)), "ieee"),
-    _input_grad(Case("groups", (2, 72, 9, 11), (48, 24, 3, 4), padding=(1, 0, 2, 2), groups=3),
+    _input_grad(Conv("groups", (2, 72, 9, 11), (48, 24, 3, 4), padding=(1, 0, 2, 2), groups=3),
                 "bfloat16"),
-    _input_grad(Case("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3),
+    _input_grad(Conv("dilated", (1, 40, 15, 16), (72, 40, 3, 4), padding=(2, 1, 4, 3),
                      dilation=(2, 3)), "tf32", channels_last=True),
-    _input_grad(Case("rolling", (1, 64, 6, 150), (16, 64, 3, 3), padding=(1, 1, 1, 1)), "tf32",
+    _input_grad(Conv("rolling", (1, 64, 6, 150), (16, 64, 3, 3), padding=(1, 1, 1, 1)), "tf32",
                 other_format=True),
-    _input_grad(Case("pointwise", (2, 64, 5, 7), (24, 64, 1, 1)), "bfloat16", aligned=False),
+    _input_grad(Conv("pointwise", (2, 64, 5, 7), (24, 64, 1, 1)), "bfloat16", aligned=False),
     # Gradients of strides, by phases: each alone, or two phases of columns in one product.
     *(_input_grad(STRIDED, mode) for mode in MODES),
     *(_input_grad(STRIDED, mode, channels_last=True) for mode in ("ieee", "bfloat16")),
     *(_input_grad(STRIDED, "tf32", channels_last=last, other_format=True)
       for last in (False, True)),
     _input_grad(STRIDED, "tf32", aligned=False, gpu=ONE),
-    _input_grad(Case("stride 2, deep", (1, 40, 7, 10), (150, 40, 3, 3), (2, 2), (1, 1, 1, 1)),
+    _input_grad(Conv("stride 2, deep", (1, 40, 7, 10), (150, 40, 3, 3), (2, 2), (1, 1, 1, 1)),
                 "tf32", gpu=SMALL),
-    _input_grad(Case("stride 1, 2", (1, 70, 4, 331), (16, 70, 2, 5), (1, 2), (0, 0, 3, 1)),
+    _input_grad(Conv("stride 1, 2", (1, 70, 4, 331), (16, 70, 2, 5), (1, 2), (0, 0, 3, 1)),
                 "tf32", gpu=SMALL),
-    _input_grad(Case("stride 1, 2, rolling", (1, 70, 6, 290), (16, 70, 3, 3), (1, 2),
+    _input_grad(Conv("stride 1, 2, rolling", (1, 70, 6, 290), (16, 70, 3, 3), (1, 2),
                      (1, 1, 1, 1)), "float16", gpu=ONE),
-    _input_grad(Case("stride 2, 1", (1, 64, 8, 301), (40, 64, 3, 2), (2, 1), (1, 1, 0, 1)),
+    _input_grad(Conv("stride 2, 1", (1, 64, 8, 301), (40, 64, 3, 2), (2, 1), (1, 1, 0, 1)),
                 "tf32"),
-    _input_grad(Case("stride 2, 1", (2, 64, 9, 16), (40, 64, 2, 3), (2, 1), (0, 0, 1, 1)),
+    _input_grad(Conv("stride 2, 1", (2, 64, 9, 16), (40, 64, 2, 3), (2, 1), (0, 0, 1, 1)),
                 "float16", gpu=ONE),
-    _input_grad(Case("stride 2, 3", (1, 48, 10, 17), (24, 48, 3, 4), (2, 3), (1, 2, 0, 3)),
+    _input_grad(Conv("stride 2, 3", (1, 48, 10, 17), (24, 48, 3, 4), (2, 3), (1, 2, 0, 3)),
                 "bfloat16"),
-    _input_grad(Case("stride 2, stacked", (1, 12, 21, 26), (40, 12, 7, 4), (2, 2), (2, 0, 1, 1)),
+    _input_grad(Conv("stride 2, stacked", (1, 12, 21, 26), (40, 12, 7, 4), (2, 2), (2, 0, 1, 1)),
                 "tf32"),
-    _input_grad(Case("stride 2, stacked", (1, 8, 13, 22), (24, 8, 5, 3), (2, 1), (2, 2, 1, 1)),
+    _input_grad(Conv("stride 2, stacked", (1, 8, 13, 22), (24, 8, 5, 3), (2, 1), (2, 2, 1, 1)),
                 "ieee", channels_last=True),
-    _input_grad(Case("stride 2, groups", (2, 72, 9, 12), (48, 24, 3, 4), (2, 2), (1, 0, 2, 2),
+    _input_grad(Conv("stride 2, groups", (2, 72, 9, 12), (48, 24, 3, 4), (2, 2), (1, 0, 2, 2),
                      groups=3), "tf32", gpu=ONE),
-    _input_grad(Case("stride 2, padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3), (2, 2),
+    _input_grad(Conv("stride 2, padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3), (2, 2),
                      (5, 4, 6, 3)), "float16"),
     # Phases that no tap reaches, and rows and columns that no window covers.
     *(_input_grad(POINTWISE, mode, channels_last=mode in ("float16", "ieee")) for mode in MODES),
-    _input_grad(Case("strided pointwise, odd", (1, 72, 7, 15), (20, 72, 1, 1), (2, 2),
+    _input_grad(Conv("strided pointwise, odd", (1, 72, 7, 15), (20, 72, 1, 1), (2, 2),
                      (1, 0, 1, 0)), "ieee"),
-    _input_grad(Case("strided pointwise, odd", (1, 60, 7, 15), (20, 60, 1, 1), (3, 2)),
+    _input_grad(Conv("strided pointwise, odd", (1, 60, 7, 15), (20, 60, 1, 1), (3, 2)),
                 "bfloat16", aligned=False),
-    _input_grad(Case("kernel below stride", (1, 64, 15, 17), (24, 64, 2, 1), (4, 3), (1, 0, 2, 0)),
+    _input_grad(Conv("kernel below stride", (1, 64, 15, 17), (24, 64, 2, 1), (4, 3), (1, 0, 2, 0)),
                 "tf32"),
-    _input_grad(Case("kernel below stride", (1, 64, 12, 13), (24, 64, 1, 2), (2, 4)), "bfloat16",
+    _input_grad(Conv("kernel below stride", (1, 64, 12, 13), (24, 64, 1, 2), (2, 4)), "bfloat16",
                 channels_last=True),
-    *(_input_grad(Case("no tap in rows", (1, 64, 9, 16), (24, 64, 1, 3), (2, 1)), "tf32",
+    *(_input_grad(Conv("no tap in rows", (1, 64, 9, 16), (24, 64, 1, 3), (2, 1)), "tf32",
                   aligned=aligned) for aligned in (True, False)),
-    _input_grad(Case("no tap in columns", (1, 64, 9, 16), (24, 64, 3, 1), (2, 2)), "float16"),
-    _input_grad(Case("no window at the end", (1, 64, 13, 14), (24, 64, 2, 2), (3, 3)), "ieee",
+    _input_grad(Conv("no tap in columns", (1, 64, 9, 16), (24, 64, 3, 1), (2, 2)), "float16"),
+    _input_grad(Conv("no window at the end", (1, 64, 13, 14), (24, 64, 2, 2), (3, 3)), "ieee",
                 channels_last=True),
-    _input_grad(Case("no window at the end", (1, 64, 8, 19), (24, 64, 3, 2), (2, 2), (0, 0, 0, 1)),
+    _input_grad(Conv("no window at the end", (1, 64, 8, 19), (24, 64, 3, 2), (2, 2), (0, 0, 0, 1)),
                 "tf32"),
-    _input_grad(Case("nothing but zeros", (1, 64, 1, 1), (16, 64, 2, 2), (4, 4), (3, 0, 3, 0)),
+    _input_grad(Conv("nothing but zeros", (1, 64, 1, 1), (16, 64, 2, 2), (4, 4), (3, 0, 3, 0)),
                 "tf32"),
     # Steps of so many rows and columns that a loop clears them; larger than the image.
-    *(_input_grad(Case("far steps", (1, 64, 13, 31), (16, 64, 1, 1), (9, 10), (0, 0, 3, 0)), mode,
+    *(_input_grad(Conv("far steps", (1, 64, 13, 31), (16, 64, 1, 1), (9, 10), (0, 0, 3, 0)), mode,
                   channels_last=last) for mode, last in (("tf32", False), ("bfloat16", True))),
-    _input_grad(Case("far steps of rows", (1, 64, 75, 16), (16, 64, 1, 1), (70, 2)), "float16"),
-    _input_grad(Case("steps beyond the image", (1, 64, 3, 5), (16, 64, 1, 1), (1000, 3000)),
+    _input_grad(Conv("far steps of rows", (1, 64, 75, 16), (16, 64, 1, 1), (70, 2)), "float16"),
+    _input_grad(Conv("steps beyond the image", (1, 64, 3, 5), (16, 64, 1, 1), (1000, 3000)),
                 "tf32"),
     # Strides and dilations with a common divisor, and without.
-    _input_grad(Case("stride and dilation", (1, 64, 23, 27), (16, 64, 3, 3), (4, 2), (3, 0, 1, 2),
+    _input_grad(Conv("stride and dilation", (1, 64, 23, 27), (16, 64, 3, 3), (4, 2), (3, 0, 1, 2),
                      (2, 4)), "ieee"),
-    _input_grad(Case("stride and dilation", (2, 48, 25, 29), (16, 48, 3, 4), (2, 6), (3, 0, 1, 2),
+    _input_grad(Conv("stride and dilation", (2, 48, 25, 29), (16, 48, 3, 4), (2, 6), (3, 0, 1, 2),
                      (6, 4)), "tf32", channels_last=True, gpu=ONE),
-    _input_grad(Case("stride and dilation", (1, 64, 12, 24), (16, 64, 3, 4), (3, 2), (3, 0, 1, 2),
+    _input_grad(Conv("stride and dilation", (1, 64, 12, 24), (16, 64, 3, 4), (3, 2), (3, 0, 1, 2),
                      (2, 3)), "bfloat16"),
 ]  # fmt: skip
 
-RUN = some(WORKS, one_in=10)
+RUN = some(CASES, one_in=10)
 
 # Images alone and in a batch, which has other tiles.
 ALONE = [
-    _forward(Case("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "tf32"),
-    _forward(Case("alone", (1, 40, 12, 9), (64, 40, 3, 3)), "ieee", channels_last=True),
-    _forward(Case("alone", (1, 72, 7, 9), (130, 72, 1, 1)), "float16"),
-    _input_grad(Case("alone", (1, 72, 12, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
-    _input_grad(Case("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 1)), "ieee", channels_last=True),
+    _forward(Conv("alone", (1, 16, 9, 140), (72, 16, 3, 3), padding=(1, 1, 1, 1)), "tf32"),
+    _forward(Conv("alone", (1, 40, 12, 9), (64, 40, 3, 3)), "ieee", channels_last=True),
+    _forward(Conv("alone", (1, 72, 7, 9), (130, 72, 1, 1)), "float16"),
+    _input_grad(Conv("alone", (1, 72, 12, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
+    _input_grad(Conv("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 1)), "ieee", channels_last=True),
 ]
 # Layers, of which several tiles are tried.
 TILES = [
-    _forward(Case("tiles", (1, 16, 11, 139), (72, 16, 3, 2), padding=(1, 1, 1, 1)), "tf32"),
-    _forward(Case("tiles", (1, 40, 12, 24), (64, 40, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
-    _forward(Case("tiles", (2, 24, 9, 30), (72, 24, 3, 5)), "bfloat16", channels_last=True),
-    _input_grad(Case("tiles", (2, 72, 12, 36), (24, 72, 3, 3), (2, 1), (1, 1, 1, 1)), "tf32"),
+    _forward(Conv("tiles", (1, 16, 11, 139), (72, 16, 3, 2), padding=(1, 1, 1, 1)), "tf32"),
+    _forward(Conv("tiles", (1, 40, 12, 24), (64, 40, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
+    _forward(Conv("tiles", (2, 24, 9, 30), (72, 24, 3, 5)), "bfloat16", channels_last=True),
+    _input_grad(Conv("tiles", (2, 72, 12, 36), (24, 72, 3, 3), (2, 1), (1, 1, 1, 1)), "tf32"),
 ]
 
 
-def _with_other_tiles(work: Work) -> list[Work]:
+def _with_other_tiles(case: PassCase) -> list[PassCase]:
     """The same with three tiles from the middle and the end of what the rules like."""
 
     def choice(number: int) -> Callable[[list[Plan]], Plan]:
         return lambda plans: plans[number * (len(plans) - 1) // 3]
 
-    return [_chosen(work, choice(number)) for number in (1, 2, 3)]
+    return [_chosen(case, choice(number)) for number in (1, 2, 3)]
 
 
-OTHER_TILES = [_with_other_tiles(work) for work in TILES]
+OTHER_TILES = [_with_other_tiles(case) for case in TILES]
 
 
 # Pointwise layers round numbers in the middle between two to even, as cuDNN does.
 TIES = {
-    True: _forward(Case("ties", (1, 24, 6, 7), (64, 24, 1, 1)), "tf32"),
-    False: _forward(Case("ties", (1, 24, 6, 7), (64, 24, 3, 3)), "tf32"),
+    True: _forward(Conv("ties", (1, 24, 6, 7), (64, 24, 1, 1)), "tf32"),
+    False: _forward(Conv("ties", (1, 24, 6, 7), (64, 24, 3, 3)), "tf32"),
 }
 
 
 # One infinity in the input, and whether output rows share a product.
 INFINITE = {
-    False: Case("infinite", (1, 8, 9, 11), (64, 8, 3, 3)),
-    True: Case("infinite, stacked", (1, 8, 9, 11), (32, 8, 3, 3)),
+    False: Conv("infinite", (1, 8, 9, 11), (64, 8, 3, 3)),
+    True: Conv("infinite, stacked", (1, 8, 9, 11), (32, 8, 3, 3)),
 }
 
 
-def _all_constants(work: Work) -> list[dict[str, Any]]:
+def _all_constants(case: PassCase) -> list[dict[str, Any]]:
     """Of the kernels that compute the products, one for each phase."""
-    kernels = (launch.kernel for launch in work.plan.launches)
+    kernels = (launch.kernel for launch in case.plan.launches)
     return [dict(kernel.constants) for kernel in kernels if kernel.entry == "correlate"]
 
 
-def _constants(work: Work) -> dict[str, Any]:
+def _constants(case: PassCase) -> dict[str, Any]:
     """Of the last of them."""
-    return _all_constants(work)[-1]
+    return _all_constants(case)[-1]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    works = [
+    cases = [
         *RUN,
         *ALONE,
         *map(in_batch, ALONE),
         *TILES,
         *(other for others in OTHER_TILES for other in others),
-        *(_forward(case, mode) for case, mode in product(INFINITE.values(), MODES)),
+        *(_forward(conv, mode) for conv, mode in product(INFINITE.values(), MODES)),
         *(*TIES.values(), *SPLIT),
     ]
-    precompile({launch.kernel for work in works for launch in work.plan.launches})
+    precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
-@pytest.mark.parametrize("work", RUN, ids=str)
-def test_against_float64(work: Work) -> None:
-    check(work)
+@pytest.mark.parametrize("case", RUN, ids=str)
+def test_against_float64(case: PassCase) -> None:
+    check(case)
 
 
-def test_works_cover_all_branches() -> None:
-    everything = [constants for work in WORKS for constants in _all_constants(work)]
+def test_cases_cover_all_branches() -> None:
+    everything = [constants for case in CASES for constants in _all_constants(case)]
 
     def values(name: str) -> set[Any]:
         return {constants[name] for constants in everything}
@@ -450,38 +450,38 @@ def test_works_cover_all_branches() -> None:
     assert {(last, passes) for last, _, _, passes in stored} == {*product((False, True), repeat=2)}
 
 
-def _items(work: Work) -> int:
+def _items(case: PassCase) -> int:
     """What the blocks share among themselves."""
-    of = _constants(work)
+    of = _constants(case)
     step = of["dilation_height"] // gcd(of["stride_height"], of["dilation_height"])
     rows = of["tile_rows"] * of["stack"] * 2 // of["channel_groups"]
     tiles = ceil_div(ceil_div(of["out_height"], step), rows)
     outputs = ceil_div(of["group_out"], of["channel_groups"] * 64 // of["stack"])
     strips = ceil_div(of["out_width"] + max(of["lead"] - 1, 0), of["tile_columns"])
-    columns = outputs * strips * step * of["groups"] * work.case.input[0]
+    columns = outputs * strips * step * of["groups"] * case.conv.input[0]
     return columns * ceil_div(tiles, of["segment_tiles"])
 
 
 def test_blocks_take_several_items() -> None:
     """Rings go round, and what an item leaves behind is no harm to the next."""
     taken = {
-        (_constants(work)["rolling"], _constants(work)["resident"])
-        for work in WORKS
-        if _items(work) > 2 * work.plan.launches[-1].grid[0]
+        (_constants(case)["rolling"], _constants(case)["resident"])
+        for case in CASES
+        if _items(case) > 2 * case.plan.launches[-1].grid[0]
     }
     assert taken == {*product((False, True), repeat=2)}
 
 
-@pytest.mark.parametrize("work", ALONE, ids=str)
-def test_an_image_does_not_depend_on_its_batch(work: Work) -> None:
-    assert_alone_as_in_batch(work)
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
+    assert_alone_as_in_batch(case)
 
 
-@pytest.mark.parametrize(("work", "others"), [*zip(TILES, OTHER_TILES, strict=True)])
-def test_all_tiles_give_the_same_bits(work: Work, others: list[Work]) -> None:
-    tensors = Tensors.random(work)
-    expected = run(work, tensors)
-    assert_correct(work, tensors, expected)
+@pytest.mark.parametrize(("case", "others"), [*zip(TILES, OTHER_TILES, strict=True)])
+def test_all_tiles_give_the_same_bits(case: PassCase, others: list[PassCase]) -> None:
+    tensors = Tensors.random(case)
+    expected = run(case, tensors)
+    assert_correct(case, tensors, expected)
     for other in others:
         assert run(other, tensors).equal(expected)
 
@@ -489,26 +489,26 @@ def test_all_tiles_give_the_same_bits(work: Work, others: list[Work]) -> None:
 @pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
 def test_padding_far_beyond_the_image(mode: str) -> None:
     """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
-    near = Case("a row", (1, 64, 1, 1024), (8, 64, 1, 2), (1, 8))
+    near = Conv("a row", (1, 64, 1, 1024), (8, 64, 1, 2), (1, 8))
     far = replace(near, stride=(2**15, 8), padding=(2**16, 0, 0, 0))
     assert far.padding[0] * 1024 * 64 > 2**31
-    work = _forward(far, mode, channels_last=True)
-    tensors = Tensors.random(work)
-    actual = run(work, tensors)
+    case = _forward(far, mode, channels_last=True)
+    tensors = Tensors.random(case)
+    actual = run(case, tensors)
     assert actual.shape[2] == 3
-    assert_correct(replace(work, case=near), tensors, actual[:, :, 2:])
+    assert_correct(replace(case, conv=near), tensors, actual[:, :, 2:])
     bias = tensors.bias[:, None, None].expand(actual[0, :, :2].shape)
     assert actual[0, :, :2].equal(bias)
 
 
 @pytest.mark.parametrize("to_even", [False, True], ids=["away from zero", "to even"])
 def test_rounds_ties_as_cudnn(to_even: bool) -> None:
-    work = TIES[to_even]
-    assert work.ties_to_even == to_even
-    tensors = Tensors.random(work)
+    case = TIES[to_even]
+    assert case.ties_to_even == to_even
+    tensors = Tensors.random(case)
     for tensor in (tensors.input, tensors.weight):  # one bit more than TF32 has
         tensor.view(torch.int32).bitwise_and_(~0xFFF)
-    assert_correct(work, tensors, run(work, tensors))
+    assert_correct(case, tensors, run(case, tensors))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -517,59 +517,59 @@ def test_infinity_stays_where_it_is(
     mode: str, stacked: bool, request: pytest.FixtureRequest
 ) -> None:
     """Padding, zero weights of tiles and pixels beyond the image are not multiplied with it."""
-    work = _forward(INFINITE[stacked], mode)
-    assert (_constants(work)["stack"] > 1) == stacked
+    case = _forward(INFINITE[stacked], mode)
+    assert (_constants(case)["stack"] > 1) == stacked
     if stacked:
         reason = "zero weights above and below the kernel are multiplied with it"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     tensors.input[0, 0, 4, 5] = torch.inf
-    assert_plain(work, tensors)
+    assert_plain(case, tensors)
 
 
-FOLDED = _forward(Case("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32")
+FOLDED = _forward(Conv("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32")
 
 
 @pytest.mark.xfail(reason="zero weights that folding adds are multiplied with it", strict=True)
 def test_infinity_in_folded_strides() -> None:
-    assert FOLDED in WORKS
+    assert FOLDED in CASES
     tensors = Tensors.random(FOLDED)
     tensors.input[0, 0, 10, 11] = torch.inf
     assert_plain(FOLDED, tensors)
 
 
 SHORT = _forward(INFINITE[False], "ieee")
-MIDDLE = _forward(Case("of ordinary length", (1, 24, 9, 11), (64, 24, 3, 3)), "ieee")
-LONG = _forward(Case("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+MIDDLE = _forward(Conv("of ordinary length", (1, 24, 9, 11), (64, 24, 3, 3)), "ieee")
+LONG = _forward(Conv("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee")
 SHORT_ROLLING = _staged(
-    _forward(Case("short, rolling", (1, 8, 7, 101), (64, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee")
+    _forward(Conv("short, rolling", (1, 8, 7, 101), (64, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee")
 )
 # The kinds of sums that numbers in two parts have: with products of low parts, without, and
 # compensated; and what a tile of several stages looks like.
 SPLIT = [SHORT, MIDDLE, LONG, SHORT_ROLLING]
 
 
-def test_split_works_are_all_kinds() -> None:
+def test_split_cases_are_all_kinds() -> None:
     kinds = [(of["low_products"], of["compensated"]) for of in map(_constants, SPLIT)]
     assert kinds == [(True, False), (False, False), (False, True), (True, False)]
-    assert [_constants(work)["rolling"] for work in SPLIT] == [False, False, False, True]
+    assert [_constants(case)["rolling"] for case in SPLIT] == [False, False, False, True]
 
 
-def odd_input(work: Work) -> Tensors:
+def odd_input(case: PassCase) -> Tensors:
     """What is no number, times weights without a low part, zeros, and large ones."""
-    tensors = Tensors.random(work)
+    tensors = Tensors.random(case)
     at_corners(
-        tensors.input, ODD_NUMBERS[: 3 if work == LONG else 4]
+        tensors.input, ODD_NUMBERS[: 3 if case == LONG else 4]
     )  # its totals must not overflow
     tensors.weight[::2].round_(decimals=0)
     tensors.weight[1::4] *= 1e5  # low parts times the largest number overflow
     return tensors
 
 
-@pytest.mark.parametrize("work", SPLIT, ids=str)
-def test_odd_numbers_in_two_parts(work: Work) -> None:
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_odd_numbers_in_two_parts(case: PassCase) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
-    assert_plain(work, odd_input(work))
+    assert_plain(case, odd_input(case))
 
 
 @pytest.mark.xfail(reason="what a total loses as it overflows is no number", strict=True)
@@ -579,8 +579,8 @@ def test_long_sums_that_overflow() -> None:
     assert_plain(LONG, tensors)
 
 
-def odd_weights(work: Work) -> Tensors:
-    tensors = Tensors.random(work)
+def odd_weights(case: PassCase) -> Tensors:
+    tensors = Tensors.random(case)
     for channel, number in enumerate(ODD_NUMBERS[:3]):
         tensors.weight[channel, 3, 1, 1] = number
     tensors.input[0, 3, 2, 2] = torch.inf  # times infinity, too
@@ -589,21 +589,21 @@ def odd_weights(work: Work) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("work", [SHORT, MIDDLE, LONG], ids=str)
-def test_odd_weights_in_two_parts(work: Work, request: pytest.FixtureRequest) -> None:
-    if work != MIDDLE:
+@pytest.mark.parametrize("case", [SHORT, MIDDLE, LONG], ids=str)
+def test_odd_weights_in_two_parts(case: PassCase, request: pytest.FixtureRequest) -> None:
+    if case != MIDDLE:
         reason = "consumers are not told of infinite weights"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    assert_plain(work, odd_weights(work))
+    assert_plain(case, odd_weights(case))
 
 
 def test_an_infinity_changes_no_other_bit() -> None:
     """What consumers are careful with are the outputs that see it."""
-    for work in (SHORT, LONG):
-        tensors = Tensors.random(work)
-        expected = run(work, tensors)
+    for case in (SHORT, LONG):
+        tensors = Tensors.random(case)
+        expected = run(case, tensors)
         tensors.input[0, 0, 0, 0] = torch.inf
-        actual = run(work, tensors)
+        actual = run(case, tensors)
         finite = actual.isfinite()
         assert 0 < (~finite).sum() < finite.numel() // 4
         assert actual[finite].equal(expected[finite])

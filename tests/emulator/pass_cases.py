@@ -30,8 +30,8 @@ TENSOR_CORES = ("hopper", "ampere")
 
 Item = TypeVar("Item")
 
-ALL = "FASTCONV_NET" in os.environ
-"""Whether there is time for everything: ``make test-net``."""
+ALL = "FASTCONV_CORPUS" in os.environ
+"""Whether there is time for everything: ``make test-corpus``."""
 
 
 def some(items: Iterable[Item], one_in: int) -> list[Item]:
@@ -40,7 +40,7 @@ def some(items: Iterable[Item], one_in: int) -> list[Item]:
 
 
 @dataclass(frozen=True)
-class Case:
+class Conv:
     """A small convolution that has something the others lack."""
 
     name: str
@@ -62,7 +62,7 @@ Planner = Callable[[Problem, Operands, Gpu], Plan]
 
 
 @dataclass(frozen=True)
-class Work:
+class PassCase:
     """One pass of a case on given kinds of tensors.
 
     ``channels_last`` is the memory format of what the pass reads; what it writes has the same
@@ -70,7 +70,7 @@ class Work:
     they are ``plain``.
     """
 
-    case: Case
+    conv: Conv
     planner: Planner
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
@@ -93,7 +93,7 @@ class Work:
 
     @property
     def plan(self) -> Plan:
-        weight = torch.empty(self.case.weight, device="meta").contiguous(
+        weight = torch.empty(self.conv.weight, device="meta").contiguous(
             memory_format=self.weight_format
         )
         operands = Operands(
@@ -106,7 +106,7 @@ class Work:
             self.bias_grad,
             self.epilogue,
         )
-        return self.planner(self.case.problem, operands, self.gpu)
+        return self.planner(self.conv.problem, operands, self.gpu)
 
     @property
     def ties_to_even(self) -> bool:
@@ -126,7 +126,7 @@ class Work:
         return _memory_format(self.output_channels_last and not self.plain_weight)
 
     def __str__(self) -> str:
-        words = [self.case.name, self.direction, str(self.dtype).removeprefix("torch.")]
+        words = [self.conv.name, self.direction, str(self.dtype).removeprefix("torch.")]
         if self.precision != "ieee":
             words.append(self.precision)
         words.append("channels-last" if self.channels_last else "contiguous")
@@ -156,84 +156,84 @@ class Tensors:
     residual: Tensor  # zero, if the epilogue has none
 
     @classmethod
-    def random(cls, work: Work) -> Tensors:
-        problem = work.case.problem
+    def random(cls, case: PassCase) -> Tensors:
+        problem = case.conv.problem
         # What the pass reads, and the activation beside it: in a weight gradient it is read too.
-        first, second = work.input_format, work.output_format
-        if work.direction == "input_grad":
+        first, second = case.input_format, case.output_format
+        if case.direction == "input_grad":
             first, second = second, first
         return cls(
-            _random(problem.input_shape, first, work),
-            _random(problem.weight_shape, work.weight_format, work),
-            torch.randn(problem.out_channels).to(work.dtype),
-            _random(problem.output_shape, second, work),
-            _random(problem.output_shape, work.output_format, work)
-            if work.epilogue.residual
-            else torch.zeros((), dtype=work.dtype),
+            _random(problem.input_shape, first, case),
+            _random(problem.weight_shape, case.weight_format, case),
+            torch.randn(problem.out_channels).to(case.dtype),
+            _random(problem.output_shape, second, case),
+            _random(problem.output_shape, case.output_format, case)
+            if case.epilogue.residual
+            else torch.zeros((), dtype=case.dtype),
         )
 
 
-def new_output(work: Work) -> Tensor:
+def new_output(case: PassCase) -> Tensor:
     """Where the pass's result goes, full of NaN."""
-    problem = work.case.problem
+    problem = case.conv.problem
     shape = {
         "forward": problem.output_shape,
         "input_grad": problem.input_shape,
         "weight_grad": problem.weight_shape,
-    }[work.direction]
-    nan = torch.full(shape, torch.nan, dtype=work.dtype)
-    is_weight = work.direction == "weight_grad"
-    return placed(nan, work.weight_format if is_weight else work.output_format, work.aligned)
+    }[case.direction]
+    nan = torch.full(shape, torch.nan, dtype=case.dtype)
+    is_weight = case.direction == "weight_grad"
+    return placed(nan, case.weight_format if is_weight else case.output_format, case.aligned)
 
 
-def tensors_read(work: Work, tensors: Tensors) -> dict[str, Tensor]:
+def tensors_read(case: PassCase, tensors: Tensors) -> dict[str, Tensor]:
     """What the pass reads, by the names that launches have for it."""
     read = {
         "forward": {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias},
         "input_grad": {"input": tensors.grad_output, "weight": tensors.weight},
         "weight_grad": {"grad_output": tensors.grad_output, "input": tensors.input},
-    }[work.direction]
-    if not work.bias:
+    }[case.direction]
+    if not case.bias:
         read.pop("bias", None)
-    if work.epilogue.residual:
+    if case.epilogue.residual:
         read["residual"] = tensors.residual
     return read
 
 
 def run(
-    work: Work, tensors: Tensors, bias_grad: Tensor | None = None, both_orders: bool = True
+    case: PassCase, tensors: Tensors, bias_grad: Tensor | None = None, both_orders: bool = True
 ) -> Tensor:
     """The pass in the emulator; outputs and workspace hold NaN before.
 
     ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
     """
-    read = tensors_read(work, tensors)
+    read = tensors_read(case, tensors)
     if bias_grad is not None:
         read["bias_grad"] = bias_grad
-    plan, output = work.plan, new_output(work)
+    plan, output = case.plan, new_output(case)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     execute = driver.run_both_orders if both_orders else driver.run
     execute(plan.launches, {**read, "output": output, "scratch": scratch})
     return output
 
 
-def float64(work: Work, tensors: Tensors) -> Tensor:
+def float64(case: PassCase, tensors: Tensors) -> Tensor:
     """What the pass should give; TF32's operands are rounded first, as its products take them."""
-    problem = work.case.problem
+    problem = case.conv.problem
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
-    if work.precision == "tf32" and work.plan.family in TENSOR_CORES:  # others do so in float32
-        operands = tuple(rounded_to_tf32(one, work.ties_to_even) for one in operands)
+    if case.precision == "tf32" and case.plan.family in TENSOR_CORES:  # others do so in float32
+        operands = tuple(rounded_to_tf32(one, case.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()
     padded = torch.nn.functional.pad(input, (left, right, top, bottom))
-    bias = tensors.bias.double() if work.bias else None
+    bias = tensors.bias.double() if case.bias else None
     output = torch.nn.functional.conv2d(
         padded, weight, bias, problem.stride, 0, problem.dilation, problem.groups
     )
-    if work.direction == "forward":
-        return _activated(output.detach() + tensors.residual.double(), work.epilogue)
-    wanted = input if work.direction == "input_grad" else weight
+    if case.direction == "forward":
+        return _activated(output.detach() + tensors.residual.double(), case.epilogue)
+    wanted = input if case.direction == "input_grad" else weight
     (grad,) = torch.autograd.grad(output, wanted, grad_output)
     return grad
 
@@ -255,39 +255,39 @@ def at_corners(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
         tensor[0, 0, row, column] = number
 
 
-def assert_plain(work: Work, tensors: Tensors) -> None:
+def assert_plain(case: PassCase, tensors: Tensors) -> None:
     """Outputs are infinite, of which sign, or NaN just where plain sums are; others are correct."""
-    assert_plainly(work, tensors, run(work, tensors, new_bias_grad(work)))
+    assert_plainly(case, tensors, run(case, tensors, new_bias_grad(case)))
 
 
 def assert_plainly(
-    work: Work, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
+    case: PassCase, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
 ) -> None:
     """The same of a result that there is already."""
-    expected = float64(work, tensors).to(actual.dtype)
+    expected = float64(case, tensors).to(actual.dtype)
     odd = ~expected.isfinite()
     torch.testing.assert_close(actual[odd], expected[odd], rtol=0, atol=0, equal_nan=True)
-    assert_correct(work, tensors, actual, roundings, among=~odd)
+    assert_correct(case, tensors, actual, roundings, among=~odd)
 
 
-def new_bias_grad(work: Work) -> Tensor | None:
+def new_bias_grad(case: PassCase) -> Tensor | None:
     """Where a bias gradient goes that the work computes beside that of the weight."""
-    if not work.bias_grad:
+    if not case.bias_grad:
         return None
-    return torch.full(work.case.weight[:1], torch.nan, dtype=work.dtype)
+    return torch.full(case.conv.weight[:1], torch.nan, dtype=case.dtype)
 
 
 BATCH = 5
 
 
-def in_batch(work: Work, batch: int = BATCH) -> Work:
+def in_batch(case: PassCase, batch: int = BATCH) -> PassCase:
     """The same work with so many images."""
-    return replace(work, case=replace(work.case, input=(batch, *work.case.input[1:])))
+    return replace(case, conv=replace(case.conv, input=(batch, *case.conv.input[1:])))
 
 
-def assert_alone_as_in_batch(work: Work) -> None:
+def assert_alone_as_in_batch(case: PassCase) -> None:
     """That an image gives the same bits alone and among others."""
-    batch, single = in_batch(work), in_batch(work, 1)
+    batch, single = in_batch(case), in_batch(case, 1)
     tensors = Tensors.random(batch)
     together = run(batch, tensors)
     for index in (0, BATCH - 1):
@@ -300,18 +300,18 @@ def assert_alone_as_in_batch(work: Work) -> None:
         assert run(single, alone).equal(together[image])
 
 
-def check(work: Work) -> None:
+def check(case: PassCase) -> None:
     """Runs the pass on random tensors and compares every element with float64."""
-    tensors = Tensors.random(work)
-    bias_grad = new_bias_grad(work)
-    assert_correct(work, tensors, run(work, tensors, bias_grad))
+    tensors = Tensors.random(case)
+    bias_grad = new_bias_grad(case)
+    assert_correct(case, tensors, run(case, tensors, bias_grad))
     if bias_grad is not None:
         grad, over = tensors.grad_output.double(), (0, 2, 3)
         assert_close(bias_grad, grad.sum(over), grad.abs().sum(over), ROUNDINGS)
 
 
 def assert_correct(
-    work: Work,
+    case: PassCase,
     tensors: Tensors,
     actual: Tensor,
     roundings: float = ROUNDINGS,
@@ -319,12 +319,12 @@ def assert_correct(
 ) -> None:
     """Compares every element with float64, or every one ``among`` these."""
     # The sum of a sum's terms, with no cancellation between them.
-    plain = replace(work, epilogue=work.epilogue._replace(activation="identity"))
+    plain = replace(case, epilogue=case.epilogue._replace(activation="identity"))
     size = float64(plain, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
-    if work.epilogue.activation != "identity":
+    if case.epilogue.activation != "identity":
         # They make of an error half as much again at most, and round some terms of their own.
         size, roundings = size + 1, 2 * roundings
-    assert_close(actual, float64(work, tensors), size, roundings, among)
+    assert_close(actual, float64(case, tensors), size, roundings, among)
 
 
 def assert_close(
@@ -356,8 +356,8 @@ def placed(tensor: Tensor, memory_format: torch.memory_format, aligned: bool) ->
     return storage.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
-def _random(shape: tuple[int, ...], memory_format: torch.memory_format, work: Work) -> Tensor:
-    return placed(torch.randn(shape).to(work.dtype), memory_format, work.aligned)
+def _random(shape: tuple[int, ...], memory_format: torch.memory_format, case: PassCase) -> Tensor:
+    return placed(torch.randn(shape).to(case.dtype), memory_format, case.aligned)
 
 
 def rounded_to_tf32(tensor: Tensor, ties_to_even: bool = False) -> Tensor:
