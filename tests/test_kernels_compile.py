@@ -23,7 +23,7 @@ import nvrtc as other_nvrtc
 import small_products
 import swizzled_products
 import tensor_maps
-from emulator import corpus
+from emulator import corpus, forced_plans
 from fastconv import jit
 from fastconv.jit import compile
 from fastconv.jit.launch import compile_jobs
@@ -420,7 +420,7 @@ GEMM_MODES = {
 def test_matrix_products(entry: str) -> None:
     """With these kernels, even where another one is faster."""
     works = [
-        Work(name, problem, corpus.Gemm(direction), *GEMM_MODES[entry])
+        Work(name, problem, forced_plans.Gemm(direction), *GEMM_MODES[entry])
         for name, problem in RESNET50.items()
         for direction in ("forward", "input_grad")
     ]
@@ -444,7 +444,11 @@ EPILOGUES = {
     "sm_90a": [
         *(
             Work(
-                "1x1 at 56", RESNET50["1x1 at 56"], corpus.Gemm("forward"), *mode, epilogue=epilogue
+                "1x1 at 56",
+                RESNET50["1x1 at 56"],
+                forced_plans.Gemm("forward"),
+                *mode,
+                epilogue=epilogue,
             )
             for mode, epilogue in product(GEMM_MODES.values(), (RESIDUAL_RELU, GELU))
         ),

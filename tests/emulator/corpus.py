@@ -9,40 +9,35 @@ from __future__ import annotations
 
 import argparse
 import math
-import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import product
 from pathlib import Path
 from random import Random
-from types import ModuleType
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import torch
 
-from emulator.pass_cases import Conv, PassCase, Planner
+from emulator.forced_plans import (
+    TILE_CONSTANTS,
+    kind_of,
+    main_kernel,
+    planner_of,
+    tile_of,
+    word_of,
+)
+from emulator.pass_cases import Conv, PassCase
 from fastconv.bench import population
-from fastconv.kernels import ampere, coverage, gpus, planner
-from fastconv.kernels.ampere.halo import plan as ampere_halo
-from fastconv.kernels.ampere.halo.tiles import tiles_of
-from fastconv.kernels.ampere.wgrad_halo import plan as ampere_weight_grad
-from fastconv.kernels.arithmetic import round_up
+from fastconv.kernels import coverage, planner
 from fastconv.kernels.coverage import Class
-from fastconv.kernels.family import Declined, Gpu, Kernel, Operands, Plan
+from fastconv.kernels.family import Declined, Gpu
 from fastconv.kernels.gpus import GPUS, H200
-from fastconv.kernels.hopper.halo import plan as hopper_correlate
-from fastconv.kernels.hopper.implicit_gemm_nchw import plan as implicit_gemm_nchw
-from fastconv.kernels.hopper.implicit_gemm_nhwc import plan as implicit_gemm_nhwc
-from fastconv.kernels.hopper.wgrad_halo import plan as hopper_weight_grad
-from fastconv.kernels.hopper.wgrad_implicit_gemm import plan as wgrad_implicit_gemm
-from fastconv.kernels.planning.layers import views
 from fastconv.problem import Problem
 from fastconv.workloads import parse_shape
 
@@ -50,252 +45,19 @@ PROBLEMS = Path(__file__).with_name("problems.txt")
 
 
 PASSES = ("forward", "input_grad", "weight_grad")
-FORCED = "*"
-GEMM = "gemm"
-HALVES = "halves"
-MIRRORED = "mirrored"
-MOST_TILES = 1000
-
-
-@dataclass(frozen=True)
-class Forced:
-    """Plans with the kernel that large problems have, even where it is not the fastest.
-
-    Those are float32 as float16 and, of weight gradients, the tensor cores' (see :class:`Halves`);
-    with its own tile, or one of a larger problem: what NAMES has of its kernel's constants.
-    """
-
-    direction: str
-    tile: tuple[int, ...] = ()
-
-    halves = False  # of weight gradients
-
-    @property
-    def __name__(self) -> str:
-        return self.direction
-
-    @property
-    def word(self) -> str:
-        return f"{self.direction}{FORCED}{','.join(map(str, self.tile))}"
-
-    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        made: Plan
-        if gpus.number(gpu) != gpus.number(H200):
-            return self._by_ampere(problem, operands, gpu)
-        if self.direction == "weight_grad":
-            return hopper_weight_grad.plan(self._tile(problem, operands, gpu), gpu)
-        with _free_halves(hopper_correlate):
-            made = getattr(planner, self.direction)(problem, operands, gpu)
-            return made
-
-    def _by_ampere(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        made: Plan
-        ampere.block.check(gpu)
-        with _free_halves(ampere_halo), mock.patch.object(ampere.block, "PORTABLE_SHARE", 0.0):
-            if self.direction == "weight_grad":
-                made = ampere_weight_grad.plan(self._ampere_tile(problem, operands, gpu), gpu)
-            else:
-                with mock.patch.object(ampere_halo, "_tiles", self._ampere_tiles):
-                    made = getattr(planner, self.direction)(problem, operands, gpu)
-            return made
-
-    def _ampere_tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
-        if not self.tile:
-            return ampere_weight_grad.choose_tile(problem, operands, gpu)
-        *sizes, rolling = self.tile
-        tile = ampere_weight_grad.Tile(problem, operands, *sizes, bool(rolling))
-        height, width = problem.kernel_size
-        if (
-            not tile.fits(gpu)
-            or tile.box_rows > height
-            or tile.box_columns > width
-            or tile.box_channels > round_up(tile.group_in, 8)
-            or tile.strip_columns > round_up(problem.output_size[1], 8)
-            or tile.step_rows > tile.walk_rows
-        ):
-            raise Declined("a tile that does not fit")
-        return tile
-
-    def _ampere_tiles(self, layer: Any, gpu: Gpu) -> tuple[Any, ...]:
-        found = tuple(tiles_of(views(layer), gpu))
-        if not self.tile:
-            return found
-        of_choice = operator.attrgetter(
-            "team.warps", "team.loaders", "team.product_rows", "team.channel_groups",
-            "team.pixels", "patch.rows", "patch.columns",
-        )  # fmt: skip
-        chosen = tuple(tile for tile in found if of_choice(tile) == self.tile)
-        if not chosen:
-            raise Declined("a tile that does not fit")
-        return chosen
-
-    def _tile(self, problem: Problem, operands: Operands, gpu: Gpu) -> Any:
-        if not self.tile:
-            return hopper_weight_grad.choose_tile(problem, operands, gpu, halves=self.halves)
-        *sizes, plane_classes = self.tile if len(self.tile) > 8 else (*self.tile, 1)
-        layer = hopper_weight_grad.Layer(problem, operands, self.halves)
-        if plane_classes > 1:
-            layer = hopper_weight_grad.in_plane_classes(layer)
-            if layer is None or layer.plane_classes != plane_classes:
-                raise Declined("planes that no TMA box brings together")
-        tile = hopper_weight_grad.Tile(layer, *sizes)
-        fitted = tile.fitted(gpu.shared_bytes_per_block)
-        boxes = plane_classes == 1 or tile.grad_boxes
-        if fitted is None or tile.stage_columns > layer.row_columns or not boxes:
-            raise Declined("a tile that does not fit")
-        return fitted
-
-
-@dataclass(frozen=True)
-class Halves(Forced):
-    """The same of a weight gradient with float32 as float16."""
-
-    halves = True
-
-    @property
-    def word(self) -> str:
-        return f"{self.direction}{FORCED}{HALVES}{','.join(map(str, self.tile))}"
-
-    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        if not hopper_weight_grad.takes_halves(problem, operands):
-            raise Declined("what is not contiguous float32")
-        return super().__call__(problem, operands, gpu)
-
-
-@dataclass(frozen=True)
-class Gemm(Forced):
-    """The same with the kernel for matrix products, which small images seldom have."""
-
-    @property
-    def word(self) -> str:
-        return f"{self.direction}{FORCED}{GEMM}{','.join(map(str, self.tile))}"
-
-    def __call__(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        if self.direction == "weight_grad":
-            return self._weight_grad(problem, operands, gpu)
-        gemm: Any = implicit_gemm_nchw if operands.scalar == "float" else implicit_gemm_nhwc
-        transposed = self.direction == "input_grad"
-        layer = gemm.layer_of(problem.without_idle_dilation, operands, gpu, transposed)
-        plans: list[Plan] = gemm.plans(layer, gpu, most=MOST_TILES if self.tile else 1)
-        for plan in plans:
-            if self.tile in ((), _tile_of(plan.launches[-1].kernel)):
-                return plan
-        raise Declined("a tile that does not fit")
-
-    layer_of = staticmethod(wgrad_implicit_gemm.layer_of)  # of weight gradients
-
-    def _weight_grad(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-        layer = self.layer_of(problem.without_idle_dilation, operands, gpu)
-        for tile in wgrad_implicit_gemm.tiles_of(layer, gpu):
-            plan = wgrad_implicit_gemm.plan(tile, gpu)
-            if self.tile in ((), _tile_of(_main_kernel(plan))):
-                return plan
-        raise Declined("a tile that does not fit")
-
-
-@dataclass(frozen=True)
-class Mirrored(Gemm):
-    """The same of a weight gradient whose rows are input channels."""
-
-    layer_of = staticmethod(wgrad_implicit_gemm.mirrored_layer_of)
-
-    @property
-    def word(self) -> str:
-        return f"{self.direction}{FORCED}{MIRRORED}{','.join(map(str, self.tile))}"
-
-
-def _main_kernel(plan: Plan) -> Kernel:
-    """The one that a tile is of."""
-    kernels = [launch.kernel for launch in plan.launches]
-    return next((kernel for kernel in kernels if kernel.source in NAMES), kernels[0])
-
-
-def _tile_of(kernel: Kernel) -> tuple[int, ...]:
-    constants: dict[str, Any] = dict(kernel.constants)
-    if "loaders" in constants:
-        constants["loaders"] //= 32
-    return tuple(int(constants[name]) for name in NAMES[kernel.source])
-
-
-@contextmanager
-def _free_halves(halo: ModuleType) -> Iterator[None]:
-    """It costs nothing to multiply float32 as float16."""
-    costs = halo.HALVES_COST
-    free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
-    with (
-        mock.patch.object(halo, "HALVES_CYCLES", 0.0),
-        mock.patch.object(halo, "HALVES_COST", free),
-    ):
-        yield
-
-
-def planner_of(word: str) -> Planner:
-    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4", "weight_grad*halves"."""
-    direction, forced, tile = word.partition(FORCED)
-    if not forced:
-        chosen: Planner = getattr(planner, direction)
-        return chosen
-    kinds = {GEMM: Gemm, HALVES: Halves, MIRRORED: Mirrored}
-    name = next((name for name in kinds if tile.startswith(name)), "")
-    sizes = tile.removeprefix(name)
-    kind = kinds.get(name, Forced)
-    return kind(direction, tuple(map(int, sizes.split(","))) if sizes else ())
-
-
-def word_of(chosen: Planner) -> str:
-    """Undoes :func:`planner_of`."""
-    return chosen.word if isinstance(chosen, Forced) else chosen.__name__
-
-
-# The constants that say which tile it is.
-NAMES = {
-    "hopper/wgrad_halo/kernel.cuh": (
-        "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
-        "phase_images", "stage_columns", "strip_stages", "plane_classes",
-    ),
-    "ampere/wgrad_halo/kernel.cuh": (
-        "row_tiles", "warps_out", "warps_units", "warps_pixels", "box_channels", "box_rows",
-        "box_columns", "strip_columns", "step_rows", "slice_products", "rolling",
-    ),
-    "ampere/halo/kernel.cuh": (
-        "warps", "loaders", "product_rows", "channel_groups", "pixels", "block_rows",
-        "tile_columns",
-    ),
-    implicit_gemm_nhwc.SOURCE: ("consumers", "tile_columns", "blocks"),
-    implicit_gemm_nchw.SOURCE: ("row_tiles", "columns", "tile_pixels", "flat", "whole", "piece"),
-    wgrad_implicit_gemm.SOURCE: (
-        "row_groups", "column_groups", "product_columns", "depth", "blocks", "whole", "cluster",
-        "teams", "team_warps",
-    ),
-}  # fmt: skip
-GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_gemm.SOURCE)
-
-
-def _kind(kernel: Kernel) -> type[Forced]:
-    if kernel.source in GEMMS:
-        # Taps in reverse are what tells.
-        mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _backwards(kernel)
-        return Mirrored if mirrored else Gemm
-    is_weight_grad = kernel.source == "hopper/wgrad_halo/kernel.cuh"
-    return Halves if is_weight_grad and dict(kernel.constants)["halves"] else Forced
-
-
-def _backwards(kernel: Kernel) -> bool:
-    constants: dict[str, Any] = dict(kernel.constants)
-    return bool(constants["weight_stride_width"] < 0)
 
 
 def _forced(case: PassCase) -> Iterator[PassCase]:
     """The same problem with its kernel held fast, or if that is not enough, its tile."""
-    kernel, family = _main_kernel(case.plan), case.plan.family
-    kind = _kind(kernel)
+    kernel, family = main_kernel(case.plan), case.plan.family
+    kind = kind_of(kernel)
     if type(case.planner) is not kind:
         if family in ("hopper", "ampere"):
             yield replace(case, planner=kind(case.direction))
-    elif kernel.source in NAMES and not (case.planner.tile or is_small(case)):
+    elif kernel.source in TILE_CONSTANTS and not (case.planner.tile or is_small(case)):
         if case.direction != "weight_grad":
             kernel = case.plan.launches[-1].kernel
-        yield replace(case, planner=kind(case.direction, _tile_of(kernel)))
+        yield replace(case, planner=kind(case.direction, tile_of(kernel)))
 
 
 MODES = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulator import corpus, precompile, run_both_orders
+from emulator import forced_plans, precompile, run_both_orders
 from emulator.pass_cases import (
     ALL,
     Conv,
@@ -50,7 +50,7 @@ def _strided_gradient(batch: int) -> Plan:
     """Of a pointwise layer of stride 2, as a product of matrices: four pixels for a position."""
     problem = Problem.of((batch, 8, 256, 256), (64, 8, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1)
     operands = Operands("fastconv::bfloat16", 2, True, True, (8, 1, 8, 8), True)
-    return corpus.Gemm("input_grad")(problem, operands, H200)
+    return forced_plans.Gemm("input_grad")(problem, operands, H200)
 
 
 @pytest.mark.parametrize("batch", [3, 33000, 70000])
@@ -87,7 +87,9 @@ def test_wide_places_are_for_large_batches() -> None:
 
 def test_wide_places_give_the_same_bits() -> None:
     conv = Conv("strided", (3, 24, 9, 7), (72, 24, 3, 3), (2, 2), (1, 1, 1, 1))
-    case = PassCase(conv, corpus.Gemm("input_grad"), torch.bfloat16, channels_last=True, gpu=ONE)
+    case = PassCase(
+        conv, forced_plans.Gemm("input_grad"), torch.bfloat16, channels_last=True, gpu=ONE
+    )
     tensors = Tensors.random(case)
     (launch,) = case.plan.launches
     constants = {**dict(launch.kernel.constants), "wide_places": True}
@@ -146,7 +148,7 @@ def _cases() -> Iterator[PassCase]:
     ) -> PassCase:
         return PassCase(conv, planner, dtype, last, gpu=gpu)
 
-    gemm, wide, halves = corpus.Gemm("weight_grad"), torch.float32, torch.bfloat16
+    gemm, wide, halves = forced_plans.Gemm("weight_grad"), torch.float32, torch.bfloat16
     yield of(_row(8, 8208, 16), gemm, wide)
     yield of(_row(12, 704, 16), gemm, halves, last=True)
     yield of(_row(4, 8208, 4, groups=4), depthwise.forward, wide)
@@ -155,8 +157,8 @@ def _cases() -> Iterator[PassCase]:
     yield of(_row(3, 8208, 16), gemm, halves)
     yield of(_row(1, 8208, 16), _collect, wide)
     yield of(_row(1, 8208, 16), _collect, halves)
-    yield of(_row(64, 256, 16), corpus.Forced("forward"), halves, last=True, gpu=AMPERE)
-    yield of(_row(8, 8208, 16), corpus.Forced("forward"), wide, gpu=AMPERE)
+    yield of(_row(64, 256, 16), forced_plans.Forced("forward"), halves, last=True, gpu=AMPERE)
+    yield of(_row(8, 8208, 16), forced_plans.Forced("forward"), wide, gpu=AMPERE)
     yield of(_row(12, 704, 12, groups=12), depthwise.forward, halves, last=True)
     for planner in (direct.forward, direct.weight_grad):
         yield of(_row(3, 8208, 4), planner, wide)
@@ -196,7 +198,7 @@ def _taps_apart(dtype: torch.dtype) -> PassCase:
     far = 1_040_000
     conv = Conv("far taps", (1, 8, 3, 2072), (64, 8, 3, 1), (1, 1), (far - 1, far - 1, 0, 0),
                 (far, 1))  # fmt: skip
-    return PassCase(conv, corpus.Gemm("weight_grad"), dtype, gpu=ONE)
+    return PassCase(conv, forced_plans.Gemm("weight_grad"), dtype, gpu=ONE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,6 +19,7 @@ import oracle
 from emulator import (
     test_hopper_few_outputs,
     test_hopper_halo,
+    test_hopper_halo_nonfinite,
     test_hopper_implicit_gemm_nchw,
     test_hopper_implicit_gemm_nhwc,
     test_hopper_residues,
@@ -152,8 +153,8 @@ def test_emulated(work: PassCase) -> None:
 
 # As in the emulator, whose products are exact: tensor cores may overflow on the way.
 ODD_WORKS = [
-    *((work, test_hopper_halo.odd_input) for work in test_hopper_halo.SPLIT),
-    (test_hopper_halo.MIDDLE, test_hopper_halo.odd_weights),
+    *((work, test_hopper_halo_nonfinite.odd_input) for work in test_hopper_halo_nonfinite.SPLIT),
+    (test_hopper_halo_nonfinite.MIDDLE, test_hopper_halo_nonfinite.odd_weights),
 ]
 
 
