@@ -48,7 +48,7 @@ PASSES = ("forward", "input_grad", "weight_grad")
 
 
 def _forced(case: PassCase) -> Iterator[PassCase]:
-    """The same problem with its kernel held fast, or if that is not enough, its tile."""
+    """The test case with its kernel forced, or if it is forced already, its tile."""
     kernel, family = main_kernel(case.plan), case.plan.family
     kind = kind_of(kernel)
     if type(case.planner) is not kind:
@@ -68,16 +68,17 @@ MODES = {
     "float64": (torch.float64, "ieee"),
 }
 FORMATS = ("nchw", "nhwc")
-# So few that small problems have more to do than there are processors.
+# Numbers of SMs, so few that small problems have more tiles than SMs.
 PROCESSORS = (1, 2, 3, 5)
 
-# Of a problem that the emulator runs: in a second, or in a minute if there is none that is smaller.
+# Limits of a drawn problem that the emulator runs in about a second. Where no smaller problem has a
+# class, FAR_MORE times as much is allowed: about a minute.
 MOST_FLOPS, MOST_ELEMENTS = 3e8, 3e5
 FAR_MORE = 6
-PRICE = 1e5  # of a work that computes next to nothing, but is compiled: as :func:`cost`
-LARGE_FLOPS = 1e12  # of one that is only planned
+PRICE = 1e5  # of compiling a test case, in the unit of :func:`cost`
+LARGE_FLOPS = 1e12  # limits of a problem that is only planned
 LARGE_ELEMENTS = 4e9
-# Of all problems that are drawn, beside those of the population.
+# Shares of drawn problems with narrow groups, from practice, and with many channels.
 NARROW = 0.1
 PRACTICAL = 0.2
 DENSE = 0.15
@@ -88,7 +89,7 @@ DENSE_MODES = ("tf32", "float16", "bfloat16")
 
 
 def line_of(case: PassCase) -> str:
-    """A work in words: the GPU and how many of its processors, the pass, the tensors, the shape."""
+    """A test case as a line: the GPU and its number of SMs, the pass, the tensors, the shape."""
     modes = {kind: name for name, kind in MODES.items()}
     words = [
         f"{case.gpu.architecture}/{case.gpu.processors}",
@@ -102,7 +103,7 @@ def line_of(case: PassCase) -> str:
 
 
 def case_of(line: str) -> PassCase:
-    """Undoes :func:`line_of`."""
+    """The test case of a line: the inverse of :func:`line_of`."""
     words, _, shape = line.partition(": ")
     gpu, direction, mode, formats, *more = words.split()
     architecture, processors = gpu.split("/")
@@ -139,7 +140,7 @@ def _conv(problem: Problem) -> Conv:
     )
 
 
-# --- Classes --------------------------------------------------------------------------------------
+# --- Drawing test cases ---------------------------------------------------------------------------
 
 
 def classes_of(case: PassCase) -> set[Class]:
@@ -147,12 +148,12 @@ def classes_of(case: PassCase) -> set[Class]:
 
 
 def drawn(draw: Random) -> PassCase:
-    """Any problem, small or large, for any GPU; more than half of them for Hopper."""
+    """Draws a pass of a small or large problem for any GPU, more than half of them for Hopper."""
     place = draw.random()
     large = place < 0.4
     limits = _limits(large)
     problem = population.workload(draw, *limits).problem
-    kind = place * 100 % 1  # by numbers of their own: what is drawn next depends on no family
+    kind = place * 100 % 1  # digits of ``place``, so that the draws that follow stay the same
     if kind < NARROW:
         problem = population.narrow(Random(place), *limits).problem
     elif kind > 1 - PRACTICAL:
@@ -180,7 +181,7 @@ def drawn(draw: Random) -> PassCase:
 
 
 def _dense(draw: Random, large: bool) -> PassCase:
-    """A layer of many channels, in a pass and of a type that matrix products have, for Hopper."""
+    """Draws a layer of many channels for Hopper, in a mode that implicit GEMM kernels take."""
     is_real = draw.random() < 0.3
     drawn = population.residual(draw) if is_real else population.dense(draw, *_limits(large))
     case = _dense_case(drawn.problem, draw.choice(DENSE_MODES), draw.choice(PASSES))
@@ -193,7 +194,7 @@ def _dense(draw: Random, large: bool) -> PassCase:
 
 
 def known() -> Iterator[PassCase]:
-    """The suites' layers as such, whole: those whose code people run first."""
+    """The benchmark suites' layers at full size."""
     layers = [workload.problem for workload in population.KNOWN if workload.groups == 1]
     for problem, mode, direction in product(layers, DENSE_MODES, PASSES[:2]):
         yield _dense_case(problem, mode, direction)
@@ -209,8 +210,8 @@ def _limits(large: bool) -> tuple[float, float]:
     return (LARGE_FLOPS, LARGE_ELEMENTS) if large else (MOST_FLOPS, MOST_ELEMENTS)
 
 
-# GPUs that have as much shared memory take turns. What is drawn after them does not depend on how
-# many there are: classes that only now and then a problem has would come and go with each new GPU.
+# GPUs with equal shared memory share a turn, so that the draws after this one do not depend on the
+# number of GPUs. Otherwise each new GPU would change all problems, and with them the rare classes.
 TURNS = (
     ("sm_70",), ("sm_75",), ("sm_80", "sm_87"), ("sm_86",), ("sm_89",), ("sm_90a",),
     ("sm_100a", "sm_103a"), ("sm_120a", "sm_121a"),
@@ -226,7 +227,7 @@ def drawn_gpu(draw: Random, whole: bool) -> Gpu:
 
 
 def cost(case: PassCase) -> float:
-    """What it takes to emulate it, about."""
+    """About what it takes to emulate a test case, in elements."""
     problem = case.conv.problem
     elements = sum(
         map(math.prod, (problem.input_shape, problem.weight_shape, problem.output_shape))
@@ -240,7 +241,7 @@ def is_small(case: PassCase) -> bool:
 
 
 def shrunk(case: PassCase, wanted: Callable[[PassCase], bool]) -> PassCase:
-    """A smaller one for which ``wanted`` holds too: as small as steps from here lead."""
+    """Makes a test case smaller, step by step, as long as ``wanted`` holds for it."""
     while True:
         for smaller in _smaller(case):
             with suppress(Declined):
@@ -264,14 +265,14 @@ def _smaller(case: PassCase) -> Iterator[PassCase]:
 
 
 class Found(NamedTuple):
-    """The cheapest work of a class among those that were drawn."""
+    """The cheapest of the drawn test cases of a coverage class."""
 
     cost: float
     line: str
 
 
 def survey(seed: int, seconds: float) -> tuple[int, dict[Class, Found]]:
-    """How many works were drawn, and the cheapest one of each class."""
+    """Draws test cases; returns how many, and the cheapest one of each coverage class."""
     draw, end = Random(seed), time.monotonic() + seconds
     found: dict[Class, Found] = {}
     count = 0
@@ -288,7 +289,7 @@ def _add(found: dict[Class, Found], case: PassCase) -> None:
 
 
 def missing(found: Iterable[Class], cases: Iterable[PassCase]) -> set[Class]:
-    """Classes that no work has."""
+    """Coverage classes that none of the test cases has."""
     return set(found).difference(*map(cached_classes, map(line_of, cases)))
 
 
@@ -298,10 +299,12 @@ def cached_classes(line: str) -> frozenset[Class]:
 
 
 def small_line(task: tuple[Class, str]) -> str | None:
-    """A problem of that class that the emulator can run; None if none was found."""
+    """A line of that coverage class which the emulator can run, or None if none was found."""
     one, line = task
     case = case_of(line)
-    if one[1] != coverage.REACH or not is_small(case):  # those are so many that small ones will do
+    if one[1] != coverage.REACH or not is_small(
+        case
+    ):  # classes of REACH are many: any small problem will do
         case = shrunk(case, lambda case: one in classes_of(case))
     return line_of(case) if is_small(case) else None
 
@@ -309,12 +312,12 @@ def small_line(task: tuple[Class, str]) -> str | None:
 def mended(
     cases: Sequence[PassCase], found: dict[Class, Found], pool: ProcessPoolExecutor
 ) -> tuple[list[PassCase], list[Class]]:
-    """The works and as many more as it takes; and the classes that only large problems have."""
+    """Adds a test case for each class that has none; also returns classes of large problems."""
     lines = [line_of(case) for case in cases]
     open_classes = set(found).difference(*map(cached_classes, lines))
     too_large: list[Class] = []
     while open_classes:
-        # Rare ones first, by their price; what comes with them need not be looked for.
+        # Expensive classes come first: their problems also have many of the cheap classes.
         wave = sorted(open_classes, key=lambda one: (-found[one].cost, one[:2], str(one)))[:64]
         tasks = [(one, found[one].line) for one in wave]
         for (one, _), line in zip(tasks, pool.map(small_line, tasks), strict=True):
@@ -330,7 +333,7 @@ def mended(
 
 
 def without_idle(cases: Iterable[PassCase]) -> list[PassCase]:
-    """Those that have a class of their own, dear ones being dropped first."""
+    """Drops test cases, expensive ones first, whose classes all occur in others."""
     kept = {line_of(case): cost(case) for case in cases}
     count: dict[Class, int] = {}
     for line in kept:
@@ -345,10 +348,10 @@ def without_idle(cases: Iterable[PassCase]) -> list[PassCase]:
 
 
 def ordered(cases: Iterable[PassCase]) -> list[PassCase]:
-    """First those that have most for their price, so that the first few are worth most."""
+    """Orders test cases by new classes per cost, so that the first few cover most."""
     price = {line_of(case): PRICE + cost(case) for case in cases}
     left = set().union(*map(cached_classes, price))
-    # What a line is worth only falls as others are taken: a bound that is looked at again.
+    # The worth of a line only falls as others are taken, so a stale value is an upper bound.
     worth = [(-len(cached_classes(line)) / cost, line) for line, cost in price.items()]
     heapify(worth)
     taken = []
@@ -365,7 +368,7 @@ def ordered(cases: Iterable[PassCase]) -> list[PassCase]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0, help="to draw problems")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time to draw problems")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     jobs = os.cpu_count() or 1
@@ -379,12 +382,12 @@ def main() -> None:
         for case in known():
             _add(found, case)
         cases = read_cases()
-        print(f"{sum(count for count, _ in surveys)} problems of {len(found)} classes;")
-        print(f"{len(missing(found, cases))} of them are not among the {len(cases)} there are")
+        print(f"Drew {sum(count for count, _ in surveys)} problems of {len(found)} classes.")
+        print(f"The corpus of {len(cases)} problems lacks {len(missing(found, cases))} of them.")
         cases, too_large = mended(cases, found, pool)
     cases = ordered(without_idle(cases))
     PROBLEMS.write_text("".join(f"{line_of(case)}\n" for case in cases), encoding="utf-8")
-    print(f"{len(cases)} problems now; too large to emulate: {len(too_large)}")
+    print(f"The corpus has {len(cases)} problems. Classes too large to emulate: {len(too_large)}")
     for one in sorted(too_large, key=str):
         print(f"  {coverage.describe(one)}: {found[one].line}")
 

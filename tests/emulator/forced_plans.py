@@ -1,4 +1,4 @@
-"""Plans with a given kernel and tile, which small problems would not get by themselves."""
+"""Planners that choose a given kernel and tile, which small problems would not get otherwise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Forced:
     direction: str
     tile: tuple[int, ...] = ()
 
-    halves = False  # of weight gradients
+    halves = False  # whether a weight gradient multiplies float32 as scaled fp16
 
     @property
     def __name__(self) -> str:
@@ -125,7 +125,7 @@ class Forced:
 
 @dataclass(frozen=True)
 class Halves(Forced):
-    """The same of a weight gradient with float32 as float16."""
+    """Plans a weight gradient that multiplies float32 as scaled fp16."""
 
     halves = True
 
@@ -141,7 +141,7 @@ class Halves(Forced):
 
 @dataclass(frozen=True)
 class Gemm(Forced):
-    """The same with the kernel for matrix products, which small images seldom have."""
+    """Plans a pass with an implicit GEMM kernel, which small images seldom get."""
 
     @property
     def word(self) -> str:
@@ -159,7 +159,7 @@ class Gemm(Forced):
                 return plan
         raise Declined("a tile that does not fit")
 
-    layer_of = staticmethod(wgrad_implicit_gemm.layer_of)  # of weight gradients
+    layer_of = staticmethod(wgrad_implicit_gemm.layer_of)  # for weight gradients
 
     def _weight_grad(self, problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         layer = self.layer_of(problem.without_idle_dilation, operands, gpu)
@@ -172,7 +172,7 @@ class Gemm(Forced):
 
 @dataclass(frozen=True)
 class Mirrored(Gemm):
-    """The same of a weight gradient whose rows are input channels."""
+    """Plans a weight gradient as an implicit GEMM whose rows are input channels."""
 
     layer_of = staticmethod(wgrad_implicit_gemm.mirrored_layer_of)
 
@@ -182,7 +182,7 @@ class Mirrored(Gemm):
 
 
 def main_kernel(plan: Plan) -> Kernel:
-    """The one that a tile is of."""
+    """The kernel of a plan that its tile belongs to."""
     kernels = [launch.kernel for launch in plan.launches]
     return next((kernel for kernel in kernels if kernel.source in TILE_CONSTANTS), kernels[0])
 
@@ -196,7 +196,7 @@ def tile_of(kernel: Kernel) -> tuple[int, ...]:
 
 @contextmanager
 def _free_halves(halo: ModuleType) -> Iterator[None]:
-    """It costs nothing to multiply float32 as float16."""
+    """Makes the planner of a halo kernel prefer scaled fp16 for float32, at no cost."""
     costs = halo.HALVES_COST
     free = -1.0 if isinstance(costs, float) else dict.fromkeys(costs, -1.0)
     with (
@@ -207,7 +207,7 @@ def _free_halves(halo: ModuleType) -> Iterator[None]:
 
 
 def planner_of(word: str) -> Planner:
-    """By name: "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4", "weight_grad*halves"."""
+    """The planner of a word such as "forward", "forward*", "weight_grad*2,3,9,1,1,1,16,4"."""
     direction, forced, tile = word.partition(FORCED)
     if not forced:
         chosen: Planner = getattr(planner, direction)
@@ -220,11 +220,11 @@ def planner_of(word: str) -> Planner:
 
 
 def word_of(chosen: Planner) -> str:
-    """Undoes :func:`planner_of`."""
+    """The word of a planner: the inverse of :func:`planner_of`."""
     return chosen.word if isinstance(chosen, Forced) else chosen.__name__
 
 
-# The constants that say which tile it is.
+# The constants of each kernel that identify its tile.
 TILE_CONSTANTS = {
     "hopper/wgrad_halo/kernel.cuh": (
         "channel_groups", "kernel_rows", "product_taps", "product_octets", "segments",
@@ -250,7 +250,7 @@ GEMMS = (implicit_gemm_nhwc.SOURCE, implicit_gemm_nchw.SOURCE, wgrad_implicit_ge
 
 def kind_of(kernel: Kernel) -> type[Forced]:
     if kernel.source in GEMMS:
-        # Taps in reverse are what tells.
+        # Only mirrored weight gradients store taps in reverse.
         mirrored = kernel.source == wgrad_implicit_gemm.SOURCE and _is_mirrored(kernel)
         return Mirrored if mirrored else Gemm
     is_weight_grad = kernel.source == "hopper/wgrad_halo/kernel.cuh"

@@ -1,4 +1,4 @@
-"""Runs a work in isolation: what its formula does not read may not show in its results."""
+"""Checks isolation: values that a result's formula does not read must not change the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from emulator.pass_cases import PassCase, Tensors, new_bias_grad, placed, run
 from fastconv.bench import isolation
 from fastconv.bench.isolation import Pattern
 
-# What float32 as float16 and TF32 may differ by: one of them is taken, by an image's own numbers.
+# Largest relative difference between scaled fp16 and TF32. An image's own values decide which of
+# the two computes it.
 RULES = {"tf32": 2.0**-9, "ieee": 2.0**-19}
 
 
@@ -31,7 +32,7 @@ def check(case: PassCase, seed: int = 0) -> None:
 
 
 def positive(case: PassCase, seed: int = 0) -> Tensors:
-    """Positive numbers whose sums are about 1, where the work wants them in memory."""
+    """Positive values whose sums are about 1, in the memory formats of the case."""
     like, powers = Tensors.random(case), isolation.exponents(_terms(case))
     read = {"forward": "input", "input_grad": "grad_output", "weight_grad": "input"}
     made = {}
@@ -45,7 +46,7 @@ def positive(case: PassCase, seed: int = 0) -> Tensors:
 
 
 def made_loud(case: PassCase, tensors: Tensors, pattern: Pattern, factor: float) -> Tensors:
-    """The tensors with what is not quiet multiplied by the factor."""
+    """The tensors, with every element outside of the pattern's quiet regions times ``factor``."""
     regions: Mapping[str, isolation.Region] = pattern.quiet
     masks = {role: region.mask(tensors.input.device) for role, region in regions.items()}
     if case.epilogue.residual:
@@ -61,14 +62,14 @@ def made_loud(case: PassCase, tensors: Tensors, pattern: Pattern, factor: float)
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """The values, in memory as the tensor is."""
+    """The values, in the memory format and with the alignment of ``tensor``."""
     last = tensor.dim() == 4 and not tensor.is_contiguous()
     order = torch.channels_last if last else torch.contiguous_format
     return placed(values, order, tensor.data_ptr() % 16 == 0)
 
 
 def _terms(case: PassCase) -> int:
-    """Products of a sum, at most."""
+    """The largest number of products that are summed for one result."""
     problem = case.conv.problem
     if case.direction == "weight_grad":
         return problem.batch * math.prod(problem.output_size)

@@ -1,4 +1,4 @@
-"""What the tests of kernel families share: small convolutions, and how to check a pass of one."""
+"""Small convolutions and checks of their passes, for the tests of all kernel families."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SCALARS = {
     torch.float64: ("double", 8),
 }
 ROUNDINGS = 4
-"""Allowed of a sum's terms, in epsilons of the type that they are summed in."""
+"""Error allowed of a sum, in epsilons of the accumulation type times the sum of its magnitudes."""
 TENSOR_CORES = ("hopper", "ampere")
 
 
 Item = TypeVar("Item")
 
 ALL = "FASTCONV_CORPUS" in os.environ
-"""Whether there is time for everything: ``make test-corpus``."""
+"""Whether to run all test cases, as ``make test-corpus`` does, instead of a selection for CI."""
 
 
 def some(items: Iterable[Item], one_in: int) -> list[Item]:
-    """One in so many of them, unless there is time for all."""
+    """One item in ``one_in``, or every item if :data:`ALL`."""
     return list(items)[:: 1 if ALL else one_in]
 
 
 @dataclass(frozen=True)
 class Conv:
-    """A small convolution that has something the others lack."""
+    """A small convolution with a name."""
 
     name: str
     input: tuple[int, int, int, int]
@@ -63,11 +63,11 @@ Planner = Callable[[Problem, Operands, Gpu], Plan]
 
 @dataclass(frozen=True)
 class PassCase:
-    """One pass of a case on given kinds of tensors.
+    """A test case: one pass of a small convolution on given kinds of tensors.
 
-    ``channels_last`` is the memory format of what the pass reads; what it writes has the same
-    unless ``other_format`` says otherwise. Weights follow what is written, or are contiguous, if
-    they are ``plain``.
+    ``channels_last`` is the memory format of the activation that the pass reads. What it writes has
+    the same format, or the other one if ``other_format``. Weights have the format of what the pass
+    writes, or are contiguous if ``plain_weight``.
     """
 
     conv: Conv
@@ -110,7 +110,7 @@ class PassCase:
 
     @property
     def ties_to_even(self) -> bool:
-        """Whether TF32 rounds so: the kernel's choice, which it can be held to."""
+        """Whether the planned kernel rounds ties to even in TF32, rather than away from zero."""
         return bool(dict(self.plan.launches[-1].kernel.constants).get("ties_to_even"))
 
     @property
@@ -147,18 +147,18 @@ class PassCase:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the three passes read."""
+    """The tensors that the three passes read."""
 
     input: Tensor
     weight: Tensor
     bias: Tensor
     grad_output: Tensor
-    residual: Tensor  # zero, if the epilogue has none
+    residual: Tensor  # a zero if the epilogue has no residual
 
     @classmethod
     def random(cls, case: PassCase) -> Tensors:
         problem = case.conv.problem
-        # What the pass reads, and the activation beside it: in a weight gradient it is read too.
+        # Formats of the input and of the gradient of the output. A weight gradient reads both.
         first, second = case.input_format, case.output_format
         if case.direction == "input_grad":
             first, second = second, first
@@ -174,7 +174,7 @@ class Tensors:
 
 
 def new_output(case: PassCase) -> Tensor:
-    """Where the pass's result goes, full of NaN."""
+    """A tensor for the result of the pass, filled with NaN."""
     problem = case.conv.problem
     shape = {
         "forward": problem.output_shape,
@@ -187,7 +187,7 @@ def new_output(case: PassCase) -> Tensor:
 
 
 def tensors_read(case: PassCase, tensors: Tensors) -> dict[str, Tensor]:
-    """What the pass reads, by the names that launches have for it."""
+    """The tensors that the pass reads, by their names in launches."""
     read = {
         "forward": {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias},
         "input_grad": {"input": tensors.grad_output, "weight": tensors.weight},
@@ -203,9 +203,9 @@ def tensors_read(case: PassCase, tensors: Tensors) -> dict[str, Tensor]:
 def run(
     case: PassCase, tensors: Tensors, bias_grad: Tensor | None = None, both_orders: bool = True
 ) -> Tensor:
-    """The pass in the emulator; outputs and workspace hold NaN before.
+    """Runs the pass in the emulator, with outputs and workspace that hold NaN before.
 
-    ``bias_grad`` is filled by a weight gradient that gives that of the bias too.
+    A weight gradient that also computes the gradient of the bias writes it to ``bias_grad``.
     """
     read = tensors_read(case, tensors)
     if bias_grad is not None:
@@ -218,11 +218,13 @@ def run(
 
 
 def float64(case: PassCase, tensors: Tensors) -> Tensor:
-    """What the pass should give; TF32's operands are rounded first, as its products take them."""
+    """The result in float64. In TF32, operands are rounded first, as tensor cores read them."""
     problem = case.conv.problem
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
-    if case.precision == "tf32" and case.plan.family in TENSOR_CORES:  # others do so in float32
+    if (
+        case.precision == "tf32" and case.plan.family in TENSOR_CORES
+    ):  # portable kernels compute TF32 in float32
         operands = tuple(rounded_to_tf32(one, case.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()
@@ -245,25 +247,25 @@ def _activated(sums: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 LARGE = 3.4022e38
-"""Less than the largest number of float32, but more than that of TF32: rounds to infinity."""
-ODD_NUMBERS = (torch.inf, -torch.inf, torch.nan, LARGE)
+"""A finite float32 that TF32 rounds to infinity."""
+SPECIAL_VALUES = (torch.inf, -torch.inf, torch.nan, LARGE)
 
 
-def at_corners(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
-    """Writes numbers where, of small kernels, no output or input sees two of them."""
+def at_corners(tensor: Tensor, numbers: Sequence[float] = SPECIAL_VALUES) -> None:
+    """Writes values to the corners of an image, so far apart that no window has two of them."""
     for number, (row, column) in zip(numbers, product((0, -1), repeat=2), strict=False):
         tensor[0, 0, row, column] = number
 
 
-def assert_plain(case: PassCase, tensors: Tensors) -> None:
-    """Outputs are infinite, of which sign, or NaN just where plain sums are; others are correct."""
-    assert_plainly(case, tensors, run(case, tensors, new_bias_grad(case)))
+def check_special_values(case: PassCase, tensors: Tensors) -> None:
+    """Runs a case, and calls :func:`assert_special_values` on its result."""
+    assert_special_values(case, tensors, run(case, tensors, new_bias_grad(case)))
 
 
-def assert_plainly(
+def assert_special_values(
     case: PassCase, tensors: Tensors, actual: Tensor, roundings: float = ROUNDINGS
 ) -> None:
-    """The same of a result that there is already."""
+    """Checks that infinities, their signs and NaNs are as in float64, and the rest is correct."""
     expected = float64(case, tensors).to(actual.dtype)
     odd = ~expected.isfinite()
     torch.testing.assert_close(actual[odd], expected[odd], rtol=0, atol=0, equal_nan=True)
@@ -271,7 +273,7 @@ def assert_plainly(
 
 
 def new_bias_grad(case: PassCase) -> Tensor | None:
-    """Where a bias gradient goes that the work computes beside that of the weight."""
+    """A tensor of NaN for the gradient of the bias, if the case computes it."""
     if not case.bias_grad:
         return None
     return torch.full(case.conv.weight[:1], torch.nan, dtype=case.dtype)
@@ -281,12 +283,12 @@ BATCH = 5
 
 
 def in_batch(case: PassCase, batch: int = BATCH) -> PassCase:
-    """The same work with so many images."""
+    """The test case with ``batch`` images."""
     return replace(case, conv=replace(case.conv, input=(batch, *case.conv.input[1:])))
 
 
 def assert_alone_as_in_batch(case: PassCase) -> None:
-    """That an image gives the same bits alone and among others."""
+    """Checks that an image gives the same bits alone and in a batch."""
     batch, single = in_batch(case), in_batch(case, 1)
     tensors = Tensors.random(batch)
     together = run(batch, tensors)
@@ -317,12 +319,12 @@ def assert_correct(
     roundings: float = ROUNDINGS,
     among: Tensor | None = None,
 ) -> None:
-    """Compares every element with float64, or every one ``among`` these."""
-    # The sum of a sum's terms, with no cancellation between them.
+    """Compares every element, or those where ``among`` is true, with float64."""
+    # The sum of the magnitudes of each sum's terms.
     plain = replace(case, epilogue=case.epilogue._replace(activation="identity"))
     size = float64(plain, Tensors(*(tensor.abs() for tensor in vars(tensors).values())))
     if case.epilogue.activation != "identity":
-        # They make of an error half as much again at most, and round some terms of their own.
+        # An activation grows errors by half at most, and has rounding errors of its own.
         size, roundings = size + 1, 2 * roundings
     assert_close(actual, float64(case, tensors), size, roundings, among)
 
@@ -330,11 +332,15 @@ def assert_correct(
 def assert_close(
     actual: Tensor, expected: Tensor, size: Tensor, roundings: float, among: Tensor | None = None
 ) -> None:
-    """Compares every element: terms are summed in a wide type, then the sum is rounded once."""
+    """Compares every element with its error bound.
+
+    The bound is that of a sum in float32 or float64, whose terms have magnitudes that add up to
+    ``size``, and of one rounding to the result's type.
+    """
     dtype = actual.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bound = roundings * torch.finfo(wide).eps * size
-    # The rounding, of what is below the smallest normal number by half of its last bit.
+    # Half a unit in the last place, which is constant below the smallest normal number.
     info = torch.finfo(dtype)
     bound += info.eps / 2 * (expected.abs() + bound).clamp(min=info.smallest_normal)
     error = (actual.double() - expected).abs()
@@ -361,7 +367,7 @@ def _random(shape: tuple[int, ...], memory_format: torch.memory_format, case: Pa
 
 
 def rounded_to_tf32(tensor: Tensor, ties_to_even: bool = False) -> Tensor:
-    """To 10 bits of mantissa, to nearest, ties away from zero or to even."""
+    """Rounds to the 10 mantissa bits of TF32, to nearest, ties away from zero or to even."""
     bits = tensor.contiguous().view(torch.int32)
     half = 0xFFF + (bits >> 13 & 1) if ties_to_even else 0x1000
     return ((bits + half) & ~0x1FFF).view(torch.float32)

@@ -54,8 +54,8 @@ def test_every_class_has_a_problem() -> None:
     }
     report = "\n".join(f"{coverage.describe(one)}\n    {line}" for one, line in lines.items())
     assert not open_classes, (
-        f"{len(open_classes)} classes of {len(drawn)} have no problem. python "
-        f"tests/emulator/corpus.py adds some, or add these lines to problems.txt:\n{report}"
+        f"{len(open_classes)} classes of {len(drawn)} have no problem. `make corpus` adds "
+        f"some, or add these lines to problems.txt:\n{report}"
     )
 
 
@@ -75,8 +75,8 @@ def _plans() -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("source", planner.ANATOMIES)
-def test_parts_know_all_choices(source: str) -> None:
-    """What no part knows would be in no class but those of pairs."""
+def test_parts_name_all_choices(source: str) -> None:
+    """Each choice is in a part; otherwise only classes of pairs would have it."""
     anatomy = planner.ANATOMIES[source]
     kernels = (launch.kernel for plan in _plans() for launch in plan.launches)
     kernel: Kernel = next(one for one in kernels if one.source == source)
@@ -86,7 +86,7 @@ def test_parts_know_all_choices(source: str) -> None:
 
 
 def test_a_new_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constant that nobody has declared chooses code."""
+    """A constant that is not declared counts as a choice of code."""
     case = PROBLEMS[0]
     kernel = case.plan.launches[-1].kernel
     other = Kernel(kernel.source, kernel.entry, (*kernel.constants, ("novel", True)))

@@ -73,7 +73,7 @@ SOUND = {
     ),
 }
 
-# What is wrong, and what the message has to say.
+# Faulty bodies, with a pattern of the error message.
 FAULTY = {
     "read_past_the_end": ("out[i] = in[i + 1];", r"thread 63\nat byte 256 of in, which has 256"),
     "write_past_the_end": ("out[i + 1] = 0;", r"thread 63\nat byte 256 of out, which has 256"),
@@ -235,9 +235,9 @@ def test_half_to_float() -> None:
 
 
 def test_float_to_half() -> None:
-    """At all halves and all midpoints between two, and next to these: rounding is monotonous."""
+    """Rounding is monotonic, so all float16 values, all midpoints and their neighbours suffice."""
     halves = torch.arange(65536).to(torch.int16).view(torch.float16).double()
-    halves[0x7C00] = 65536  # what would come after the largest half
+    halves[0x7C00] = 65536  # the value that would follow the largest float16
     halves[0xFC00] = -65536
     middles = ((halves + halves.roll(-1)) / 2).float()
     around = [torch.nextafter(middles, torch.tensor(sign * torch.inf)) for sign in (-1, 1)]
@@ -255,7 +255,7 @@ def _mapped(launch: Launch, numbers: list[float]) -> Tensor:
 
 
 def test_round_to_tf32() -> None:
-    """To nearest, ties to even; what is infinite or NaN stays so."""
+    """Rounds to nearest, ties to even; infinities and NaNs stay as they are."""
     kept = [0.0, -0.0, 1.0, -1.5, 2.0**-126, torch.inf, -torch.inf, torch.nan]
     ulp = 2.0**-10
     rounded = {
@@ -271,7 +271,7 @@ def test_round_to_tf32() -> None:
 
 
 def test_limited() -> None:
-    """Keeps signs, even those of what is infinite; NaN becomes the limit."""
+    """Keeps signs, those of infinities too; NaN becomes the limit."""
     expected = {
         **{number: number for number in (0.0, 1.0, -2.25, 2.5)},
         **{2.75: 2.5, -3e38: -2.5, torch.inf: 2.5, -torch.inf: -2.5, torch.nan: 2.5},

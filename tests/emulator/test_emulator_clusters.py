@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from emulator import EmulatorError, precompile, run, run_both_orders
 from emulator.snippets import THREADS, VALUES, change, launch, tensors
 
-# In a launch that may begin early: what is done before a thread waits, and what the message has to
-# say. The others follow.
+# EARLY is sound in a programmatic dependent launch. FAULTY_EARLY has bodies that are not, with a
+# pattern of the error message.
 EARLY = "wait_for_earlier_launch(); allow_later_launch(); out[i] = in[i] + 1;"
 FAULTY_EARLY = {
     "early_read": (
@@ -45,7 +45,7 @@ FAULTY_EARLY = {
     "early_without_a_wait": ("tile[i] = 1;", "no thread of the block calls wait_for_earlier_la"),
 }
 
-# Two blocks of a cluster, each of which reads what the other has written.
+# Each of the two blocks of a cluster reads what the other has written.
 CLUSTER = """
   const int thread = static_cast<int>(threadIdx.x), at = 63 - thread, other = 1 - cluster_rank();
   tile[thread] = in[i];
@@ -61,7 +61,7 @@ SOUND_CLUSTERS = {
         "if (thread == 5 || i == n - 1) cluster_sync();",
     ),
 }
-# What is done to it, and what the message has to say.
+# Pairs of a change to CLUSTER and a pattern of the error message.
 FAULTY_CLUSTERS = {
     "cluster_read_of_a_block_that_may_not_have_begun": (
         ("cluster_sync();  // the first", "__syncthreads();"),
@@ -116,7 +116,7 @@ def _compiled() -> None:
 
 
 def test_early_launch() -> None:
-    """It waits, which costs nothing where the launch is not early."""
+    """The wait returns at once in a launch that is not early."""
     early = EARLY_LAUNCHES["early"]
     for one in (early, replace(early, early=False)):
         memory = tensors()

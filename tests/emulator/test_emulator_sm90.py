@@ -11,15 +11,15 @@ from emulator import EmulatorError, precompile, run, run_both_orders
 from emulator.snippets import Snippet, change
 from fastconv.kernels.family import Launch
 
-# On sm_90a: a product of 64 by 24 sums, over 64 bytes of each row, by one warpgroup.
+# One warpgroup computes 64 rows by 24 columns, with 64 bytes of each along K.
 COLUMNS = 24
 SCALARS = {"Tf32": torch.float32, "Float16": torch.float16, "Bfloat16": torch.bfloat16}
 
-PRODUCT = """
+WGMMA = """
   const int kBytes = 64 * (64 + 24);
   Barrier* const loaded = reinterpret_cast<Barrier*>(tile + 2048);
   const int row = i / 32 * 16 + i % 32 / 4, column = i % 4 * 2;
-  float sums[12];
+  float acc[12];
   if (i == 0) barrier_init(loaded, 1);
   barrier_init_fence();
   __syncthreads();
@@ -28,13 +28,13 @@ PRODUCT = """
   barrier_wait(loaded, 0);
   const Matrix left = matrix(tile, 128, 512), right = matrix(tile + 1024, 128, 512);
   wgmma_fence();
-  wgmma<24>(Tf32(), sums, left, right, false);
-  wgmma<24>(Tf32(), sums, left + 256 / 16, right + 256 / 16, true);
+  wgmma<24>(Tf32(), acc, left, right, false);
+  wgmma<24>(Tf32(), acc, left + 256 / 16, right + 256 / 16, true);
   wgmma_commit();
   wgmma_wait<0>();
-  __syncthreads();  // the sums overwrite the matrices
+  __syncthreads();  // the accumulators overwrite the matrices
   for (int j = 0; j < 12; ++j) {
-    tile[(row + j / 2 % 2 * 8) * 24 + j / 4 * 8 + column + j % 2] = sums[j];
+    tile[(row + j / 2 % 2 * 8) * 24 + j / 4 * 8 + column + j % 2] = acc[j];
   }
   fence_async_shared();
   __syncthreads();
@@ -58,7 +58,7 @@ RING = """
   }
 """
 
-# Half of the tile by a bulk copy of the elected lane, half by copies of all lanes.
+# The elected lane loads half of the tile by a bulk copy, and all lanes load half by cp.async.
 BOTH_COPIES = """
   Barrier* const full = reinterpret_cast<Barrier*>(tile + 2048);
   if (i == 0) barrier_init(full, 32);
@@ -73,7 +73,7 @@ BOTH_COPIES = """
   out[i] = tile[i];
 """
 
-# A quarter of the tile by copies of all lanes, the next by writes of theirs.
+# All lanes load a quarter of the tile by cp.async, and write the next quarter themselves.
 COPIES_AND_WRITES = """
   Barrier* const full = reinterpret_cast<Barrier*>(tile + 2048);
   if (i == 0) barrier_init(full, 32);
@@ -88,7 +88,7 @@ COPIES_AND_WRITES = """
   out[i] = tile[i % 64];
 """
 
-# Each warp's four matrices of 8 rows of 16 bytes, through shared memory.
+# Each warp stores four matrices of 8 rows of 16 bytes in shared memory by stmatrix.
 STORED_ROWS = """
   const int lane = i % 32;
   const auto* const words = reinterpret_cast<const unsigned*>(in) + i / 32 * 128;
@@ -98,7 +98,7 @@ STORED_ROWS = """
   for (int j = 0; j < 4; ++j) out[4 * i + j] = tile[4 * i + j];
 """
 
-# What is done to it, and what the message has to say.
+# Pairs of a change to STORED_ROWS and a pattern of the error message.
 FAULTY_ROWS = {
     "row_misaligned": (("tile + 4 * i, rows", "tile + 4 * i + 2, rows"), "not a multiple of 16"),
     "row_outside": (("tile + 4 * i, rows", "tile + 2052, rows"), "a row of 16 bytes at byte 8208"),
@@ -108,8 +108,8 @@ FAULTY_ROWS = {
     ),
 }
 
-# What is done to PRODUCT, and what the message has to say.
-FAULTY_PRODUCTS = {
+# Pairs of a change to WGMMA and a pattern of the error message.
+FAULTY_WGMMAS = {
     "barrier_uninitialised": (("barrier_init(loaded, 1)", "0"), "byte 8192.* is not initialised"),
     "barrier_initialised_twice": (("(i == 0) barrier_init", "(true) barrier_init"), "twice"),
     "barrier_misaligned": (("tile + 2048", "tile + 2049"), "misaligned barrier"),
@@ -124,19 +124,19 @@ FAULTY_PRODUCTS = {
         ("(loaded, kBytes)", "(loaded, kBytes + 16)"),
         r"deadlock.*\n.*barrier_wait, .*\n.*0 of 1 arrivals and 16 bytes",
     ),
-    "parity_wrong": (("barrier_wait(loaded, 0)", "barrier_wait(loaded, 2)"), "2 is no parity"),
+    "parity_wrong": (("barrier_wait(loaded, 0)", "barrier_wait(loaded, 2)"), "2 is not a parity"),
     "load_not_awaited": (("barrier_wait(loaded, 0);", ""), r"without waiting for bulk_load, .*:\d"),
     "load_awaited_late": (
         ("barrier_wait(loaded, 0);", "if (i) barrier_wait(loaded, 0);"),
-        r"changed under a wgmma, .*:\d+\n.*thread 0\n",
+        r"changed during a wgmma, .*:\d+\n.*thread 0\n",
     ),
     "load_target_written": (
         ("barrier_wait(loaded, 0)", "tile[7] = 0; barrier_wait(loaded, 0)"),
-        "shared memory was written under a bulk_load",
+        "shared memory was written during a bulk_load",
     ),
     "load_source_written": (
         ("barrier_wait(loaded, 0)", "const_cast<float*>(in)[7] = 0; barrier_wait(loaded, 0)"),
-        "global memory changed under a bulk_load",
+        "global memory changed during a bulk_load",
     ),
     "load_to_misaligned": (("(tile, in", "(tile + 2, in"), "bulk_load: misaligned .* shared"),
     "load_from_misaligned": (("(tile, in", "(tile, in + 1"), "bulk_load: misaligned .* global"),
@@ -145,25 +145,31 @@ FAULTY_PRODUCTS = {
     "load_past_shared_memory": (("(tile, in", "(tile + 1024, in"), "at byte 8192 of shared"),
     "load_from_shared_memory": (("(tile, in", "(tile, tile"), "does not lie in a tensor"),
     "load_to_global_memory": (("(tile, in", "(out, in"), "does not lie in shared memory"),
-    "product_without_fence": (("wgmma_fence();", ""), "wgmma without a wgmma_fence"),
-    "product_not_committed": (("wgmma_commit();", ""), "without waiting for its products"),
-    "product_not_awaited": (("wgmma_wait<0>", "wgmma_wait<1>"), "without waiting for its products"),
-    "product_misses_a_warp": (
+    "wgmma_without_fence": (("wgmma_fence();", ""), "wgmma without a wgmma_fence"),
+    "wgmma_not_committed": (("wgmma_commit();", ""), "without waiting for its wgmma"),
+    "wgmma_not_awaited": (("wgmma_wait<0>", "wgmma_wait<1>"), "without waiting for its wgmma"),
+    "wgmma_misses_a_warp": (
         ("wgmma_fence();", "if (i / 32 == 2) return; wgmma_fence();"),
         r"threads 0 to 63: waits in __syncthreads, .*\n +threads 64 to 95: exited",
     ),
-    "product_by_some_threads": (
-        ("wgmma<24>(Tf32(), sums, left +", "if (i != 77) wgmma<24>(Tf32(), sums, left +"),
+    "wgmma_by_some_threads": (
+        (
+            "wgmma<24>(Tf32(), acc, left +",
+            "if (i != 77) wgmma<24>(Tf32(), acc, left +",
+        ),
         "threads 0 and 77 of a warpgroup executed different wgmma",
     ),
     "matrix_outside_shared_memory": (
         ("tile, 128, 512", "tile, 128, 1280"),
         r"64 rows from byte 0 to byte 9216 of shared memory, which has 8208\n.*thread 0\n",
     ),
-    "matrix_misaligned": (("matrix(tile, ", "matrix(tile + 1, "), "no matrix starts at byte 4 "),
+    "matrix_misaligned": (
+        ("matrix(tile, ", "matrix(tile + 1, "),
+        "a matrix cannot start at byte 4 ",
+    ),
     "matrix_overwritten": (
-        ("__syncthreads();  // the sums", "// the sums"),
-        r"shared memory changed under a wgmma, .*:\d+\n.*thread 32\n",
+        ("__syncthreads();  // the accumulators", "// the accumulators"),
+        r"shared memory changed during a wgmma, .*:\d+\n.*thread 32\n",
     ),
     "matrix_refilled": (
         (
@@ -172,11 +178,11 @@ FAULTY_PRODUCTS = {
             "if (i == 127) bulk_load(tile, in, 16, loaded);"
             "wgmma_wait<0>(); barrier_wait(loaded, 1);",
         ),
-        r"shared memory changed under a wgmma, .*:\d+\n.*thread 0\n",
+        r"shared memory changed during a wgmma, .*:\d+\n.*thread 0\n",
     ),
-    "sums_written_under_way": (
-        ("wgmma_wait<0>", "sums[3] = 0; wgmma_wait<0>"),
-        "sums were written under a wgmma",
+    "accumulators_written_in_flight": (
+        ("wgmma_wait<0>", "acc[3] = 0; wgmma_wait<0>"),
+        "accumulators were written during a wgmma",
     ),
     "store_not_awaited": (
         ("if (i == 0) bulk_store_wait_read<0>();", ""),
@@ -188,7 +194,7 @@ FAULTY_PRODUCTS = {
     ),
     "store_source_overwritten": (
         ("if (i == 0) bulk_store_wait_read<0>();", "bulk_store_wait_read<0>(); tile[i] = 0;"),
-        r"shared memory changed under a bulk_store, .*:\d+\n.*thread 0\n",
+        r"shared memory changed during a bulk_store, .*:\d+\n.*thread 0\n",
     ),
     "store_past_the_end": (("(out, tile", "(out + 4, tile"), "at byte 6144 of out"),
     "store_to_misaligned": (("(out, tile", "(out + 2, tile"), "bulk_store: misaligned .* global"),
@@ -204,9 +210,9 @@ UNAWAITED_LOAD = """
 """
 
 
-PRODUCT_FROM_REGISTERS = change(
+WGMMA_FROM_REGISTERS = change(
     change(
-        PRODUCT,
+        WGMMA,
         "wgmma_fence();",
         """
   unsigned rows[2][4];
@@ -217,22 +223,20 @@ PRODUCT_FROM_REGISTERS = change(
   }
   wgmma_fence();
 """,
-    ).replace("sums, left, right", "sums, rows[0], right"),
-    "sums, left + 256 / 16,",
-    "sums, rows[1],",
+    ).replace("acc, left, right", "acc, rows[0], right"),
+    "acc, left + 256 / 16,",
+    "acc, rows[1],",
 )
-CHANGED_REGISTERS = change(
-    PRODUCT_FROM_REGISTERS, "wgmma_commit();", "wgmma_commit(); ++rows[1][3];"
-)
-UNAWAITED_SUMS = change(
-    PRODUCT,
+CHANGED_REGISTERS = change(WGMMA_FROM_REGISTERS, "wgmma_commit();", "wgmma_commit(); ++rows[1][3];")
+UNAWAITED_ACCUMULATORS = change(
+    WGMMA,
     "wgmma_wait<0>();",
     """
   float more[12];
   wgmma<24>(Tf32(), more, left, right, false);
   wgmma_commit();
   wgmma_wait<1>();
-  sums[0] = more[0];
+  acc[0] = more[0];
   wgmma_wait<0>();
 """,
 )
@@ -250,12 +254,12 @@ def sm90_launch(name: str, body: str) -> Launch:
 
 
 def in_cores(matrix: Tensor) -> Tensor:
-    """Rows of 64 bytes, as wgmma reads them: cores of 8 rows by 16 bytes, row by row."""
+    """Rearranges rows of 64 bytes into wgmma's core matrices of 8 rows by 16 bytes, row by row."""
     return matrix.view(len(matrix) // 8, 8, 4, -1).transpose(1, 2).flatten()
 
 
-def product_tensors(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor]:
-    """The memory before :data:`PRODUCT`, and the product."""
+def wgmma_tensors(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor]:
+    """The memory that :data:`WGMMA` starts with, and the product of the matrices."""
     generator = torch.Generator().manual_seed(0)
     length = 64 // dtype.itemsize
     left, right = (
@@ -265,7 +269,7 @@ def product_tensors(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tenso
         "in": torch.cat([in_cores(left), in_cores(right)]),
         "out": torch.full((64, COLUMNS), torch.inf),
     }
-    if dtype == torch.float32:  # the tensor cores see 10 bits of the mantissa
+    if dtype == torch.float32:  # tensor cores read only 10 bits of the mantissa
         left, right = ((matrix.view(torch.int32) & ~0x1FFF).view(dtype) for matrix in (left, right))
     return memory, (left.double() @ right.double().T).float()
 
@@ -273,16 +277,13 @@ def product_tensors(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tenso
 SM90 = {
     launch.kernel.entry: launch
     for launch in (
-        *(sm90_launch(f"product_{scalar}", PRODUCT.replace("Tf32", scalar)) for scalar in SCALARS),
+        *(sm90_launch(f"shared_{scalar}", WGMMA.replace("Tf32", scalar)) for scalar in SCALARS),
         *(
-            sm90_launch(f"registers_{scalar}", PRODUCT_FROM_REGISTERS.replace("Tf32", scalar))
+            sm90_launch(f"registers_{scalar}", WGMMA_FROM_REGISTERS.replace("Tf32", scalar))
             for scalar in SCALARS
         ),
         sm90_launch("changed_registers", CHANGED_REGISTERS),
-        *(
-            sm90_launch(name, change(PRODUCT, *fault))
-            for name, (fault, _) in FAULTY_PRODUCTS.items()
-        ),
+        *(sm90_launch(name, change(WGMMA, *fault)) for name, (fault, _) in FAULTY_WGMMAS.items()),
         sm90_launch("stored_rows", STORED_ROWS),
         *(
             sm90_launch(name, change(STORED_ROWS, *fault))
@@ -294,7 +295,7 @@ SM90 = {
         sm90_launch("copies_and_writes", COPIES_AND_WRITES),
         sm90_launch("copies_not_expected", COPIES_NOT_EXPECTED),
         sm90_launch("unawaited_load", UNAWAITED_LOAD),
-        sm90_launch("unawaited_sums", UNAWAITED_SUMS),
+        sm90_launch("unawaited_accumulators", UNAWAITED_ACCUMULATORS),
         sm90_launch("unawaited_round", UNAWAITED_ROUND),
     )
 }
@@ -305,27 +306,27 @@ def _compiled() -> None:
     precompile(launch.kernel for launch in SM90.values())
 
 
-@pytest.mark.parametrize("left", ["product", "registers"])
+@pytest.mark.parametrize("left", ["shared", "registers"])
 @pytest.mark.parametrize("scalar", SCALARS)
-def test_product(scalar: str, left: str) -> None:
-    memory, expected = product_tensors(SCALARS[scalar])
+def test_wgmma(scalar: str, left: str) -> None:
+    memory, expected = wgmma_tensors(SCALARS[scalar])
     run_both_orders([SM90[f"{left}_{scalar}"]], memory)
     assert_close(memory["out"], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_registers_that_change_under_a_product() -> None:
-    with pytest.raises(EmulatorError, match=r"registers changed under a wgmma, .*:\d+\n"):
-        run([SM90["changed_registers"]], product_tensors()[0])
+def test_registers_that_change_during_a_wgmma() -> None:
+    with pytest.raises(EmulatorError, match=r"registers changed during a wgmma, .*:\d+\n"):
+        run([SM90["changed_registers"]], wgmma_tensors()[0])
 
 
-@pytest.mark.parametrize("name", FAULTY_PRODUCTS)
-def test_faulty_product(name: str) -> None:
-    with pytest.raises(EmulatorError, match=FAULTY_PRODUCTS[name][1]):
-        run([SM90[name]], product_tensors()[0])
+@pytest.mark.parametrize("name", FAULTY_WGMMAS)
+def test_faulty_wgmma(name: str) -> None:
+    with pytest.raises(EmulatorError, match=FAULTY_WGMMAS[name][1]):
+        run([SM90[name]], wgmma_tensors()[0])
 
 
 def test_rows_of_matrices() -> None:
-    memory, _ = product_tensors()
+    memory, _ = wgmma_tensors()
     run_both_orders([SM90["stored_rows"]], memory)
     assert_close(memory["out"].flatten()[:512], memory["in"][:512], rtol=0, atol=0)
 
@@ -333,11 +334,11 @@ def test_rows_of_matrices() -> None:
 @pytest.mark.parametrize("name", FAULTY_ROWS)
 def test_faulty_rows_of_matrices(name: str) -> None:
     with pytest.raises(EmulatorError, match=FAULTY_ROWS[name][1]):
-        run([SM90[name]], product_tensors()[0])
+        run([SM90[name]], wgmma_tensors()[0])
 
 
 def test_loads_through_a_ring() -> None:
-    memory, _ = product_tensors()
+    memory, _ = wgmma_tensors()
     run_both_orders([SM90["ring"]], memory)
     assert_close(memory["out"].flatten()[:128], memory["in"][:128], rtol=0, atol=0)
     with pytest.raises(EmulatorError, match="out depends on the order"):
@@ -345,7 +346,7 @@ def test_loads_through_a_ring() -> None:
 
 
 def test_barrier_for_both_kinds_of_copies() -> None:
-    memory, _ = product_tensors()
+    memory, _ = wgmma_tensors()
     run_both_orders([SM90["both_copies"]], memory)
     assert_close(memory["out"].flatten()[:128], memory["in"][:128], rtol=0, atol=0)
     with pytest.raises(EmulatorError, match=r"before the copies of barrier_arrive_after_copies, "):
@@ -353,7 +354,7 @@ def test_barrier_for_both_kinds_of_copies() -> None:
 
 
 def test_barrier_for_copies_and_writes() -> None:
-    memory, _ = product_tensors()
+    memory, _ = wgmma_tensors()
     run_both_orders([SM90["copies_and_writes"]], memory)
     assert_close(memory["out"].flatten()[:64], memory["in"][:64], rtol=0, atol=0)
     with pytest.raises(EmulatorError, match="exits without waiting for its copies"):
@@ -361,13 +362,13 @@ def test_barrier_for_copies_and_writes() -> None:
 
 
 def test_load_that_is_not_awaited() -> None:
-    memory, _ = product_tensors()
+    memory, _ = wgmma_tensors()
     run_both_orders([SM90["unawaited_load"]], memory)
     assert memory["out"].flatten()[:128].isnan().all()
 
 
-def test_sums_that_are_not_awaited() -> None:
-    memory, expected = product_tensors()
-    run_both_orders([SM90["unawaited_sums"]], memory)
-    expected.view(4, 2, 8, COLUMNS)[:, 0, :, 0:8:2] = torch.nan  # every thread's sums[0]
+def test_accumulators_that_are_not_awaited() -> None:
+    memory, expected = wgmma_tensors()
+    run_both_orders([SM90["unawaited_accumulators"]], memory)
+    expected.view(4, 2, 8, COLUMNS)[:, 0, :, 0:8:2] = torch.nan  # every thread's acc[0]
     assert_close(memory["out"], expected, rtol=1e-6, atol=1e-6, equal_nan=True)

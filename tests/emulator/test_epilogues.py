@@ -11,14 +11,14 @@ import torch
 from emulator import corpus, isolated, precompile
 from emulator.pass_cases import (
     ALL,
-    ODD_NUMBERS,
+    SPECIAL_VALUES,
     Conv,
     PassCase,
     Tensors,
     assert_correct,
-    assert_plain,
     at_corners,
     check,
+    check_special_values,
     float64,
     run,
 )
@@ -128,8 +128,8 @@ def test_what_is_repaired_has_its_epilogue_once(case: PassCase) -> None:
 def test_infinity_of_bands_has_its_epilogue(case: PassCase) -> None:
     assert "toeplitz" in case.plan.launches[-1].kernel.source
     tensors = Tensors.random(case)
-    at_corners(tensors.input, ODD_NUMBERS[:3])
-    assert_plain(case, tensors)
+    at_corners(tensors.input, SPECIAL_VALUES[:3])
+    check_special_values(case, tensors)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS if ALL else ACTIVATIONS[1::3])

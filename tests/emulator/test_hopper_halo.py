@@ -1,4 +1,4 @@
-"""correlate.cuh on the CPU: every mode, layout and branch, small and odd."""
+"""Hopper's halo kernel on the CPU: every mode, layout and branch, on small odd shapes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from fastconv.kernels.hopper.halo import plan as halo
 from fastconv.kernels.hopper.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
-# Few processors: blocks take several items each.
+# Few SMs, so that a block takes several work items.
 FEW = Gpu("sm_90a", 4, 232448, 233472)
 ONE = Gpu("sm_90a", 1, 232448, 233472)
-# Little shared memory: sums leave in several passes, and weights do not stay.
+# Little shared memory: accumulators leave in several passes, and weights do not stay resident.
 SMALL = Gpu("sm_90a", 4, 90000, 91024)
 
 MODES = {
@@ -51,7 +51,7 @@ Choice = Callable[[list[Plan]], Plan]
 def planner_of(
     direction: str, choose: Choice | None = None, halves: bool = False, unfolds: bool = False
 ) -> Planner:
-    """Plans with this kernel and in this way, even where the family has a faster one."""
+    """A planner for the halo kernel, even where the family has a faster one."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         kind = (halves, unfolds)
@@ -86,26 +86,26 @@ def _input_grad(conv: Conv, mode: str, **options: Any) -> PassCase:
 
 
 def _chosen(case: PassCase, choose: Choice) -> PassCase:
-    """The same work with another of the plans that there are for it, the rules' first."""
+    """The test case with the plan that ``choose`` takes from all, of which the rules' is first."""
     return replace(case, planner=planner_of(case.direction, choose))
 
 
 def named(words: str) -> Choice:
-    """The first plan with these words in its name."""
+    """Chooses the first plan with these words in its name."""
     return lambda plans: next(plan for plan in plans if words in plan.choice)
 
 
 def _staged(case: PassCase, slots: int = 2) -> PassCase:
-    """The same work with lines that bulk copies fetch."""
+    """The test case with lines that bulk copies load."""
     return _chosen(case, named(f" {slots} staged"))
 
 
 def _copied(case: PassCase) -> PassCase:
-    """The same work with lines that lanes copy."""
+    """The test case with lines that lanes copy."""
     return _chosen(case, named(" 2 copied"))
 
 
-# In every mode and layout.
+# This one runs in every mode and layout.
 EVERYWHERE = Conv(
     "everywhere", (2, 24, 9, 21), (120, 24, 3, 5), padding=(1, 1, 2, 2), dilation=(2, 1)
 )
@@ -118,13 +118,13 @@ POINTWISE = Conv("strided pointwise", (2, 72, 8, 16), (20, 72, 1, 1), (2, 2))
 DEEP = Conv("many channels", (1, 150, 6, 10), (140, 150, 3, 3), padding=(1, 1, 1, 1))
 
 CASES = [
-    # Pointwise, and written at a distance: not to be seen as two rows, for the other one is far.
+    # One tap and output rows far apart: they must not be planned as two adjacent rows.
     _input_grad(Conv("one row of a stride", (1, 4, 1, 4), (9, 4, 2, 1), (3, 1), (1, 0, 0, 0)),
                 "float16"),
     *(_forward(EVERYWHERE, mode, channels_last=last, other_format=other)
       for mode, last, other in product(MODES, (False, True), (False, True))
       if not other or mode == ("tf32" if last else "bfloat16")),
-    # Blocks that walk down the image, with all channels of a row: in one strip, in several.
+    # Blocks walk down the image with all channels of a row, in one strip or several.
     *(_forward(ROLLING, mode, channels_last=mode in ("ieee", "bfloat16")) for mode in MODES),
     _forward(ROLLING, "tf32", gpu=SMALL),
     _forward(ROLLING, "float16", channels_last=True, gpu=ONE),
@@ -139,13 +139,13 @@ CASES = [
              aligned=False),
     _forward(Conv("rolling, grouped", (3, 20, 6, 141), (40, 10, 3, 3), groups=2), "tf32",
              gpu=ONE),
-    # Output rows stacked in a product.
+    # Several output rows are stacked in one MMA.
     _forward(Conv("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     _forward(Conv("stack 4", (1, 24, 10, 20), (15, 24, 4, 3)), "tf32"),
     _forward(Conv("stack 8", (1, 16, 20, 20), (8, 16, 4, 3), padding=(0, 0, 1, 1)), "bfloat16"),
     _forward(Conv("stack 8, rolling", (1, 16, 40, 129), (7, 16, 3, 3)), "tf32"),
     _forward(Conv("stack 8, dilated", (1, 16, 23, 12), (8, 16, 5, 3), dilation=(3, 2)), "tf32"),
-    # Several rows in one line of pixels.
+    # A line of pixels has several rows.
     *(_forward(NARROW, mode, channels_last=last)
       for mode, last in (("tf32", False), ("bfloat16", True))),
     _forward(Conv("aligned alike", (2, 24, 16, 14), (130, 24, 3, 3), padding=(1, 1, 2, 2)),
@@ -155,7 +155,7 @@ CASES = [
     _forward(Conv("aligned for nobody", (2, 24, 16, 14), (130, 24, 3, 3)), "ieee", aligned=False),
     _forward(Conv("one column", (2, 16, 50, 1), (64, 16, 5, 1), padding=(2, 2, 0, 0)), "tf32"),
     _forward(Conv("one row", (2, 16, 1, 50), (64, 16, 1, 5), padding=(0, 0, 2, 2)), "float16"),
-    # Lines that bulk copies fetch: aligned and not, to the tensor's very end, beyond its edges.
+    # Bulk copies load lines: aligned or not, up to the tensor's end, and beyond its edges.
     *(_staged(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
     _staged(_forward(WIDE, "float16", other_format=True), slots=1),
     *(_staged(_forward(Conv("wide, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
@@ -164,11 +164,11 @@ CASES = [
                      "tf32"), slots=1),
     _staged(_forward(Conv("wide, rolling", (1, 12, 7, 88), (64, 12, 3, 3), padding=(1, 1, 3, 3),
                           dilation=(1, 3)), "ieee", gpu=ONE)),
-    _staged(_forward(Conv("wide, phases of rows", (1, 24, 11, 30), (64, 24, 3, 3), (2, 1),
+    _staged(_forward(Conv("wide, residues of rows", (1, 24, 11, 30), (64, 24, 3, 3), (2, 1),
                           (2, 1, 0, 1)), "tf32")),
     _staged(_input_grad(Conv("wide, padding beyond the kernel", (1, 64, 8, 58), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "bfloat16")),
-    # Lines that lanes copy: the same; and whole rows that are aligned.
+    # Lanes copy such lines, and whole rows that are aligned.
     *(_copied(_forward(WIDE, mode, gpu=ONE)) for mode in MODES),
     *(_copied(_forward(Conv("copied, all", (1, 13, 3, 77), (60, 13, 1, 3)), mode))
       for mode in ("tf32", "float16")),
@@ -178,7 +178,7 @@ CASES = [
                           dilation=(1, 3)), "ieee", gpu=ONE)),
     _copied(_input_grad(Conv("copied, padding beyond the kernel", (1, 64, 8, 24), (18, 64, 3, 3),
                              padding=(3, 3, 4, 4)), "tf32")),
-    # Rows that go on with the next one, which other tiles compute: of a dilated kernel, of a stack.
+    # Tiles run past the end of a row, into one of another tile: with dilation, and in a stack.
     _staged(_forward(Conv("going on", (1, 16, 9, 300), (64, 16, 3, 3), dilation=(2, 3)), "bfloat16",
                      gpu=ONE)),
     _chosen(_forward(Conv("going on", (1, 16, 8, 299), (32, 16, 3, 2), padding=(2, 1, 1, 2)),
@@ -187,14 +187,14 @@ CASES = [
                              padding=(1, 1, 4, 0)), "tf32", gpu=ONE)),
     *(_forward(Conv("going on", (1, 16, 9, 300), (64, 16, 3, 3)), mode, channels_last=True,
                other_format=True, gpu=ONE) for mode in ("tf32", "bfloat16")),
-    # Consumers that store a pixel's channels together.
+    # Consumer warps store a pixel's channels together.
     *(_forward(Conv("joint", (2, 16, 5, 37), (128, 16, 1, 1)), mode, channels_last=True)
       for mode in ("tf32", "bfloat16")),
     _forward(Conv("joint, single channels", (1, 16, 6, 9), (125, 16, 1, 1)), "float16",
              channels_last=True),
-    # Sums so long that totals are compensated.
+    # Sums are so long that their accumulation is compensated.
     _forward(Conv("long sums", (1, 280, 5, 7), (64, 280, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
-    # Strides: phases of rows and columns, in planes of their own or as channels.
+    # Strides: residues of rows and columns are planes of their own, or channels (space-to-depth).
     _forward(Conv("folded", (2, 3, 23, 26), (64, 3, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
     _forward(Conv("folded", (1, 3, 24, 21), (48, 3, 5, 4), (4, 3), (1, 0, 2, 1)), "bfloat16",
              channels_last=True, gpu=ONE),
@@ -212,7 +212,7 @@ CASES = [
     _forward(Conv("kernel below stride", (1, 32, 14, 16), (64, 32, 2, 1), (4, 3)), "tf32"),
     _forward(Conv("strided pointwise", (2, 48, 9, 11), (64, 48, 1, 1), (2, 3)), "bfloat16",
              channels_last=True),
-    # Channels: groups, many, odd numbers of them.
+    # Channels: in groups, many, and odd numbers.
     _forward(Conv("groups of 8", (1, 24, 6, 20), (36, 8, 3, 3), padding=(1, 1, 1, 1), groups=3),
              "float16"),
     _forward(Conv("groups", (2, 40, 6, 9), (144, 20, 3, 2), groups=2), "tf32",
@@ -222,12 +222,12 @@ CASES = [
     _forward(Conv("odd channels", (1, 13, 7, 24), (60, 13, 2, 3)), "ieee", channels_last=True),
     _forward(Conv("few channels", (1, 3, 9, 40), (64, 3, 7, 7), padding=(3, 3, 3, 3)), "bfloat16",
              bias=False),
-    # Pointwise: seen as one line, as two, or as it is.
+    # Pointwise: planned as one line, as two, or as an image.
     _forward(Conv("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
     _forward(Conv("pointwise", (1, 72, 7, 9), (128, 72, 1, 1)), "ieee"),
     _forward(Conv("padded pointwise", (1, 16, 5, 6), (64, 16, 1, 1), padding=(1, 0, 2, 3)),
              "float16", other_format=True),
-    # The smallest, and strips of rows that are no whole sectors.
+    # The smallest problems, and strips that do not end at a memory sector.
     _forward(Conv("one pixel", (3, 16, 3, 3), (64, 16, 3, 3)), "tf32", bias=False),
     _forward(Conv("one of one", (1, 8, 1, 1), (64, 8, 1, 1)), "ieee", channels_last=True),
     _forward(STRIPS, "tf32"),
@@ -247,7 +247,7 @@ CASES = [
     _input_grad(Conv("rolling", (1, 64, 6, 150), (16, 64, 3, 3), padding=(1, 1, 1, 1)), "tf32",
                 other_format=True),
     _input_grad(Conv("pointwise", (2, 64, 5, 7), (24, 64, 1, 1)), "bfloat16", aligned=False),
-    # Gradients of strides, by phases: each alone, or two phases of columns in one product.
+    # Input gradients of strides, by residues: each alone, or two residues of columns in one MMA.
     *(_input_grad(STRIDED, mode) for mode in MODES),
     *(_input_grad(STRIDED, mode, channels_last=True) for mode in ("ieee", "bfloat16")),
     *(_input_grad(STRIDED, "tf32", channels_last=last, other_format=True)
@@ -273,7 +273,7 @@ CASES = [
                      groups=3), "tf32", gpu=ONE),
     _input_grad(Conv("stride 2, padding beyond the kernel", (1, 64, 6, 9), (16, 64, 2, 3), (2, 2),
                      (5, 4, 6, 3)), "float16"),
-    # Phases that no tap reaches, and rows and columns that no window covers.
+    # Residues that no tap reaches, and rows and columns that no window covers.
     *(_input_grad(POINTWISE, mode, channels_last=mode in ("float16", "ieee")) for mode in MODES),
     _input_grad(Conv("strided pointwise, odd", (1, 72, 7, 15), (20, 72, 1, 1), (2, 2),
                      (1, 0, 1, 0)), "ieee"),
@@ -292,7 +292,7 @@ CASES = [
                 "tf32"),
     _input_grad(Conv("nothing but zeros", (1, 64, 1, 1), (16, 64, 2, 2), (4, 4), (3, 0, 3, 0)),
                 "tf32"),
-    # Steps of so many rows and columns that a loop clears them; larger than the image.
+    # Strides of so many rows and columns that a loop clears them, or larger than the image.
     *(_input_grad(Conv("far steps", (1, 64, 13, 31), (16, 64, 1, 1), (9, 10), (0, 0, 3, 0)), mode,
                   channels_last=last) for mode, last in (("tf32", False), ("bfloat16", True))),
     _input_grad(Conv("far steps of rows", (1, 64, 75, 16), (16, 64, 1, 1), (70, 2)), "float16"),
@@ -317,7 +317,7 @@ ALONE = [
     _input_grad(Conv("alone", (1, 72, 12, 16), (24, 72, 3, 3), (2, 2), (1, 1, 1, 1)), "tf32"),
     _input_grad(Conv("alone", (1, 72, 9, 10), (24, 72, 3, 3), (2, 1)), "ieee", channels_last=True),
 ]
-# Layers, of which several tiles are tried.
+# Convolutions that run with several tiles.
 TILES = [
     _forward(Conv("tiles", (1, 16, 11, 139), (72, 16, 3, 2), padding=(1, 1, 1, 1)), "tf32"),
     _forward(Conv("tiles", (1, 40, 12, 24), (64, 40, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
@@ -327,7 +327,7 @@ TILES = [
 
 
 def _with_other_tiles(case: PassCase) -> list[PassCase]:
-    """The same with three tiles from the middle and the end of what the rules like."""
+    """The test case with three other tiles, up to the last in the order of the rules."""
 
     def choice(number: int) -> Callable[[list[Plan]], Plan]:
         return lambda plans: plans[number * (len(plans) - 1) // 3]
@@ -338,7 +338,7 @@ def _with_other_tiles(case: PassCase) -> list[PassCase]:
 OTHER_TILES = [_with_other_tiles(case) for case in TILES]
 
 
-# Pointwise layers round numbers in the middle between two to even, as cuDNN does.
+# Pointwise layers round ties to even in TF32, others away from zero, as cuDNN does.
 TIES = {
     True: _forward(Conv("ties", (1, 24, 6, 7), (64, 24, 1, 1)), "tf32"),
     False: _forward(Conv("ties", (1, 24, 6, 7), (64, 24, 3, 3)), "tf32"),
@@ -346,13 +346,13 @@ TIES = {
 
 
 def _all_constants(case: PassCase) -> list[dict[str, Any]]:
-    """Of the kernels that compute the products, one for each phase."""
+    """The constants of each halo kernel of the plan, one for each residue."""
     kernels = (launch.kernel for launch in case.plan.launches)
     return [dict(kernel.constants) for kernel in kernels if kernel.entry == "correlate"]
 
 
 def constants_of(case: PassCase) -> dict[str, Any]:
-    """Of the last of them."""
+    """The constants of the plan's last halo kernel."""
     return _all_constants(case)[-1]
 
 
@@ -400,7 +400,7 @@ def test_cases_cover_all_branches() -> None:
     assert values("column_sums") == values("interleave") == {1, 2}
     assert values("out_step_height") >= {1, 2, 3, 4, 70}
     assert values("out_step_width") >= {1, 2, 3, 4, 6, 10}
-    # What is cleared beside a sum, and how: rows, columns, both; before, after.
+    # Kernels clear rows, columns or both beside an output, in every way of storing.
     cleared = {
         (
             constants["out_channels_last"],
@@ -420,7 +420,7 @@ def test_cases_cover_all_branches() -> None:
                  for c in everything}  # fmt: skip
         assert sides >= {(False, False), (True, False), (False, True)}, axis
     assert max(c["stack"] for c in everything if c["column_sums"] == 2) > 1
-    # What has several rows, several passes or both, and how it is stored.
+    # Tiles of several rows, several passes or both, in every way of storing.
     stored = {
         (
             constants["out_channels_last"],
@@ -439,7 +439,7 @@ def test_cases_cover_all_branches() -> None:
 
 
 def _items(case: PassCase) -> int:
-    """What the blocks share among themselves."""
+    """The number of work items that blocks divide among themselves."""
     of = constants_of(case)
     step = of["dilation_height"] // gcd(of["stride_height"], of["dilation_height"])
     rows = of["tile_rows"] * of["stack"] * 2 // of["channel_groups"]
@@ -451,7 +451,7 @@ def _items(case: PassCase) -> int:
 
 
 def test_blocks_take_several_items() -> None:
-    """Rings go round, and what an item leaves behind is no harm to the next."""
+    """Pipeline stages wrap around, and a work item does not disturb the next one."""
     taken = {
         (constants_of(case)["rolling"], constants_of(case)["resident"])
         for case in CASES
@@ -476,7 +476,7 @@ def test_all_tiles_give_the_same_bits(case: PassCase, others: list[PassCase]) ->
 
 @pytest.mark.parametrize("mode", ["tf32", "bfloat16"])
 def test_padding_far_beyond_the_image(mode: str) -> None:
-    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    """The offsets of rows that far in the padding would exceed 32 bits."""
     near = Conv("a row", (1, 64, 1, 1024), (8, 64, 1, 2), (1, 8))
     far = replace(near, stride=(2**15, 8), padding=(2**16, 0, 0, 0))
     assert far.padding[0] * 1024 * 64 > 2**31
@@ -494,6 +494,6 @@ def test_rounds_ties_as_cudnn(to_even: bool) -> None:
     case = TIES[to_even]
     assert case.ties_to_even == to_even
     tensors = Tensors.random(case)
-    for tensor in (tensors.input, tensors.weight):  # one bit more than TF32 has
+    for tensor in (tensors.input, tensors.weight):  # keeps one mantissa bit more than TF32 has
         tensor.view(torch.int32).bitwise_and_(~0xFFF)
     assert_correct(case, tensors, run(case, tensors))

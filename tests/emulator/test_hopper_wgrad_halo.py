@@ -16,13 +16,13 @@ from torch import Tensor
 from emulator import corpus, isolated, precompile
 from emulator import run as run_launches
 from emulator.pass_cases import (
-    ODD_NUMBERS,
+    SPECIAL_VALUES,
     Conv,
     PassCase,
     Planner,
     Tensors,
-    assert_plain,
     check,
+    check_special_values,
     float64,
     run,
     some,
@@ -222,7 +222,7 @@ def test_channels_keep_to_themselves(mode: str) -> None:
     assert torch.equal(actual[others], expected[others])
 
 
-def put_odd_numbers(tensor: Tensor, numbers: Sequence[float] = ODD_NUMBERS) -> None:
+def put_special_values(tensor: Tensor, numbers: Sequence[float] = SPECIAL_VALUES) -> None:
     """In the middle of the first channels."""
     row, column = tensor.shape[2] // 2, tensor.shape[3] // 2
     for channel, number in zip(range(tensor.shape[1]), numbers, strict=False):
@@ -240,16 +240,16 @@ def shifted(mode: str) -> PassCase:
 def test_infinity_stays_where_it_is(mode: str) -> None:
     case = shifted(mode)
     tensors = Tensors.random(case)
-    put_odd_numbers(tensors.input, ODD_NUMBERS[:3])
+    put_special_values(tensors.input, SPECIAL_VALUES[:3])
     tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
-    assert_plain(case, tensors)
+    check_special_values(case, tensors)
 
 
 def test_odd_numbers_in_the_gradient() -> None:
     case = shifted("ieee")
     tensors = Tensors.random(case)
-    put_odd_numbers(tensors.grad_output)
-    assert_plain(case, tensors)
+    put_special_values(tensors.grad_output)
+    check_special_values(case, tensors)
 
 
 @pytest.mark.xfail(reason="columns beyond the output are multiplied, as zeros", strict=True)
@@ -258,7 +258,7 @@ def test_infinity_at_the_border() -> None:
     case = shifted("ieee")
     tensors = Tensors.random(case)
     tensors.input[0, 0, -1, -1] = torch.inf
-    assert_plain(case, tensors)
+    check_special_values(case, tensors)
 
 
 def test_padding_far_beyond_the_image() -> None:

@@ -46,12 +46,12 @@ FAULTY = {
     "not_swizzled": (
         ACROSS,
         ("right = swizzled_matrix", "right = matrix"),
-        "a matrix across the sum that is not swizzled",
+        "a matrix that is contiguous across K and not swizzled",
     ),
     "other_swizzle": (
         ALONG,
         ("const Matrix right = ", "const Matrix right = 1ull << 63 | "),
-        "is no matrix in shared memory",
+        "does not describe a matrix in shared memory",
     ),
     "outside": (
         ALONG,

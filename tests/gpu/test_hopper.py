@@ -26,12 +26,12 @@ from emulator import (
     test_hopper_scaled_fp16,
 )
 from emulator.pass_cases import (
-    ODD_NUMBERS,
+    SPECIAL_VALUES,
     Conv,
     PassCase,
     Tensors,
     assert_correct,
-    assert_plainly,
+    assert_special_values,
     at_corners,
     new_output,
     placed,
@@ -153,8 +153,11 @@ def test_emulated(work: PassCase) -> None:
 
 # As in the emulator, whose products are exact: tensor cores may overflow on the way.
 ODD_WORKS = [
-    *((work, test_hopper_halo_nonfinite.odd_input) for work in test_hopper_halo_nonfinite.SPLIT),
-    (test_hopper_halo_nonfinite.MIDDLE, test_hopper_halo_nonfinite.odd_weights),
+    *(
+        (work, test_hopper_halo_nonfinite.special_inputs)
+        for work in test_hopper_halo_nonfinite.SPLIT
+    ),
+    (test_hopper_halo_nonfinite.MIDDLE, test_hopper_halo_nonfinite.special_weights),
 ]
 
 
@@ -162,14 +165,14 @@ ODD_WORKS = [
 def test_odd_numbers_in_two_parts(work: PassCase, make: Callable[[PassCase], Tensors]) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
     tensors = make(work)
-    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+    assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
 @pytest.mark.parametrize("work", test_hopper_few_outputs.SPLIT, ids=str)
 def test_odd_numbers_of_few_outputs(work: PassCase) -> None:
     tensors = Tensors.random(work)
-    at_corners(tensors.input, ODD_NUMBERS[:3])
-    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+    at_corners(tensors.input, SPECIAL_VALUES[:3])
+    assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
 def test_odd_numbers_in_an_image_beyond_float16() -> None:
@@ -179,7 +182,7 @@ def test_odd_numbers_in_an_image_beyond_float16() -> None:
     assert "float16" in work.plan.why
     tensors = Tensors.random(work)
     at_corners(tensors.input)
-    assert_plainly(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
+    assert_special_values(work, tensors, _run_work(work, tensors), LONG_SUMS["ieee"])
 
 
 # What float16 has not, one image of three: numbers that no sample shows, small ones next to none,

@@ -18,8 +18,8 @@ from emulator import (
     test_hopper_wgrad_implicit_gemm,
     test_hopper_wgrad_scaled_fp16,
 )
-from emulator.pass_cases import ODD_NUMBERS, PassCase, Tensors, float64, new_output, placed
-from emulator.test_hopper_wgrad_halo import MODES, TOLERANCES, put_odd_numbers
+from emulator.pass_cases import SPECIAL_VALUES, PassCase, Tensors, float64, new_output, placed
+from emulator.test_hopper_wgrad_halo import MODES, TOLERANCES, put_special_values
 from fastconv import ops
 from fastconv.backends import cuda as backend
 from fastconv.kernels import planner
@@ -100,7 +100,7 @@ def test_infinity_stays_where_it_is(mode: str) -> None:
     """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
     work = test_hopper_wgrad_halo.shifted(mode)
     tensors = Tensors.random(work)
-    put_odd_numbers(tensors.input, ODD_NUMBERS[:3])
+    put_special_values(tensors.input, SPECIAL_VALUES[:3])
     tensors.grad_output[0, 7, 1, 65] = -torch.inf
     grad, _ = _run(work, tensors)
     expected = float64(work, tensors)

@@ -23,9 +23,9 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-// Saves the callee-saved registers on the stack, stores the stack pointer through `from`, and goes
-// on where `to` was saved. Unlike swapcontext it makes no system call, and ASan does not intercept
-// it, which would clear the redzones of the stack.
+// Saves the callee-saved registers on the stack, stores the stack pointer through `from`, and
+// continues where `to` was saved. Unlike swapcontext it makes no system call, and ASan does not
+// intercept it, which would clear the redzones of the stack.
 extern "C" void emulator_switch(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -102,7 +102,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 256 << 10;
-constexpr ptrdiff_t kGuardBytes = 256 << 10;  // on either side of a buffer
+constexpr ptrdiff_t kGuardBytes = 256 << 10;  // poisoned bytes on either side of a buffer
 
 struct Copy {
   unsigned char* target;
@@ -114,15 +114,15 @@ struct Copy {
 struct Thread {
   unsigned char* stack;
   void* stack_pointer;
-  void* fake_stack = nullptr;  // ASan's
+  void* fake_stack = nullptr;  // ASan's handle of this fiber
   bool exited = false;
 
-  // While it waits.
+  // Set while the thread waits.
   Site site = {};
   bool (*ready)(const void*) = nullptr;
   const void* context = nullptr;
 
-  // While it takes part in a warp-wide operation, and what came of it.
+  // Its operands in a warp-wide operation, and the result.
   unsigned mask = 0;
   unsigned long long value = 0;
   int source = 0;
@@ -131,7 +131,7 @@ struct Thread {
   std::vector<Copy> copies;
   int groups = 0;
 
-  bool waited = false;  // for the launch before this one
+  bool waited = false;  // has called wait_for_earlier_launch
 };
 
 // A tensor, or a block's shared memory.
@@ -142,22 +142,22 @@ struct Buffer {
   bool is_tensor;
 };
 
-// Of a barrier that some of the threads have.
+// A barrier.sync or barrier.arrive barrier of some of the block's threads.
 struct NamedBarrier {
-  int threads = 0;  // that a round is for
+  int threads = 0;  // arrivals in each round
   std::set<const Thread*> come;
   unsigned generation = 0;
 };
 
-// One of a cluster, all of which run together.
+// A thread block of the cluster. The blocks of a cluster run together.
 struct Block {
-  unsigned number;  // of the grid's
+  unsigned number;  // linear index in the grid
   Shared shared;
   std::vector<Thread> threads;
-  std::vector<unsigned> exchanging;  // of each warp, the lanes that wait in an operation of it
+  std::vector<unsigned> exchanging;  // for each warp, a mask of the lanes in a warp-wide operation
   bool begun, ended;
 
-  // Of __syncthreads.
+  // State of __syncthreads.
   Site barrier_site;
   unsigned barrier_arrived, barrier_generation = 0;
 
@@ -168,16 +168,16 @@ decltype(emulator_run_thread)* run_thread;
 std::vector<Argument> arguments;
 std::vector<Buffer> buffers;
 std::vector<Block> cluster;
-Block* block = nullptr;  // whose threads run, one of the cluster's
+Block* block = nullptr;  // the block whose threads run
 Thread* running = nullptr;
 bool reverse;
-bool early;  // the launch before this one may be under way
+bool early;  // programmatic dependent launch: the launch before it may not have ended
 bool tensors_are_shown = true;
 
-// Of cluster_barrier: threads of all blocks.
+// State of cluster_barrier, which counts threads of all blocks.
 unsigned cluster_arrived, cluster_generation;
 
-// Of wait_long.
+// State of wait_long.
 unsigned long_waits, long_generation;
 
 // The stack that the scheduler runs on.
@@ -185,7 +185,8 @@ void* scheduler_stack_pointer;
 const void* scheduler_stack;
 size_t scheduler_stack_bytes;
 
-// Nearly always it is one string: ASan's strcmp takes far longer than all else in an exchange.
+// The pointers are nearly always equal, and ASan's strcmp would take far longer than the rest of an
+// exchange.
 bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
 
 void print_place() {
@@ -206,7 +207,7 @@ unsigned char* allocate(const char* name, ptrdiff_t bytes, ptrdiff_t offset, boo
   return begin;
 }
 
-// A tensor, from stdin unless an earlier argument was the same one.
+// Reads a tensor from stdin, unless it was an earlier argument too.
 unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset) {
   for (const Buffer& buffer : buffers) {
     if (buffer.name == name) return buffer.begin;
@@ -216,7 +217,7 @@ unsigned char* find_or_read(const char* name, ptrdiff_t bytes, ptrdiff_t offset)
   return begin;
 }
 
-// Lets tensors be accessed, or has ASan report it.
+// Allows accesses of tensors, or makes ASan report them.
 void show_tensors(bool shown) {
   if (shown == tensors_are_shown) return;
   tensors_are_shown = shown;
@@ -235,8 +236,8 @@ void switch_to_scheduler(void** fake_stack) {
   emulator_switch(&running->stack_pointer, scheduler_stack_pointer);
 }
 
-// Where a fiber begins. ASan must not poison this frame, which it would never clear: start does not
-// return.
+// The first function of a fiber. It never returns, so ASan, which clears a frame's poison on
+// return, must not poison its frame.
 __attribute__((no_sanitize("address"))) void start() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
   run_thread(arguments.data(), static_cast<int>(arguments.size()));
@@ -257,10 +258,10 @@ void resume(Thread& thread) {
   running = nullptr;
 }
 
-// The i-th of n in the order of this run.
+// The i-th of n indices in the order of this run.
 int in_order(int i, int n) { return reverse ? n - 1 - i : i; }
 
-// Has everything that is a block's own be this one's.
+// Makes a block the running one: sets all variables that belong to a block.
 void enter(Block& one) {
   const unsigned row = one.number / gridDim.x;
   block = &one;
@@ -269,7 +270,7 @@ void enter(Block& one) {
   shared = one.shared;
 }
 
-// Calls visit() in each block of the cluster, in order; returns whether any call did.
+// Calls visit() for each block of the cluster in order. Returns whether any call returned true.
 template <class Visit>
 bool in_each_block(const Visit& visit) {
   const int blocks = static_cast<int>(cluster.size());
@@ -281,7 +282,7 @@ bool in_each_block(const Visit& visit) {
   return any;
 }
 
-// Lets every thread of a warp that can go on do so once; returns whether there was any.
+// Resumes once every thread of a warp that can proceed. Returns whether there was any.
 bool run_warp(int warp) {
   bool any = false;
   for (int i = 0; i < kWarp; ++i) {
@@ -302,7 +303,7 @@ std::string state(const Thread& thread) {
          std::to_string(thread.site.line);
 }
 
-// What the block's threads do, a line for neighbours that do the same.
+// The states of the block's threads, one line for each range of threads in the same state.
 std::string states() {
   const std::vector<Thread>& threads = block->threads;
   const std::string of = cluster.size() > 1 ? " of block " + std::to_string(cluster_rank) : "";
@@ -322,11 +323,11 @@ std::string states() {
     enter(one);
     text += states();
   }
-  fail("deadlock: no thread can go on%s", text.c_str());
+  fail("deadlock: no thread can proceed%s", text.c_str());
 }
 
-// For when no thread can go on: finishes what takes long on hardware; returns whether there was
-// any. First copies, then the rest: a thread that only waits for copies goes on meanwhile.
+// Called when no thread can proceed: completes asynchronous operations. Returns whether there were
+// any. Copies complete before the rest, so that threads which wait only for copies proceed first.
 bool finish_something() {
   show_tensors(true);
   if (in_each_block(sm90_advance)) return true;
@@ -336,7 +337,7 @@ bool finish_something() {
   return true;
 }
 
-// Whether the lanes that a thread exchanges with have called the same function with its mask.
+// Whether all lanes in a thread's mask have called the same function with the same mask.
 bool agree(const Thread* warp, const Thread& self) {
   for (int lane = 0; lane < kWarp; ++lane) {
     if (!(self.mask >> lane & 1)) continue;
@@ -347,7 +348,7 @@ bool agree(const Thread* warp, const Thread& self) {
   return true;
 }
 
-// Gives each lane of the mask what it asked for.
+// Gives each lane in the mask its result.
 void deliver(Thread* warp, unsigned mask) {
   unsigned ballot = 0;
   for (int lane = 0; lane < kWarp; ++lane) {
@@ -380,13 +381,15 @@ void begin_block() {
 void end_block() {
   block->ended = true;
   for (const auto& [number, barrier] : block->named_barriers) {
-    if (!barrier.come.empty()) fail("some threads came to barrier %d for nobody", number);
+    if (!barrier.come.empty())
+      fail("some threads arrived at barrier %d, but the block ended before it had all its threads",
+           number);
   }
   block->named_barriers.clear();
   show_tensors(true);
   if (early && std::none_of(block->threads.begin(), block->threads.end(),
                             [](const Thread& thread) { return thread.waited; })) {
-    fail("an early launch, and no thread of the block calls wait_for_earlier_launch");
+    fail("an early launch, but no thread of the block calls wait_for_earlier_launch");
   }
   sm90_end_block();
 }
@@ -396,9 +399,9 @@ size_t count_exited() {
                        [](const Thread& thread) { return thread.exited; });
 }
 
-// Each warp runs as far as it can before the next does, and all begin anew after a barrier. Between
-// two barriers, then, whichever of two warps runs first in one order runs last in the other.
-// Returns whether any thread went on, or can now.
+// Runs each warp as far as it gets before the next one, and all of them again after a barrier. So
+// between two barriers, the warp that runs first in one order runs last in the other. Returns
+// whether any thread ran, or can proceed after a barrier.
 bool run_warps() {
   const int warps = static_cast<int>(block->exchanging.size());
   bool any = false;
@@ -414,7 +417,7 @@ bool run_warps() {
   return any;
 }
 
-// The same for a block among others: as far as it can before the next does.
+// Runs a block of a cluster as far as it gets. Returns whether any thread ran.
 bool run_block() {
   if (block->ended) return false;
   bool any = false;
@@ -423,8 +426,8 @@ bool run_block() {
   return any;
 }
 
-// Lets threads go on that wait for the cluster's, if all that have not exited do; returns whether
-// there are any.
+// Releases the threads at the cluster barrier if all threads that have not exited wait there.
+// Returns whether it released any.
 bool pass_cluster_barrier() {
   size_t awaited = 0;
   for (Block& one : cluster) {
@@ -547,14 +550,17 @@ const void* in_block(Site site, const void* address, int rank) {
 void named_barrier(Site site, int number, int count, bool waits) {
   if (number < 1 || number > 15 || count % kWarp ||
       count > static_cast<int>(block->threads.size())) {
-    fail("barrier %d of %d threads: there are 15, of whole warps", number, count);
+    fail("barrier %d of %d threads: barriers are 1 to 15, for whole warps of the block", number,
+         count);
   }
   NamedBarrier& barrier = block->named_barriers[number];
   if (barrier.come.empty()) barrier.threads = count;
   if (barrier.threads != count) {
-    fail("barrier %d is of %d threads, but others came for %d", number, count, barrier.threads);
+    fail("barrier %d for %d threads, but others arrived at it for %d", number, count,
+         barrier.threads);
   }
-  if (!barrier.come.insert(running).second) fail("comes to barrier %d twice in a round", number);
+  if (!barrier.come.insert(running).second)
+    fail("the thread arrives at barrier %d twice in a round", number);
   const unsigned generation = barrier.generation;
   if (static_cast<int>(barrier.come.size()) == count) {
     barrier.come.clear();
@@ -654,8 +660,8 @@ decltype(emulator_run_thread)* load_kernel(const char* library) {
   return reinterpret_cast<decltype(emulator_run_thread)*>(entry);
 }
 
-// "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple of
-// 1024.
+// Parses "null", or name:bytes:offset for a tensor whose address is `offset` bytes after a multiple
+// of 1024.
 bool read_tensor(const char* text, unsigned char** address) {
   char name[64];
   ptrdiff_t bytes, offset;
@@ -669,13 +675,14 @@ bool read_tensor(const char* text, unsigned char** address) {
   return true;
 }
 
-// An int, a tensor, or "map", the tensor and the numbers of its map with blanks in between.
+// Parses an int, a tensor, or a tensor map: "map", the tensor and the map's numbers, with blanks in
+// between.
 Argument read_argument(const std::string& text) {
   unsigned char* address;
   if (text.compare(0, 4, "map ") == 0) {
     const size_t end = text.find(' ', 4);
     if (end == text.npos || !read_tensor(text.substr(4, end - 4).c_str(), &address)) {
-      fail("no map: %s", text.c_str());
+      fail("not a tensor map: %s", text.c_str());
     }
     return read_tensor_map(address, text.c_str() + end);
   }
@@ -687,9 +694,9 @@ Argument read_argument(const std::string& text) {
 }  // namespace emulator
 
 // Arguments: the kernel's library, the order (forward or reverse), the grid, the block, the bytes
-// of shared memory, whether it is an early launch, the blocks of a cluster, then the kernel's own.
-// The tensors' contents come from stdin and go back to stdout, each once, in the order of the
-// arguments.
+// of shared memory, whether it is an early launch (PDL), the blocks of a cluster, then the kernel's
+// arguments. The contents of the tensors come from stdin and go to stdout, each tensor once, in the
+// order of the arguments.
 int main(int argc, char** argv) {
   using namespace emulator;
   if (argc < 10) fail("too few arguments");
