@@ -302,14 +302,13 @@ def small_line(task: tuple[Class, str]) -> str | None:
     """A line of that coverage class which the emulator can run, or None if none was found."""
     one, line = task
     case = case_of(line)
-    if one[1] != coverage.REACH or not is_small(
-        case
-    ):  # classes of REACH are many: any small problem will do
+    # Classes of REACH are so many that any small problem will do.
+    if one[1] != coverage.REACH or not is_small(case):
         case = shrunk(case, lambda case: one in classes_of(case))
     return line_of(case) if is_small(case) else None
 
 
-def mended(
+def extended(
     cases: Sequence[PassCase], found: dict[Class, Found], pool: ProcessPoolExecutor
 ) -> tuple[list[PassCase], list[Class]]:
     """Adds a test case for each class that has none; also returns classes of large problems."""
@@ -384,7 +383,7 @@ def main() -> None:
         cases = read_cases()
         print(f"Drew {sum(count for count, _ in surveys)} problems of {len(found)} classes.")
         print(f"The corpus of {len(cases)} problems lacks {len(missing(found, cases))} of them.")
-        cases, too_large = mended(cases, found, pool)
+        cases, too_large = extended(cases, found, pool)
     cases = ordered(without_idle(cases))
     PROBLEMS.write_text("".join(f"{line_of(case)}\n" for case in cases), encoding="utf-8")
     print(f"The corpus has {len(cases)} problems. Classes too large to emulate: {len(too_large)}")

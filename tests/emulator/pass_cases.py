@@ -222,9 +222,8 @@ def float64(case: PassCase, tensors: Tensors) -> Tensor:
     problem = case.conv.problem
     top, bottom, left, right = problem.padding
     operands = (tensors.input, tensors.weight, tensors.grad_output)
-    if (
-        case.precision == "tf32" and case.plan.family in TENSOR_CORES
-    ):  # portable kernels compute TF32 in float32
+    # Portable kernels compute TF32 in float32.
+    if case.precision == "tf32" and case.plan.family in TENSOR_CORES:
         operands = tuple(rounded_to_tf32(one, case.ties_to_even) for one in operands)
     input, weight, grad_output = (tensor.double() for tensor in operands)
     input.requires_grad_(), weight.requires_grad_()

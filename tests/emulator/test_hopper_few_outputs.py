@@ -1,4 +1,4 @@
-"""The kernel for few output channels on the CPU: every mode, layout and branch, small and odd."""
+"""Hopper's kernel for few output channels on the CPU: every mode, layout and branch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _case(planner: Any, conv: Conv, mode: str, **options: Any) -> PassCase:
     return PassCase(conv, planner, dtype=dtype, precision=precision, **options)
 
 
-# In every mode and layout: two strips, of which one is not whole; a unit that is not whole.
+# This one runs in every mode and layout. It has a partial strip and a partial unit of channels.
 EVERYWHERE = Conv("everywhere", (1, 40, 5, 66), (6, 40, 3, 4), padding=(1, 2, 2, 1))
 GRADIENT = Conv("gradient", (1, 5, 6, 70), (72, 5, 3, 3))
 TALL = Conv("several bands", (1, 24, 41, 20), (8, 24, 2, 3), padding=(1, 1, 1, 1))
@@ -55,19 +55,19 @@ CASES = [
       for (planner, conv), mode, last, other in product(
           ((forward, EVERYWHERE), (input_grad, GRADIENT)), MODES, (False, True), (False, True))
       if not other or (planner is forward and mode in ("tf32", "bfloat16"))),
-    # Pixels one by one: odd widths, tensors that are not aligned, odd numbers of channels.
+    # Loads of single pixels: odd widths, unaligned tensors, odd numbers of channels.
     *(_case(forward, Conv("odd width", (1, 24, 5, 37), (4, 24, 3, 3), padding=(1, 1, 1, 1)), mode)
       for mode in MODES),
     *(_case(forward, Conv("unaligned", (1, 24, 4, 40), (7, 24, 2, 3)), mode, aligned=False,
             channels_last=mode == "ieee") for mode in ("tf32", "ieee", "float16")),
     *(_case(input_grad, Conv("odd channels", (1, 3, 6, 20), (43, 3, 3, 3)), mode,
             channels_last=True) for mode in ("tf32", "bfloat16")),
-    # Several bands, and warpgroups that have several of them.
+    # Several bands of rows, and warpgroups with several bands.
     *(_case(forward, TALL, mode, gpu=gpu) for mode, gpu in (("tf32", ONE), ("ieee", FEW))),
-    # Strips that begin with a pair, one pixel early.
+    # Strips begin one pixel early, so that they begin with a pair.
     _case(forward, Conv("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "tf32"),
     _case(forward, Conv("lead", (1, 24, 5, 130), (8, 24, 2, 2), padding=(0, 1, 3, 0)), "bfloat16"),
-    # Dilated: output rows of a walk are further apart, some walks are shorter.
+    # Dilated: the output rows of a walk are apart, and some walks are shorter.
     _case(forward, Conv("dilated", (1, 20, 13, 60), (5, 20, 3, 3), padding=(2, 2, 4, 4),
                         dilation=(3, 5)), "tf32", gpu=ONE),
     _case(input_grad, Conv("dilated", (2, 5, 9, 60), (24, 5, 3, 2), padding=(1, 1, 2, 2),
@@ -75,7 +75,7 @@ CASES = [
     _case(input_grad, Conv("padding beyond the kernel", (1, 4, 6, 20), (72, 4, 2, 3),
                            padding=(4, 3, 5, 4)), "ieee"),
     _case(forward, Conv("pointwise", (2, 40, 5, 70), (48, 40, 1, 1)), "tf32", bias=False),
-    # Sums so short that products of low parts count; so long that totals are compensated.
+    # Sums are so short that products of two low parts count, or so long that they are compensated.
     *(_case(forward, Conv("short sums", (1, 40, 7, 64), (24, 40, 1, 1)), "ieee", channels_last=last)
       for last in (False, True)),
     _case(forward, Conv("short sums", (1, 12, 7, 30), (5, 12, 3, 3)), "ieee"),
@@ -126,7 +126,7 @@ def test_all_branches_are_taken() -> None:
 
 @pytest.mark.parametrize("case", ALONE, ids=str)
 def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
-    """Nor on how many rows of it a warpgroup walks down."""
+    """The number of rows that a warpgroup walks down does not matter either."""
     assert_alone_as_in_batch(case)
 
 
@@ -141,17 +141,16 @@ def _of(name: str, channels_last: bool = False) -> PassCase:
     )
 
 
-# Short sums, ordinary ones and long ones.
+# Short, ordinary and long sums.
 SPLIT = [_of("short sums"), _of("short sums", True), _of("several bands"), _of("long sums")]
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)
-def test_odd_numbers_in_two_parts(case: PassCase) -> None:
-    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+def test_special_values_in_3xtf32(case: PassCase) -> None:
+    """Infinities, their signs and NaNs are those of plain float32 arithmetic."""
     tensors = Tensors.random(case)
-    at_corners(
-        tensors.input, SPECIAL_VALUES[: 3 if case == SPLIT[-1] else 4]
-    )  # totals must not overflow
+    count = 3 if case == SPLIT[-1] else 4  # compensated sums must not overflow
+    at_corners(tensors.input, SPECIAL_VALUES[:count])
     check_special_values(case, tensors)
 
 

@@ -1,4 +1,4 @@
-"""correlate.cuh on the CPU, with all phases of a strided gradient as channels of the products."""
+"""Hopper's halo kernel on the CPU, with all residues of a strided input gradient as MMA rows."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _case(conv: Conv, mode: str, choose: Choice | None = None, **options: Any) -
 
 
 def _rows(plans: list[Plan]) -> Plan:
-    """The first plan with several rows in a line of pixels."""
+    """Chooses the first plan with several rows in a line of pixels."""
     return next(plan for plan in plans if dict(_of(plan))["tile_rows"] > 1)
 
 
 def _passes(plans: list[Plan]) -> Plan:
-    """The first plan whose sums leave in several passes."""
+    """Chooses the first plan whose accumulators leave in several passes."""
     several = (plan for plan in plans if _passes_of(**dict(_of(plan))) > 1)
     return next(several)
 
@@ -58,9 +58,9 @@ def _of(plan: Plan) -> tuple[tuple[str, Any], ...]:
     return plan.launches[-1].kernel.constants
 
 
-# In every mode and layout: steps that begin before the image, as long as whole vectors.
+# This one runs in every mode and layout. Strides begin before the image, and are whole vectors.
 ALEXNET = Conv("alexnet", (2, 3, 31, 40), (20, 3, 11, 11), (4, 4), (2, 2, 2, 2))
-# Rows that are stacked, and end anywhere.
+# Stacked rows of any length.
 RESNET = Conv("resnet", (1, 3, 37, 27), (24, 3, 7, 7), (2, 2), (3, 3, 3, 3))
 PATCHES = Conv("patches", (1, 3, 12, 24), (40, 3, 4, 4), (4, 4))
 WIDE_PATCHES = Conv("wide patches", (1, 3, 8, 259), (40, 3, 2, 2), (2, 2))
@@ -74,11 +74,11 @@ CASES = [
     *(_case(RESNET, mode, channels_last=mode in ("ieee", "bfloat16")) for mode in MODES),
     *(_case(RESNET, mode, other_format=True, aligned=False) for mode in ("tf32", "float16")),
     _case(RESNET, "bfloat16", aligned=False, gpu=ONE),
-    # Several rows in one line of pixels: aligned alike, or not, so that lanes store them.
+    # A line of pixels has several rows: all aligned alike, or not, so that lanes store them.
     _case(PATCHES, "ieee", _rows),
     _case(replace(PATCHES, input=(1, 3, 12, 23)), "tf32", _rows),
     _case(replace(ALEXNET, input=(1, 3, 31, 37)), "bfloat16", _rows, channels_last=True),
-    # Strips of rows; in several passes, for which weights do not stay.
+    # Strips of rows, also in several passes, without resident weights.
     _case(WIDE, "tf32", named("x32+0")),
     _case(WIDE, "bfloat16", named("x32+0"), channels_last=True, gpu=ONE),
     _case(replace(WIDE, input=(1, 3, 9, 257)), "float16", named("x32+0")),
@@ -87,20 +87,20 @@ CASES = [
     _case(WIDE_PATCHES, "float16", _passes, channels_last=True, gpu=SMALLER),
     _case(WIDE_PATCHES, "bfloat16", _passes, aligned=False, gpu=SMALLER),
     _case(ALEXNET, "tf32", _passes, gpu=SMALL),
-    # Lines that bulk copies fetch, or lanes.
+    # Bulk copies load lines, or lanes copy them.
     *(_case(WIDE, mode, named(f"2 {kind}")) for mode, kind in
       product(("tf32", "ieee", "bfloat16"), ("staged", "copied"))),
-    # One channel, of which a product has eight rows; sums so long that totals are compensated.
+    # One channel, of which an MMA has eight rows; sums so long that they are compensated.
     *(_case(TALL, mode) for mode in ("tf32", "bfloat16")),
     _case(replace(TALL, weight=(128, 1, 21, 5)), "ieee", gpu=ONE),
     _case(replace(TALL, input=(1, 2, 31, 43), weight=(32, 2, 21, 5)), "float16",
           channels_last=True),
-    # Sums so short that the products of low parts count.
+    # Sums are so short that products of two low parts count.
     _case(Conv("short", (1, 3, 13, 22), (24, 3, 6, 6), (4, 4), (1, 1, 1, 1)), "ieee"),
     _case(Conv("short", (1, 3, 13, 22), (24, 3, 6, 6), (4, 4), (1, 1, 1, 1)), "ieee",
           channels_last=True),
-    # More outputs than a product has rows: in lines of which some rows are left over.
-    *(_case(Conv("many phases", (1, 3, 21, 32), (24, 3, 9, 9), (9, 9), (3, 0, 2, 4)), mode,
+    # More outputs than an MMA has rows, in lines with some idle rows.
+    *(_case(Conv("many residues", (1, 3, 21, 32), (24, 3, 9, 9), (9, 9), (3, 0, 2, 4)), mode,
             channels_last=last) for mode, last in (("tf32", False), ("bfloat16", True))),
     _case(Conv("patches of 16", (2, 3, 32, 35), (24, 3, 16, 16), (16, 16)), "tf32"),
     _case(Conv("patches of 16", (2, 3, 32, 32), (24, 3, 16, 16), (16, 16)), "float16",
@@ -109,7 +109,7 @@ CASES = [
     _case(Conv("many channels", (1, 30, 9, 13), (24, 30, 3, 3), (2, 2), (1, 1, 1, 1)), "bfloat16",
           channels_last=True),
     _case(Conv("groups", (1, 24, 9, 14), (32, 12, 3, 4), (2, 2), (1, 0, 2, 1), groups=2), "tf32"),
-    # A stride along one axis, the other dilated; other strides along each.
+    # A stride along one axis with dilation along the other; different strides along both.
     _case(Conv("stride 2, 1", (1, 3, 12, 21), (40, 3, 7, 4), (2, 1), (3, 2, 1, 2)), "tf32"),
     _case(Conv("stride 2, 1", (1, 3, 12, 21), (40, 3, 7, 4), (2, 1), (3, 2, 1, 2), (1, 3)),
           "bfloat16", channels_last=True),
@@ -123,7 +123,7 @@ CASES = [
           aligned=False),
     _case(Conv("stride 5, 3", (1, 1, 23, 22), (48, 1, 9, 8), (5, 3), (3, 0, 1, 2)), "float16",
           channels_last=True),
-    # Phases that no tap reaches, and rows and columns that no window covers.
+    # Residues that no tap reaches, and rows and columns that no window covers.
     *(_case(EMPTY, mode, channels_last=last)
       for mode, last in (("tf32", False), ("bfloat16", True))),
     _case(Conv("pointwise", (1, 3, 9, 14), (72, 3, 1, 1), (2, 2)), "float16"),
@@ -142,12 +142,12 @@ ALONE = [
     _case(replace(ALEXNET, input=(1, 3, 31, 40)), "tf32"),
     _case(replace(WIDE, input=(1, 3, 9, 60)), "bfloat16", channels_last=True),
 ]
-# Layers, of which several tiles are tried.
+# Convolutions that run with several tiles.
 TILES = [_case(ALEXNET, "tf32"), _case(WIDE, "bfloat16", channels_last=True)]
 
 
 def _with_other_tiles(case: PassCase) -> list[PassCase]:
-    """The same with three tiles from the middle and the end of what the rules like."""
+    """The test case with three other tiles, up to the last in the order of the rules."""
 
     def choice(number: int) -> Callable[[list[Plan]], Plan]:
         return lambda plans: plans[number * (len(plans) - 1) // 3]
@@ -185,7 +185,7 @@ def test_cases_cover_all_branches() -> None:
                  "compensated", "resident", "row step"):  # fmt: skip
         assert pairs(name) == {(False,), (True,)}, name
     assert pairs("lines") == pairs("passes") == {(1,), (2,)}
-    # How it is stored, of what.
+    # Bulk and other stores, for every kind of output.
     for name in ("16 bits", "out_channels_last", "pairs", "rows", "early", "several strips"):
         assert pairs(name, "bulk_stores") == both, name
     for name in ("pairs", "idle rows", "early", "stacked", "rows"):
@@ -217,7 +217,7 @@ def _with_infinity(case: PassCase) -> Tensors:
 
 @pytest.mark.parametrize("case", INFINITE, ids=str)
 def test_what_no_tap_reaches_is_zero(case: PassCase) -> None:
-    """Even where products of zero weights with an infinity are thrown away."""
+    """Even where the kernel multiplies zero weights by an infinity, and drops the results."""
     tensors = _with_infinity(case)
     actual = run(case, tensors)
     ones = Tensors(*(torch.ones_like(tensor) for tensor in vars(tensors).values()))
@@ -227,8 +227,10 @@ def test_what_no_tap_reaches_is_zero(case: PassCase) -> None:
     assert (~actual.isfinite()).any()
 
 
-@pytest.mark.xfail(reason="zero weights that folding adds are multiplied with it", strict=True)
-def test_infinity_in_folded_phases() -> None:
+@pytest.mark.xfail(
+    reason="space-to-depth adds zero weights, and infinity times zero is NaN", strict=True
+)
+def test_infinity_in_residues() -> None:
     assert ALEXNET_TF32 in CASES
     check_special_values(ALEXNET_TF32, _with_infinity(ALEXNET_TF32))
 

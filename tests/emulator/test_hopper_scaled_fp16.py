@@ -1,4 +1,4 @@
-"""correlate.cuh with float32 multiplied as float16: scales, and the repair of what does not fit."""
+"""Hopper's halo kernel with float32 as scaled fp16: scales, and repair of images and channels."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CASES = [
     _case(STRIPS, "tf32", gpu=SMALL),
     _case(NARROW, "ieee", gpu=ONE),
     _case(Conv("stack 2", (1, 24, 7, 20), (32, 24, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
-    _case(Conv("folded", (2, 5, 23, 26), (64, 5, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
+    _case(Conv("space-to-depth", (2, 5, 23, 26), (64, 5, 7, 6), (2, 2), (3, 3, 3, 3)), "tf32"),
     _case(Conv("pointwise", (2, 40, 9, 20), (40, 40, 1, 1)), "tf32"),
     _case(Conv("groups", (2, 40, 6, 9), (144, 20, 3, 3), groups=2), "ieee"),
     _case(Conv("whole lines", (2, 16, 5, 301), (128, 16, 3, 3)), "tf32", choose=named("+32"),
@@ -97,7 +97,7 @@ def test_against_float64(case: PassCase) -> None:
 
 
 def test_blocks_that_pack_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output channels and images, one after the other."""
+    """A block packs several output channels, or finds the scales of several images."""
     monkeypatch.setattr(launches, "MOST_PACK_BLOCKS", 5)
     assert [one.grid for one in THREE[0].plan.launches[:2]] == [(5, 1, 1)] * 2
     check(THREE[0])
@@ -119,8 +119,8 @@ def test_cases_cover_all_branches() -> None:
     assert {(one["turns"], one["parts"]) for one in first} == {*product((False, True), (1, 2))}
 
 
-def _first_half(case: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What float16 alone gives; and the tables: of channels, of images' scales, of their marks."""
+def _before_repair(case: PassCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result before the repair, with factors of channels, scales of images, and their marks."""
     plan, output = case.plan, new_output(case)
     scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
     read = {"input": tensors.input, "weight": tensors.weight, "bias": tensors.bias}
@@ -143,14 +143,14 @@ def test_numbers_of_any_size_need_no_repair(case: PassCase, size: float) -> None
         tensors, input=tensors.input * size, weight=tensors.weight * 3e-3, bias=tensors.bias * size
     )
     tensors.input[:, :, :3] = 0  # as after a ReLU
-    output, factors, scales, marks = _first_half(case, tensors)
+    output, factors, scales, marks = _before_repair(case, tensors)
     assert factors.ne(0).all()
     assert scales.ne(0).all()
     assert not marks.any()
     assert_correct(case, tensors, output)
 
 
-# What becomes of the middle one of three images, and whether it shows in a sample.
+# Changes to the middle one of three images, after which it needs a repair.
 BEYOND = {
     "small rows": lambda image: image[:, 2:6].mul_(1e-12),
     "one small vector": lambda image: image[:8, 3, 5].mul_(1e-20),
@@ -165,7 +165,7 @@ def test_images_that_do_not_fit_are_repaired(case: PassCase, beyond: str) -> Non
     tensors.bias.zero_()
     unchanged = run(case, tensors)
     BEYOND[beyond](tensors.input[1])
-    output, factors, scales, marks = _first_half(case, tensors)
+    output, factors, scales, marks = _before_repair(case, tensors)
     assert factors.ne(0).all()
     assert (marks.ne(0) | scales.eq(0)).tolist() == [False, True, False]
     if beyond == "small rows":
@@ -178,7 +178,7 @@ def test_images_that_do_not_fit_are_repaired(case: PassCase, beyond: str) -> Non
 
 
 def _all_but_one(factor: float, one: float) -> Callable[[Tensor], None]:
-    """Makes of a channel so much, and of one of its numbers this."""
+    """Multiplies a channel by ``factor``, and sets one of its numbers to ``one``."""
 
     def change(channel: Tensor) -> None:
         channel.mul_(factor)
@@ -187,7 +187,7 @@ def _all_but_one(factor: float, one: float) -> Callable[[Tensor], None]:
     return change
 
 
-# What becomes of one channel; others of the same vector hide it.
+# Changes to one channel. Other channels of the same vector are large.
 HIDDEN = {
     "a small channel": _all_but_one(2.0**-28, 2.0**-28),
     "small but for one number": _all_but_one(2.0**-32, 2.0**-22),
@@ -197,13 +197,13 @@ HIDDEN = {
 
 @pytest.mark.parametrize(("hidden", "case"), some(product(HIDDEN, THREE), one_in=3), ids=str)
 def test_channels_are_judged_by_themselves(case: PassCase, hidden: str) -> None:
-    """An output that sees one channel alone is exact, whatever the size of the others."""
+    """An output that reads only one channel is exact, whatever the size of the others."""
     tensors = Tensors.random(case)
     tensors.bias.zero_()
     tensors.weight[3] = 0
     tensors.weight[3, 5] = torch.randn(3, 3)
     HIDDEN[hidden](tensors.input[1, 5])
-    _, factors, scales, marks = _first_half(case, tensors)
+    _, factors, scales, marks = _before_repair(case, tensors)
     assert factors.ne(0).all()
     assert scales.ne(0).all()
     assert marks.ne(0).tolist() == [False, True, False]
@@ -211,19 +211,19 @@ def test_channels_are_judged_by_themselves(case: PassCase, hidden: str) -> None:
 
 
 def test_channels_of_zeros_fit() -> None:
-    """As after a ReLU that lets nothing through; and few numbers, if float16 has them."""
+    """A ReLU can zero whole channels, or leave a few numbers that float16 represents."""
     case = THREE[0]
     tensors = Tensors.random(case)
     tensors.input[:, 3] = 0
     tensors.input[:, 9] = 0
     tensors.input[:, 9, 4, 4] = 1e-3
-    output, _, _, marks = _first_half(case, tensors)
+    output, _, _, marks = _before_repair(case, tensors)
     assert not marks.any()
     assert_correct(case, tensors, output)
 
 
 def _powers(count: int) -> Tensor:
-    """Of two, from 2^-40 to 2^40, the ends included."""
+    """Random powers of two from 2^-40 to 2^40, both ends included."""
     exponents = torch.randint(-40, 41, (count,))
     exponents[0], exponents[-1] = -40, 40
     return torch.exp2(exponents.float())
@@ -231,7 +231,7 @@ def _powers(count: int) -> Tensor:
 
 @pytest.mark.parametrize("case", THREE, ids=str)
 def test_units_do_not_matter(case: PassCase) -> None:
-    """Scaled input channels with the inverse on their weights, output channels and images."""
+    """Powers of two on input channels (inverse on weights), outputs and images scale exactly."""
     tensors = Tensors.random(case)
     tensors.bias.zero_()
     images, channels, outputs, _ = *case.conv.input[:2], *case.conv.weight[:2]
@@ -241,7 +241,7 @@ def test_units_do_not_matter(case: PassCase) -> None:
         input=tensors.input * channel[:, None, None] * image[:, None, None, None],
         weight=tensors.weight / channel[:, None, None] * output[:, None, None, None],
     )
-    _, _, _, marks = _first_half(case, scaled)
+    _, _, _, marks = _before_repair(case, scaled)
     assert not marks.any()
     expected = run(case, tensors) * output[:, None, None] * image[:, None, None, None]
     assert run(case, scaled).equal(expected)
@@ -252,14 +252,14 @@ def test_units_do_not_matter(case: PassCase) -> None:
 def test_weights_that_do_not_fit_are_repaired(case: PassCase, small: tuple[Any, ...]) -> None:
     tensors = Tensors.random(case)
     tensors.weight[small] *= 1e-12
-    output, factors, _, _ = _first_half(case, tensors)
+    output, factors, _, _ = _before_repair(case, tensors)
     assert factors[: len(tensors.weight)].eq(0).nonzero().tolist() == [[3]]
-    assert output.isnan().all()  # nothing is computed twice
+    assert output.isnan().all()  # the first pass stores nothing, as the repair computes all
     assert_correct(case, tensors, run(case, tensors))
 
 
 @pytest.mark.parametrize("number", [torch.inf, torch.nan], ids=["infinity", "NaN"])
-def test_what_is_no_number_is_repaired(number: float) -> None:
+def test_infinities_and_nans_are_repaired(number: float) -> None:
     case = THREE[0]
     tensors = Tensors.random(case)
     tensors.input[1, 4, 3, 3] = number

@@ -1,4 +1,4 @@
-"""The weight gradient of few input channels on the CPU: every mode on small odd geometries."""
+"""Hopper's weight gradient kernel for few input channels on the CPU: every mode, odd shapes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CASES = [
     *(_case(TWO_BLOCKS, mode, bias_grad=True) for mode in MODES),
     *(_case(ONE_CHANNEL, mode, bias_grad=mode == "bfloat16") for mode in MODES),
     *(_case(ODD_WIDTH, mode, bias_grad=True) for mode in ("tf32", "ieee")),
-    # Channels-last: either tensor.
+    # One or both tensors are channels-last.
     *(_case(ONE_CHANNEL, mode, channels_last=True) for mode in ("tf32", "ieee")),
     _case(TWO_BLOCKS, "float16", channels_last=True, other_format=True),
     _case(TWO_BLOCKS, "tf32", other_format=True, bias_grad=True),
     _case(TWO_BLOCKS, "ieee", aligned=False),
-    # Strides, dilations, and both: rows of the ring.
+    # Strides, dilations, and both: they determine the rows of the ring buffer.
     _case(Conv("strided", (1, 3, 13, 45), (64, 3, 5, 5), (2, 2), (2, 2, 2, 3)), "tf32"),
     _case(Conv("strided", (1, 3, 14, 50), (40, 3, 4, 4), (2, 2)), "bfloat16"),
     _case(Conv("stride beyond the kernel", (1, 4, 20, 39), (16, 4, 2, 3), (5, 2), (3, 4, 0, 9),
@@ -65,7 +65,7 @@ def test_cases_cover_all_branches() -> None:
     assert {of["warpgroups"] for of in taken} == {1, 2}
     assert {of["pair_loads"] for of in taken} == {False, True}
     assert any(of["group_out"] > 128 for of in taken)
-    # Sums leave for the workspace more than once.
+    # Accumulators are flushed to the workspace more than once.
     assert any(of["flush_steps"] < of["out_height"] for of in taken)
 
 
@@ -77,5 +77,5 @@ def test_infinity_stays_where_it_is(mode: str, where: str) -> None:
     tensors = Tensors.random(case)
     put_special_values(getattr(tensors, where))
     if where == "input":
-        tensors.input[0, 0, -1, -1] = torch.inf  # one tap sees it
+        tensors.input[0, 0, -1, -1] = torch.inf  # only one tap reads it
     check_special_values(case, tensors)

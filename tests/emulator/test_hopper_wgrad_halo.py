@@ -1,4 +1,4 @@
-"""The tensor cores' weight gradient on the CPU: every mode on small odd geometries."""
+"""Hopper's halo kernel for weight gradients on the CPU: every mode on small odd shapes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from fastconv.kernels.gpus import H200
 from fastconv.kernels.hopper.wgrad_halo import plan as by_tiles
 from fastconv.problem import Problem
 
-# Few processors, so that blocks have several runs each.
+# Few SMs, so that a block has several runs of steps.
 GPU = Gpu("sm_90a", 3, 232448, 233472)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """With this kernel, even where it is not the fastest; float32 in TF32."""
+    """Plans with this kernel, even where it is not the fastest, and with float32 in TF32."""
     return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=False), gpu)
 
 
 def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Planner:
-    """The same with stages of so many columns, even where others are faster.
+    """A planner with stages of ``columns`` columns, even where others are faster.
 
-    With ``boxes``, each is one that a tensor copy brings.
+    With ``boxes``, each stage is one TMA box.
     """
     ways = by_tiles._groups
 
@@ -69,7 +69,7 @@ def _in_stages_of(columns: int, halves: bool = False, boxes: bool = False) -> Pl
     return weight_grad
 
 
-# Stages of so few columns that lanes copy them, and of enough for bulk copies.
+# Stages of so few columns that lanes copy them, and of enough columns for bulk copies.
 BY_LANES, IN_BULK = _in_stages_of(16), _in_stages_of(32)
 IN_BOXES = {
     (columns, halves): _in_stages_of(columns, halves, boxes=True)
@@ -77,7 +77,7 @@ IN_BOXES = {
 }
 
 
-# Dtype, precision, and the relative error allowed.
+# Data type, precision, and the largest relative error.
 MODES = {
     "tf32": (torch.float32, "tf32", 5e-7),
     "ieee": (torch.float32, "ieee", 3e-7),
@@ -105,18 +105,18 @@ CONVS = (
     Conv("rows shifted", (1, 9, 4, 133), (20, 9, 2, 3)),
 )  # fmt: skip
 SHIFTED = CONVS[-1]
-# So far that a product has one, and the next is further than a matrix of the tensor cores reaches.
+# Taps so far apart that an MMA has one, and the next lies beyond the strides of a wgmma matrix.
 FAR_TAPS = Conv("taps far apart", (1, 8, 3, 4105), (8, 8, 1, 3), dilation=(1, 2050))
 
 
 def _rows(width: int, images: int = 1) -> Conv:
-    """Images that are multiples of 16 bytes, of output rows that are not."""
+    """A convolution with images of a multiple of 16 bytes, but output rows that are not."""
     name = f"rows of {width}" + (f" of {images} images" if images > 1 else "")
     return Conv(name, (images, 9, 7, width), (20, 9, 2, 3), padding=(1, 1, 1, 1))
 
 
-# Rows whose copies begin early, by up to 7, 6 or 3 columns: their ends are copied element by
-# element, in pairs or as they are in float32, and beside them whole units.
+# Copies of rows begin up to 7, 6 or 3 columns early. Row ends are copied by elements, by pairs or
+# in float32, and the rest in whole units.
 LEADS = (
     ("bfloat16", _rows(41), BY_LANES, True),
     ("float16", _rows(41), IN_BULK, True),
@@ -126,8 +126,8 @@ LEADS = (
 )
 
 
-# Of all types: whole rows, and rows of pixels that follow each other; planes that begin at two,
-# four or eight distances from a multiple of 16 bytes, a tile for each.
+# TMA boxes in all types: whole rows, and pixels of consecutive rows. Planes begin at one, two, four
+# or eight offsets from a multiple of 16 bytes (the last number), each of which has its own tile.
 BOXES = (
     ("tf32", Conv("boxes", (6, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 32, 1),
     ("ieee", Conv("boxes that are cleared", (5, 9, 6, 40), (70, 9, 3, 3)), 16, 1),
@@ -152,7 +152,7 @@ def _case(
 
 
 def _cases() -> list[PassCase]:
-    """Every case in every layout, with the modes taking turns, with the bias and without."""
+    """Every convolution in every layout; modes and the gradient of the bias alternate."""
     modes = list(MODES)
     cases = []
     for i, conv in enumerate(CONVS):
@@ -161,7 +161,10 @@ def _cases() -> list[PassCase]:
     for i, mode in enumerate(modes):
         cases += [_case(CONVS[0], mode, aligned=False, bias=i % 2 == 0)]
         cases += [_case(CONVS[2], mode, bias=True), _case(SHIFTED, mode, bias=i % 2 == 1)]
-        if mode in ("tf32", "float16"):  # the others differ from these as contiguous ones do
+        if mode in (
+            "tf32",
+            "float16",
+        ):  # the other modes differ from these only as contiguous ones do
             cases += [_case(CONVS[2], mode, channels_last=True, bias=True)]
     cases.append(_case(FAR_TAPS, "bfloat16"))
     for mode, conv, planner, bias in LEADS:
@@ -190,14 +193,14 @@ def test_against_float64(case: PassCase) -> None:
 
 
 def assert_gradients(case: PassCase) -> None:
-    """Runs the pass on random tensors and compares what it gives with float64."""
+    """Runs the pass on random tensors and compares its results with float64."""
     tensors = Tensors.random(case)
     bias = torch.full((case.conv.weight[0],), torch.nan, dtype=case.dtype)
     output = run(case, tensors, bias if case.bias_grad else None)
     error = _error(output, float64(case, tensors))
     assert error <= TOLERANCES[case.dtype, case.precision], f"relative error {error:.1e}"
     if case.bias_grad:
-        # Of numbers as they are, not as TF32's products take them.
+        # The gradient of the bias sums unrounded numbers, in TF32 too.
         error = _error(bias, tensors.grad_output.double().sum((0, 2, 3)))
         assert error <= TOLERANCES[case.dtype, "ieee"], f"relative error of the bias {error:.1e}"
 
@@ -208,7 +211,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("mode", ["ieee", "bfloat16"])
 def test_channels_keep_to_themselves(mode: str) -> None:
-    """What copies bring along of a row's neighbours does not count, not even NaN."""
+    """Neighbours that copies load with a row do not change results, not even as NaN."""
     case = _case(SHIFTED, mode, bias=MODES[mode][0] is torch.float32)
     assert case in CASES
     tensors = Tensors.random(case)
@@ -223,7 +226,7 @@ def test_channels_keep_to_themselves(mode: str) -> None:
 
 
 def put_special_values(tensor: Tensor, numbers: Sequence[float] = SPECIAL_VALUES) -> None:
-    """In the middle of the first channels."""
+    """Writes one value to the middle of each of the first channels."""
     row, column = tensor.shape[2] // 2, tensor.shape[3] // 2
     for channel, number in zip(range(tensor.shape[1]), numbers, strict=False):
         tensor[0, channel, row, column] = number
@@ -241,20 +244,20 @@ def test_infinity_stays_where_it_is(mode: str) -> None:
     case = shifted(mode)
     tensors = Tensors.random(case)
     put_special_values(tensors.input, SPECIAL_VALUES[:3])
-    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
+    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # meets an infinity of the input
     check_special_values(case, tensors)
 
 
-def test_odd_numbers_in_the_gradient() -> None:
+def test_special_values_in_the_gradient() -> None:
     case = shifted("ieee")
     tensors = Tensors.random(case)
     put_special_values(tensors.grad_output)
     check_special_values(case, tensors)
 
 
-@pytest.mark.xfail(reason="columns beyond the output are multiplied, as zeros", strict=True)
+@pytest.mark.xfail(reason="the kernel multiplies columns beyond the output by zero", strict=True)
 def test_infinity_at_the_border() -> None:
-    """Few taps see it where nothing is padded."""
+    """Without padding, only a few taps read the corner."""
     case = shifted("ieee")
     tensors = Tensors.random(case)
     tensors.input[0, 0, -1, -1] = torch.inf
@@ -262,14 +265,14 @@ def test_infinity_at_the_border() -> None:
 
 
 def test_padding_far_beyond_the_image() -> None:
-    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    """The offsets of rows that far in the padding would exceed 32 bits."""
     near = Conv("a row", (1, 64, 1, 1024), (8, 64, 1, 1), (1, 8))
     far = replace(near, stride=(2**15, 8), padding=(2**16, 0, 0, 0))
     case = _case(far, "ieee", channels_last=True)
     assert far.padding[0] * 1024 * 64 > 2**31
     assert far.problem.output_size == (3, 128)
     tensors = Tensors.random(case)
-    tensors.grad_output[:, :, :2] *= 2.0  # as good as any: they see zeros
+    tensors.grad_output[:, :, :2] *= 2.0  # their windows hold only padding
     alone = replace(tensors, grad_output=tensors.grad_output[:, :, 2:])
     assert _error(run(case, tensors), float64(replace(case, conv=near), alone)) <= 3e-7
 
@@ -289,7 +292,7 @@ extern "C" __global__ void shares(int* places, int workers, int batch) {
 
 
 def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
-    """Workers have all steps, each once, and about equally many."""
+    """Each step belongs to one worker, and all workers have about as many steps."""
     conv = Conv("vast", (8, 1, 8_000_000, 130), (16, 1, 5, 10))
     case = replace(_case(conv, "tf32"), gpu=H200)
     launch = case.plan.launches[0]
@@ -319,7 +322,7 @@ def test_shares_of_more_than_32_bits(tmp_path: Path) -> None:
 
 
 def test_planes_beyond_32_bits_are_not_boxes() -> None:
-    """Of eight, that is: alone, each has fewer pixels."""
+    """A TMA box of eight planes addresses eight times the pixels of one plane."""
     operands = Operands("fastconv::bfloat16", 2, False, False, (8, 1, 1, 1), True)
     for height, expected in ((2**15 - 9, True), (2**15 + 1, False)):
         problem = Conv("vast", (8, 8, height, 2**13 + 1), (64, 8, 1, 1)).problem
@@ -327,7 +330,7 @@ def test_planes_beyond_32_bits_are_not_boxes() -> None:
         assert layer.has_boxes == (layer.plane_classes == 8) == expected
 
 
-def test_classes_of_planes() -> None:
+def test_plane_classes() -> None:
     found = [dict(case.plan.launches[0].kernel.constants)["plane_classes"] for case in BOX_CASES]
     assert found == [classes for *_, classes in BOXES]
 
@@ -352,7 +355,7 @@ extern "C" __global__ void cleared(int* others, int* columns) {
 
 
 def test_a_stage_that_begins_beyond_its_row(tmp_path: Path) -> None:
-    """It has zeros alone, and its neighbours in shared memory stay as they are."""
+    """The kernel fills it with zeros, and does not write to its neighbours in shared memory."""
     case = replace(_case(Conv("beyond", (4, 9, 4, 47), (20, 9, 1, 1)), "tf32"), gpu=H200)
     launch = replace(case, planner=IN_BOXES[16, False]).plan.launches[0]
     c: dict[str, Any] = dict(launch.kernel.constants)
@@ -367,8 +370,8 @@ def test_a_stage_that_begins_beyond_its_row(tmp_path: Path) -> None:
     assert found["columns"].item() == stage // 32 // 64 * 8 * 4
 
 
-# An arrival after copies alone (1) says nothing of what the thread has written itself. No memory of
-# the emulator is as weak as that: which arrivals a stage has is written down instead.
+# An arrival after copies (1) does not publish what the thread has written itself. The emulator's
+# memory is not weak enough to show the fault, so this kernel records which arrivals a stage has.
 ARRIVALS = """
 #include "device/sm90.cuh"
 static int arrivals;
@@ -420,8 +423,8 @@ def test_declines(changes: dict[str, object], reason: str) -> None:
         hopper.weight_grad(CONVS[0].problem, Operands(**{**kind, **changes}), GPU)  # type: ignore[arg-type]
 
 
-# Layers in whose stages other channels' gradients lie close by: rows of a walk end beyond an image
-# of an odd plane, or all groups together have as many output channels as a stage.
+# Stages of these convolutions are next to gradients of other channels: rows of a walk end beyond an
+# image with an odd plane, or all groups together have as many output channels as a stage.
 OF_OTHER_CHANNELS = [
     corpus.case_of(f"sm_90a/1 weight_grad*{line}")
     for line in (

@@ -1,4 +1,4 @@
-"""Weight gradients as products of matrices, on the CPU: every branch, small and odd."""
+"""Hopper's implicit GEMM for weight gradients on the CPU: every branch, on small odd shapes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fastconv.problem import Problem
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """With this kernel, even where it is not the fastest."""
+    """Plans with this kernel, even where it is not the fastest."""
     layer = wgrad_implicit_gemm.layer_of(problem, operands, gpu)
     return wgrad_implicit_gemm.plan(wgrad_implicit_gemm.tiles_of(layer, gpu)[0], gpu)
 
 
 def _mirrored() -> Planner:
-    """The same with rows for input channels."""
+    """A planner for the GEMM whose rows are input channels."""
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         layer = wgrad_implicit_gemm.mirrored_layer_of(problem, operands, gpu)
@@ -54,10 +54,11 @@ def with_tile(
     products: int = tiles.FLUSH_PRODUCTS,
     teams: tuple[int, int] | None = None,
 ) -> Planner:
-    """The same with groups of rows and columns, columns of a product and positions of a step.
+    """A planner for a tile with the ``wanted`` sizes.
 
-    So many blocks share the steps, and flush their sums after so many products; such teams of
-    warps gather, if they are given.
+    These are row groups, column groups, columns of an MMA and positions of a step. ``grid`` blocks
+    share the steps, and flush their accumulators after ``products`` MMAs. If ``teams`` is given,
+    it is the number of producer teams and the warps of each.
     """
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -69,7 +70,7 @@ def with_tile(
 
 
 def in_clusters(*wanted: int, cluster: int) -> Planner:
-    """The same with so many blocks for each tile, which add up their sums by themselves."""
+    """A planner with a cluster of blocks for each tile, which reduce it through DSMEM."""
 
     def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         tile = _tile(wanted, problem, operands, gpu).in_clusters(cluster)
@@ -105,7 +106,7 @@ SINGLE = Conv("a single position", (1, 8, 1, 1), (8, 8, 1, 1))
 PLANES = Conv("planes", (3, 75, 14, 14), (133, 75, 1, 1))
 SHORT = Conv("short planes", (5, 20, 2, 4), (9, 20, 1, 1))
 FEW = Conv("few steps", (1, 8, 6, 4), (8, 8, 1, 1))
-# Planes that tensor copies cannot bring.
+# TMA cannot load these planes.
 ODD_PLANES = Conv("odd planes", (3, 75, 7, 7), (133, 75, 1, 1))
 STRIDED_PLANES = Conv("strided planes", (3, 24, 9, 10), (40, 24, 1, 1), (2, 3))
 PADDED = Conv("padded", (2, 33, 9, 11), (70, 33, 3, 3), padding=(1, 2, 0, 1), dilation=(2, 1))
@@ -131,7 +132,7 @@ CASES = [
     _case(TAPS, "bfloat16", True, False, with_tile(1, 3, 192, 32, grid=3)),
     _case(TAPS, "float16", True, True, with_tile(2, 1, 256, 64, grid=7)),
     _case(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=50, products=4)),
-    # Whole tiles, of which a block has one or several.
+    # A block has one or several whole tiles.
     _case(TAPS, "bfloat16", True, True, with_tile(1, 1, 64, 64, grid=42)),
     _case(POINTWISE, "float16", True, True, with_tile(1, 1, 64, 64, grid=3)),
     _case(PLANES, "tf32", False, False, with_tile(3, 1, 80, 32, grid=1)),
@@ -190,7 +191,7 @@ CLUSTERS = [
         plain_weight=True,
     ),
     _case(SMALL, "float16", True, True, in_clusters(1, 1, 64, 32, cluster=2)),
-    # As many steps as blocks.
+    # There are as many steps as blocks.
     _case(ONE_PIXEL, "bfloat16", True, True, in_clusters(1, 1, 64, 32, cluster=2)),
     _case(PLANES, "tf32", False, True, in_clusters(2, 1, 80, 32, cluster=8)),
     _case(PLANES, "tf32", False, False, in_clusters(2, 2, 40, 32, cluster=4)),
@@ -242,7 +243,7 @@ def test_against_float64(case: PassCase) -> None:
 
 
 def test_few_outputs_are_mirrored() -> None:
-    """And what would be padded beyond the kernel, moved or split into groups is not."""
+    """Padding beyond the kernel, strides and groups are not mirrored."""
     few = replace(FEW_OUTPUTS, input=(64, 64, 96, 96), weight=(3, 64, 3, 5))
     first = replace(few, input=(64, 3, 96, 96), weight=(64, 3, 3, 5))
     for conv, changed in ((few, True), (first, False)):
@@ -259,7 +260,7 @@ def test_few_outputs_are_mirrored() -> None:
 
 
 def test_every_tile() -> None:
-    """Of some layers, at random, as many blocks as there are or fewer."""
+    """Random tiles of some convolutions, with as many blocks as the tile has or fewer."""
     draw = Random(0)
     cases = []
     for conv, mode, channels_last in (
@@ -302,7 +303,7 @@ def test_clusters_need_no_second_launch(case: PassCase) -> None:
 
 
 def test_clusters_that_cannot_be() -> None:
-    """Of fewer steps than blocks, of too many in a row, of sums that do not fit; of two waves."""
+    """Too few steps, too many steps before a flush, accumulators that do not fit, two waves."""
 
     def tile(conv: Conv, groups: tuple[int, int], columns: int, depth: int) -> tiles.Tile:
         layer = wgrad_implicit_gemm.layer_of(
@@ -319,8 +320,13 @@ def test_clusters_that_cannot_be() -> None:
         assert few.in_clusters(2) is None
     wide = tile(Conv("large", (8, 256, 16, 16), (256, 256, 1, 1)), (2, 1), 256, 64)
     assert wide.in_clusters(2) is not None
-    assert replace(wide, stages=2).in_clusters(2) is None  # 132 KiB of sums, 96 KiB of stages
-    for gpu, has_room in ((H200, True), (GPU, False)):  # for two blocks of each tile at once
+    assert (
+        replace(wide, stages=2).in_clusters(2) is None
+    )  # 132 KiB of accumulators, 96 KiB of stages
+    for gpu, has_room in (
+        (H200, True),
+        (GPU, False),
+    ):  # whether two blocks of each tile run at once
         found = wgrad_implicit_gemm.tiles_of(wide.layer, gpu)
         assert any(one.cluster > 1 for one in found) == has_room
 
@@ -337,7 +343,7 @@ def _operands(case: PassCase) -> Operands:
 
 
 def test_channels_keep_to_themselves() -> None:
-    """What lies beside a channel in a product does not count, not even NaN."""
+    """Other channels of an MMA do not change a channel's results, not even as NaN."""
     case = CASES[0]
     tensors = Tensors.random(case)
     bias = torch.zeros(case.conv.weight[0], dtype=case.dtype)

@@ -1,4 +1,4 @@
-"""weight_grad.cuh with float32 multiplied as float16: scales, what is counted, and the repair."""
+"""Hopper's weight gradient with float32 as scaled fp16: scales, counts of lost bits, and repair."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PRECISIONS = ("tf32", "ieee")
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """With float16, even where it is not the fastest."""
+    """Plans with scaled fp16, even where it is not the fastest."""
     return by_tiles.plan(by_tiles.choose_tile(problem, operands, gpu, halves=True), gpu)
 
 
@@ -60,8 +60,8 @@ CASES = [
 ]  # fmt: skip
 RUN = some(CASES, one_in=6)
 
-# Stages that one tensor copy brings: of whole rows, and of pixels whose rows follow each other; in
-# rows of 64 bytes and of 128, of images that are no whole number of phases, and of two groups.
+# One TMA box is a stage: of whole rows, or of pixels of consecutive rows; with 64 or 128 bytes in a
+# row, with batches that stages do not divide, and with two groups.
 BOXES = (
     (Conv("boxes", (8, 12, 5, 44), (70, 12, 2, 3), padding=(1, 0, 1, 1)), 16),
     (Conv("boxes of groups", (10, 18, 5, 41), (80, 9, 3, 2), groups=2), 32),
@@ -78,9 +78,9 @@ BOX_CASES = [
 CASES += BOX_CASES
 RUN += some(BOX_CASES, one_in=5)
 
-NO_POWER = 2.0**113  # of channels of which no sample tells how large they are
+NO_POWER = 2.0**113  # marks channels whose sample is all zeros
 
-# Whose numbers become anything: several blocks, and several of each channel's planes.
+# Tests change the values of these. They have several blocks, and several planes of each channel.
 PLAIN = [
     _case(Conv("plain", (3, 11, 9, 20), (20, 11, 3, 3), padding=(1, 1, 1, 1)), precision)
     for precision in PRECISIONS
@@ -115,16 +115,16 @@ def test_cases_cover_all_branches() -> None:
 
 
 @dataclass
-class Halves:
-    """What float16 alone gives, and what it has found out."""
+class BeforeRepair:
+    """The result of the scaled fp16 pass before the repair, and its tables."""
 
     grad: Tensor
-    powers: Tensor  # of input channels, then of output channels
+    powers: Tensor  # scales of input channels, then of output channels
     lossy: Tensor
-    marks: Tensor  # by output and input channel
+    marks: Tensor  # whether to repair, by output and input channel
 
     @classmethod
-    def of(cls, case: PassCase, tensors: Tensors) -> Halves:
+    def of(cls, case: PassCase, tensors: Tensors) -> BeforeRepair:
         plan, output = case.plan, new_output(case)
         scratch = torch.full((plan.scratch_bytes,), 255, dtype=torch.uint8)
         read = tensors_read(case, tensors)
@@ -151,15 +151,15 @@ def test_numbers_of_any_size_need_no_repair(case: PassCase, size: float) -> None
     tensors = replace(tensors, input=tensors.input * size, grad_output=tensors.grad_output * 3e-5)
     tensors.input[:, :, :3] = 0  # as after a ReLU
     tensors.grad_output[:, :, 2:4] = 0
-    halves = Halves.of(case, tensors)
-    assert halves.powers.ne(NO_POWER).all()
-    assert not halves.lossy.any()
-    assert not halves.marks.any()
-    assert_correct(case, tensors, halves.grad)
+    first = BeforeRepair.of(case, tensors)
+    assert first.powers.ne(NO_POWER).all()
+    assert not first.lossy.any()
+    assert not first.marks.any()
+    assert_correct(case, tensors, first.grad)
 
 
 def _with_outlier(number: float) -> Callable[[Tensor], None]:
-    """One number in a channel."""
+    """Sets one number of a channel."""
 
     def change(channel: Tensor) -> None:
         channel[1, 4, 7] = number
@@ -168,12 +168,12 @@ def _with_outlier(number: float) -> Callable[[Tensor], None]:
 
 
 def _wide(channel: Tensor) -> None:
-    """Magnitudes from 2^-38 to 2^38, all alike."""
+    """Multiplies by powers of two from 2^-38 to 2^38, uniformly distributed."""
     channel.mul_(torch.exp2(torch.randint(-38, 39, channel.shape).float()))
 
 
 def _all_but_one(factor: float) -> Callable[[Tensor], None]:
-    """Small but for one number, which the sample sees."""
+    """Makes all numbers small except one, which the sample includes."""
 
     def change(channel: Tensor) -> None:
         channel.mul_(factor)
@@ -182,7 +182,7 @@ def _all_but_one(factor: float) -> Callable[[Tensor], None]:
     return change
 
 
-# What becomes of one channel of either tensor, in all images. Small parts of it count, too.
+# Changes to one channel of either tensor, in all images, after which scaled fp16 is not exact.
 BEYOND = {
     "a huge number": _with_outlier(1e12),
     "near the largest number": _with_outlier(3e38),
@@ -202,7 +202,7 @@ BEYOND = {
     ids=str,
 )
 def test_channels_that_do_not_fit_are_repaired(case: PassCase, which: str, beyond: str) -> None:
-    """And no others are touched."""
+    """Other channels keep their bits."""
     tensors = Tensors.random(case)
     unchanged = run(case, tensors)
     BEYOND[beyond](getattr(tensors, which)[:, 5])
@@ -215,7 +215,7 @@ def test_channels_that_do_not_fit_are_repaired(case: PassCase, which: str, beyon
     actual = run(case, tensors)
     of_channel, others = _of_channel(which, 5)
     if beyond == "denormal but for one" and case.precision == "ieee":
-        # TF32 has not the low parts of such numbers.
+        # TF32 cannot represent the low parts of such numbers.
         in_tf32 = run(replace(case, planner=test_hopper_wgrad_halo.weight_grad), tensors)
         assert actual[of_channel].equal(in_tf32[of_channel])
     else:
@@ -225,14 +225,14 @@ def test_channels_that_do_not_fit_are_repaired(case: PassCase, which: str, beyon
 
 
 def _hide_outlier(tensors: Tensors, which: str) -> Tensor:
-    """Has it set the scale for nothing: the other tensor is zero beside it. Returns that tensor."""
+    """Zeroes the other tensor around the outlier, which then only sets the scale; returns it."""
     other = tensors.grad_output if which == "input" else tensors.input
     other[1, :, 2:7, 4:11] = 0
     return other
 
 
 def _of_channel(which: str, channel: int) -> tuple[Any, Any]:
-    """The weights of a channel, and all others."""
+    """Indices of the weights of a channel, and of all others."""
     outputs, inputs = PLAIN[0].conv.weight[:2]
     if which == "input":
         return (slice(None), channel), (slice(None), [i for i in range(inputs) if i != channel])
@@ -248,80 +248,80 @@ LOSSY = ("small but for one", "tiny but for one", "denormal but for one")
     ids=str,
 )
 def test_float16_alone_would_be_wrong(case: PassCase, which: str, beyond: str) -> None:
-    """What marks are for: nothing else tells."""
+    """Without marks, the result would be finite and wrong."""
     tensors = Tensors.random(case)
     BEYOND[beyond](getattr(tensors, which)[:, 5])
     _hide_outlier(tensors, which)
-    halves = Halves.of(case, tensors)
+    first = BeforeRepair.of(case, tensors)
     of_channel, others = _of_channel(which, 5)
-    assert halves.grad.isfinite().all()
-    assert halves.marks[of_channel].all()
-    assert not halves.marks[others].any()
+    assert first.grad.isfinite().all()
+    assert first.marks[of_channel].all()
+    assert not first.marks[others].any()
     with pytest.raises(AssertionError, match="elements are wrong"):
-        assert_correct(case, tensors, halves.grad)
+        assert_correct(case, tensors, first.grad)
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 @pytest.mark.parametrize("which", ["input", "grad_output"])
 def test_terms_that_are_all_of_a_weight(case: PassCase, which: str) -> None:
-    """A small number in a channel of large ones is all that some weights are made of."""
+    """Some weights are sums of only one small number, in a channel of large ones."""
     tensors = Tensors.random(case)
     first = getattr(tensors, which)
     other = tensors.grad_output if which == "input" else tensors.input
     first[0, 4, 5, 9] = 1.234567 * 2.0**-30
     other[:, 6] = 0
     other[0, 6, 5, 9] = 1.0
-    halves = Halves.of(case, tensors)
+    first = BeforeRepair.of(case, tensors)
     pair = (6, 4) if which == "input" else (4, 6)
-    assert halves.marks[pair]
-    # To the others it does not matter.
-    halves.marks[pair] = False
-    assert not halves.marks.any()
+    assert first.marks[pair]
+    # Other weights need no repair.
+    first.marks[pair] = False
+    assert not first.marks.any()
     assert_correct(case, tensors, run(case, tensors))
 
 
 def test_a_few_small_numbers_do_no_harm() -> None:
-    """Of normal numbers, one in 10^7 is too small: most weights are made of others."""
+    """One in 10^7 normal numbers is too small, and contributes little to most weights."""
     for case in PLAIN:
         tensors = Tensors.random(case)
         tensors.input[0, 4, 5, 9] *= 2.0**-30
         tensors.grad_output[2, 7, 1, 1] *= 2.0**-30
-        halves = Halves.of(case, tensors)
-        assert halves.lossy.nonzero().flatten().tolist() == [4, 11 + 7]
-        assert not halves.marks.any()
-        assert_correct(case, tensors, halves.grad)
+        first = BeforeRepair.of(case, tensors)
+        assert first.lossy.nonzero().flatten().tolist() == [4, 11 + 7]
+        assert not first.marks.any()
+        assert_correct(case, tensors, first.grad)
 
 
 def test_channels_of_zeros_fit() -> None:
-    """As after a ReLU that lets nothing through; even beside numbers that are lost."""
+    """A ReLU can zero whole channels, also next to numbers that lose bits."""
     case = PLAIN[0]
     tensors = Tensors.random(case)
     tensors.input[:, 3] = 0
     tensors.grad_output[:, 9] = -0.0
     tensors.grad_output[2, 7, 1, 1] *= 2.0**-30
-    halves = Halves.of(case, tensors)
-    assert not halves.marks.any()
-    assert halves.grad[:, 3].eq(0).all()
-    assert halves.grad[9].eq(0).all()
-    assert_correct(case, tensors, halves.grad)
+    first = BeforeRepair.of(case, tensors)
+    assert not first.marks.any()
+    assert first.grad[:, 3].eq(0).all()
+    assert first.grad[9].eq(0).all()
+    assert_correct(case, tensors, first.grad)
 
 
 def test_a_number_that_no_sample_has() -> None:
-    """In a channel of zeros otherwise, and of images so large that samples are a part of them."""
+    """A channel is zero except for one number, and its image too large to be sampled whole."""
     conv = Conv("sampled", (1, 8, 260, 300), (8, 8, 1, 1))
     case = _case(conv, "tf32")
     tensors = Tensors.random(case)
     tensors.input[:, 3] = 0
     tensors.input[0, 3, 130, 35] = 1e-3  # between two pieces of the sample
-    halves = Halves.of(case, tensors)
-    assert halves.powers[3] == NO_POWER
-    assert halves.marks[:, 3].all()
-    assert halves.marks.sum() == 8
+    first = BeforeRepair.of(case, tensors)
+    assert first.powers[3] == NO_POWER
+    assert first.marks[:, 3].all()
+    assert first.marks.sum() == 8
     assert_correct(case, tensors, run(case, tensors))
 
 
 def _powers(count: int) -> Tensor:
-    """Of two, from 2^-40 to 2^40, the ends included."""
+    """Random powers of two from 2^-40 to 2^40, both ends included."""
     exponents = torch.randint(-40, 41, (count,))
     exponents[0], exponents[-1] = -40, 40
     return torch.exp2(exponents.float())
@@ -329,7 +329,7 @@ def _powers(count: int) -> Tensor:
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_units_do_not_matter(case: PassCase) -> None:
-    """Of channels that float16 does, and of one that it does not."""
+    """Scaling a channel by a power of two scales results exactly, with a repair or without."""
     tensors = Tensors.random(case)
     BEYOND["small but for one"](tensors.input[:, 2])
     _hide_outlier(tensors, "input")
@@ -340,7 +340,7 @@ def test_units_do_not_matter(case: PassCase) -> None:
         input=tensors.input * of_inputs[:, None, None],
         grad_output=tensors.grad_output * of_outputs[:, None, None],
     )
-    marks = Halves.of(case, scaled).marks
+    marks = BeforeRepair.of(case, scaled).marks
     assert marks[:, 2].all()
     assert marks.sum() == outputs
     both = of_outputs[:, None] * of_inputs
@@ -352,7 +352,7 @@ def test_infinity_stays_where_it_is(precision: str) -> None:
     case = _case(SHIFTED, precision)
     tensors = Tensors.random(case)
     put_special_values(tensors.input)
-    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # times infinity, too
+    tensors.grad_output[0, 7, 1, 65] = -torch.inf  # meets an infinity of the input
     tensors.grad_output[0, 8, 2, 60] = torch.nan
     check_special_values(case, tensors)
 
@@ -364,7 +364,7 @@ def test_blocks_that_scale_several_channels(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tiles_in_rounds() -> None:
-    """Each is judged when it is complete, by what there is of it."""
+    """A tile's channels are marked when the tile is complete, by its own counts."""
     conv = Conv("many outputs", (1, 16, 5, 9), (200, 16, 3, 3))
     case = _case(conv, "tf32")
     tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
@@ -379,7 +379,7 @@ def test_tiles_in_rounds() -> None:
 
 
 def test_numbers_are_counted_once() -> None:
-    """By blocks that take turns, as many as a launch has of the same output channels."""
+    """Blocks of a launch with the same output channels divide the counting among themselves."""
     conv = Conv("many inputs", (3, 80, 7, 20), (16, 80, 3, 3))
     case = _case(conv, "tf32")
     tile = by_tiles.choose_tile(conv.problem, _operands(conv), GPU, halves=True)
@@ -389,7 +389,7 @@ def test_numbers_are_counted_once() -> None:
     counts = []
     for tiles in (1, 2, tile.count):
         with mock.patch.object(by_tiles, "WORKSPACE_BYTES", tiles * tile.block_bytes):
-            counts.append(Halves.of(case, tensors).lossy[80:])
+            counts.append(BeforeRepair.of(case, tensors).lossy[80:])
     assert all(count.equal(counts[0]) for count in counts)
     assert counts[0].nonzero().tolist() == [[4]]
 
@@ -400,7 +400,7 @@ def _operands(conv: Conv) -> Operands:
 
 
 def test_only_where_it_is_faster() -> None:
-    """Large layers whose products take longest; and only contiguous float32."""
+    """Planned for large layers that are bound by MMAs, and only for contiguous float32."""
     large = Conv("large", (8, 32, 512, 512), (64, 32, 5, 9))
     small = Conv("small", (8, 32, 16, 16), (64, 32, 5, 9))
     h200 = replace(GPU, processors=132)
