@@ -1,8 +1,8 @@
-"""Tensors that do not begin at multiples of 16 bytes: each of a pass's in turn, in every kernel.
+"""Tensors that do not begin at multiples of 16 bytes: each tensor of a pass in turn, all kernels.
 
-What plans may assume of addresses is what the CUDA backend finds out of its tensors
-(``backends/cuda.py: need``), so here it is asked, and what it answers is planned and run on the
-same tensors. The emulator has no mercy on a vector that is not aligned.
+Plans assume the alignment that the CUDA backend finds for its tensors (``backends/cuda.py: need``).
+So the tests plan with the backend's operands, and run the plan on the same tensors. The emulator
+reports every misaligned vector.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastconv.problem import Epilogue
 
 FUSED = Epilogue("relu", residual=True)
 
-# What CI has time for: the kernels that read a bias, or write weights, in vectors of their own.
+# CI runs only these: kernels that read a bias or write weights in vectors of their own.
 LINES = """\
 sm_90a/1 forward*gemm bfloat16 nhwc/nhwc: 2x72x5x7 88x72x1x1
 sm_75/1 forward bfloat16 nhwc/nhwc: 2x8x6x6 8x1x3x3 padding=1,1 groups=8
@@ -41,7 +41,7 @@ sm_90a/2 weight_grad*gemm float16 nchw/nchw: 1x8x12x12 64x8x1x1
 sm_75/1 forward float16 nchw/nhwc: 2x3x4x8 8x3x3x3 padding=1,1
 sm_80/1 forward* bfloat16 nhwc/nhwc: 1x16x4x8 16x16x3x3 padding=1,1
 """
-# And for each other kernel, and each type that it reads in vectors of its own.
+# The other kernels, with each type that a kernel reads in its own kind of vectors.
 MORE_LINES = """\
 sm_75/1 forward float64 nchw/nchw: 2x3x4x8 8x3x3x3 padding=1,1
 sm_75/1 forward float32 nhwc/nhwc: 2x4x4x8 8x4x3x3 padding=1,1
@@ -83,7 +83,7 @@ sm_90a/1 weight_grad tf32 nchw/nchw bias: 1x1x1x66 74x1x4x4 stride=1,3 padding=3
 
 
 def case_of(line: str) -> PassCase:
-    """With a residual, if it is a forward pass."""
+    """The test case of a line, with a residual if it is a forward pass."""
     case = corpus.case_of(line)
     return replace(case, epilogue=FUSED) if case.direction == "forward" else case
 
@@ -92,7 +92,7 @@ CASES = [case_of(line) for line in (LINES + MORE_LINES * ALL).splitlines()]
 
 
 def _everything(case: PassCase) -> dict[str, Tensor]:
-    """All tensors of a pass that are the caller's, by the names that launches have for them."""
+    """All tensors that a caller passes, by their names in launches."""
     tensors = tensors_read(case, Tensors.random(case))
     if case.bias_grad:
         tensors["bias_grad"] = torch.full(case.conv.weight[:1], torch.nan, dtype=case.dtype)
@@ -100,13 +100,13 @@ def _everything(case: PassCase) -> dict[str, Tensor]:
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """The same, one element past an aligned address."""
+    """A copy of a tensor, one element past an aligned address."""
     around = tensor.new_full((tensor.numel() + 1,), torch.nan)
     return around.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
 
 
 def _plan(case: PassCase, tensors: dict[str, Tensor]) -> Plan:
-    """What the CUDA backend would plan for these tensors; with the work's kernel, if it can."""
+    """The CUDA backend's plan for these tensors, with the kernel of the case where it applies."""
     first = "grad_output" if case.direction == "weight_grad" else "input"
     second = "input" if case.direction == "weight_grad" else "weight"
     need = cuda.need(
@@ -117,7 +117,7 @@ def _plan(case: PassCase, tensors: dict[str, Tensor]) -> Plan:
     assert need is not None
     operands = replace(
         cuda.operands_for(need),
-        # Of images of one pixel, PyTorch cannot tell.
+        # The strides of one-pixel images do not determine their memory format.
         input_channels_last=case.channels_last,
         output_channels_last=case.output_channels_last,
     )
@@ -137,7 +137,7 @@ def test_every_kernel_is_in_a_line() -> None:
 
 
 def test_plans_of_a_misaligned_bias_are_others() -> None:
-    """Where the bias is read in pairs; elsewhere, and wherever it is aligned, nothing changes."""
+    """Only plans that read the bias in pairs depend on its alignment."""
     for case in map(case_of, EVERY_LINE):
         if case.direction != "forward":
             continue
@@ -173,7 +173,7 @@ def test_any_tensor_may_begin_anywhere(case: PassCase) -> None:
 def _check(case: PassCase, tensors: dict[str, Tensor]) -> None:
     torch.manual_seed(0)
     given = Tensors.random(case)
-    # Which family takes it depends on the addresses, and whether it rounds to TF32 on the family.
+    # The family depends on the addresses, and whether TF32 is rounded depends on the family.
     roundings = ROUNDINGS if case.precision == "ieee" else ROUNDINGS * 2.0**13
     assert_correct(replace(case, precision="ieee"), given, tensors["output"], roundings)
     if "bias_grad" in tensors:

@@ -1,4 +1,4 @@
-"""ampere/halo/kernel.cuh on the CPU: every mode, layout and branch, small and odd."""
+"""Ampere's halo kernel on the CPU: every mode, layout and branch, on small odd shapes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from fastconv.kernels.gpus import GPUS
 from fastconv.kernels.planning.layers import forward_ways, input_grad_ways
 from fastconv.problem import Problem
 
-# Few processors: blocks take several tiles each.
+# Few SMs, so that a block takes several tiles.
 FEW = replace(GPUS["sm_80"], processors=2)
-LITTLE = replace(GPUS["sm_86"], processors=1)  # and little shared memory
+LITTLE = replace(GPUS["sm_86"], processors=1)  # also with little shared memory
 
 MODES = {
     "tf32": (torch.float32, "tf32"),
@@ -60,7 +60,7 @@ def _ways(direction: str, problem: Problem, operands: Operands) -> list[list[Lay
 
 
 def planner_of(direction: str, choice: Choice | None = None, halves: bool = False) -> Planner:
-    """Plans in this way, with the best tile of those that are wanted; whatever is worth it."""
+    """A planner with the best tile that ``choice`` accepts, even where other kernels are faster."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         ways = [way for way in _ways(direction, problem, operands) if way[0].halves == halves]
@@ -97,7 +97,7 @@ def _input_grad(conv: Conv, mode: str, **options: Any) -> PassCase:
 
 
 def _streamed(tile: Tile) -> bool:
-    """Weights go through the ring."""
+    """Whether weights stream through pipeline stages."""
     return not tile.resident
 
 
@@ -119,8 +119,7 @@ WIDE = Conv("wide", (1, 20, 5, 101), (64, 20, 3, 3), padding=(1, 1, 1, 1))
 ALIGNED = Conv("aligned", (1, 20, 5, 96), (64, 20, 3, 3), padding=(1, 1, 1, 1))
 TINY = Conv("one pixel", (1, 1, 1, 1), (1, 1, 1, 1))
 
-# The kinds of sums that numbers in two parts have: with products of low parts, without, and
-# compensated.
+# All kinds of 3xTF32 sums: with products of two low parts, without them, and compensated.
 SPLIT = [
     _forward(Conv("short sums", (1, 8, 8, 9), (16, 8, 3, 3), padding=(1, 1, 1, 1)), "ieee"),
     _forward(Conv("of ordinary length", (1, 24, 7, 11), (16, 24, 3, 3)), "ieee"),
@@ -134,11 +133,11 @@ CASES = [
     *(_input_grad(EVERYWHERE, mode, channels_last=mode in ("ieee", "float16")) for mode in MODES),
     *(_forward(EVERYWHERE, mode, aligned=False, channels_last=mode == "float16")
       for mode in ("tf32", "float16")),
-    # Weights that stream through the ring, little shared memory, many groups of channels.
+    # Weights stream through pipeline stages: little shared memory, many groups of channels.
     *(_forward(DEEP, mode, gpu=LITTLE, choice=_streamed, channels_last=mode == "bfloat16")
       for mode in MODES),
     _input_grad(DEEP, "tf32", gpu=LITTLE),
-    # Every shape of a warp's products, and of a block's.
+    # Every tile of a warp and of a block.
     *(_forward(conv, mode, choice=_of(*shape), channels_last=last)
       for conv, mode, shape, last in (
           (WIDE, "tf32", (4, 3, 64, 64, 1), False), (ALIGNED, "tf32", (8, 3, 32, 96, 2), False),
@@ -149,9 +148,9 @@ CASES = [
           (EVERYWHERE, "float16", (8, 3, 16, 64, 8), False),
           (WIDE, "ieee", (4, 3, 32, 32, 2), False), (ALIGNED, "ieee", (8, 3, 16, 48, 1), False),
           (WIDE, "ieee", (4, 11, 16, 32, 1), True), (WIDE, "ieee", (4, 7, 16, 48, 4), False))),
-    # Stages of weights with several flushes; rows of an even width.
+    # Accumulators are flushed several times in a stage; rows of an even width.
     _forward(Conv("even", (1, 16, 5, 66), (32, 16, 5, 5), padding=(2, 2, 2, 2)), "ieee"),
-    # Strides: phases of the input, of the gradient; folded channels; positions without taps.
+    # Strides: residues of the input or the gradient; space-to-depth; positions without taps.
     *(_forward(STRIDED, mode, channels_last=last)
       for mode, last in (("tf32", False), ("bfloat16", True), ("ieee", True))),
     *(_input_grad(STRIDED, mode, channels_last=last)
@@ -162,16 +161,16 @@ CASES = [
     _forward(FIRST, "bfloat16", channels_last=True),
     _forward(Conv("far apart", (1, 16, 9, 30), (16, 16, 3, 3), (2, 3), (0, 1, 4, 0), (3, 2)),
              "float16"),
-    # Pointwise: seen as long rows; short sums.
+    # Pointwise: planned as long rows; short sums.
     *(_forward(POINTWISE, mode, channels_last=mode in ("bfloat16", "ieee")) for mode in MODES),
     _input_grad(POINTWISE, "ieee"),
-    # Groups, and next to nothing.
+    # Groups, and a single product.
     _forward(GROUPED, "tf32"),
     _forward(GROUPED, "float16", channels_last=True),
     _input_grad(GROUPED, "ieee"),
     *(_forward(TINY, mode) for mode in ("tf32", "ieee")),
     *SPLIT,
-    # float32 as float16, and what repairs it.
+    # Float32 as scaled fp16, and its repair.
     *(_forward(EVERYWHERE, mode, halves=True) for mode in ("tf32", "ieee")),
     _input_grad(EVERYWHERE, "ieee", halves=True),
     _forward(Conv("groups", (2, 40, 6, 9), (48, 20, 3, 3), groups=2), "ieee", halves=True),
@@ -231,8 +230,8 @@ def test_split_cases_are_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)
-def test_odd_numbers_in_two_parts(case: PassCase) -> None:
-    """As in plain float32: infinities are so, with their sign, and what is not finite is NaN."""
+def test_special_values_in_3xtf32(case: PassCase) -> None:
+    """Infinities, their signs and NaNs are those of plain float32 arithmetic."""
     tensors = Tensors.random(case)
     at_corners(tensors.input)
     tensors.weight[::2].round_(decimals=0)
@@ -241,13 +240,13 @@ def test_odd_numbers_in_two_parts(case: PassCase) -> None:
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)
-def test_odd_weights_in_two_parts(case: PassCase) -> None:
+def test_special_weights_in_3xtf32(case: PassCase) -> None:
     tensors = Tensors.random(case)
     for channel, number in enumerate(SPECIAL_VALUES[:3]):
         tensors.weight[channel, 3, 1, 1] = number
-    tensors.input[0, 3, 2, 2] = torch.inf  # times infinity, too
+    tensors.input[0, 3, 2, 2] = torch.inf  # so that an infinity also meets an infinite weight
     tensors.weight[3, 4, 1, 1] = LARGE
-    tensors.input[:, 4] /= 8  # its products are finite
+    tensors.input[:, 4] /= 8  # so that products with LARGE are finite
     check_special_values(case, tensors)
 
 
@@ -268,8 +267,8 @@ def test_an_infinity_changes_no_other_bit() -> None:
         assert actual[finite].equal(expected[finite])
 
 
-# Input gradients of few channels whose stride is one of rows alone, which Hopper's kernels compute
-# with the phases of rows as channels.
+# Input gradients of few channels with a stride only along rows, for which Hopper's kernels treat
+# the residues of rows as channels.
 ROW_STRIDES = [
     corpus.case_of(line)
     for line in (

@@ -1,4 +1,4 @@
-"""The weight gradient of all tensor cores since Ampere, on the CPU: small odd geometries."""
+"""Ampere's halo kernel for weight gradients on the CPU: every mode on small odd shapes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from fastconv.kernels.family import GEOMETRY, Declined, Gpu, Kernel, Launch, Ope
 from fastconv.kernels.gpus import GPUS
 from fastconv.problem import Problem
 
-# Few processors, so that blocks have several walks each.
+# Few SMs, so that a block has several walks down an image.
 GPU = replace(GPUS["sm_80"], processors=3)
 
 
 def weight_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
-    """With this kernel, even where it is not the fastest."""
+    """Plans with this kernel, even where it is not the fastest."""
     plan: Plan = wgrad.plan(wgrad.choose_tile(problem, operands, gpu), gpu)
     return plan
 
 
 def _with(**wanted: object) -> Planner:
-    """The same with a tile that has these attributes, even where others are faster."""
+    """A planner with a tile that has these attributes, even where others are faster."""
 
     def has_all(tile: Any) -> bool:
         return all(getattr(tile, name) == value for name, value in wanted.items())
@@ -100,7 +100,7 @@ def _case(
     return PassCase(conv, planner, dtype, channels_last, aligned, GPU, precision, bias_grad=bias)
 
 
-# What the planner would choose for larger problems only.
+# Tiles that the planner would choose only for larger problems.
 FORCED = (
     _case(ROLLED, "tf32", bias=True, planner=_with(rolling=True, step_rows=1)),
     _case(ROLLED, "bfloat16", planner=_with(rolling=True, strip_columns=24)),
@@ -112,12 +112,14 @@ FORCED = (
     _case(CONVS[5], "bfloat16", True, planner=_with(warps_pixels=2)),
     _case(CONVS[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
     _case(CONVS[13], "float16", True, planner=_with(row_tiles=4)),
-    replace(_case(ODD_OUTPUTS, "bfloat16"), other_format=True),  # both tensors through registers
+    replace(
+        _case(ODD_OUTPUTS, "bfloat16"), other_format=True
+    ),  # both tensors pass through registers
 )
 
 
 def _cases() -> list[PassCase]:
-    """Every case in both formats and in one more way, with the modes taking turns."""
+    """Every convolution in both formats and in a mix of them; modes alternate."""
     modes = list(MODES)
     cases = []
     for i, conv in enumerate(CONVS):
@@ -147,7 +149,7 @@ def test_against_float64(case: PassCase) -> None:
 
 @pytest.mark.parametrize("case", [FORCED[0], FORCED[2], FORCED[8]], ids=str)
 def test_infinity_stays_where_it_is(case: PassCase) -> None:
-    """In the middle, where all taps see it; and in both tensors, so that they meet."""
+    """Special values lie in the middle, where all taps read them, and meet one of the gradient."""
     tensors = Tensors.random(case)
     row, column = (size // 2 for size in case.conv.input[2:])
     for channel, number in enumerate(SPECIAL_VALUES[:3]):
@@ -157,7 +159,7 @@ def test_infinity_stays_where_it_is(case: PassCase) -> None:
 
 
 def test_channels_keep_to_themselves() -> None:
-    """What lies beside them in memory does not count, not even NaN."""
+    """Neighbouring channels in memory do not change results, not even as NaN."""
     case = FORCED[2]
     tensors = Tensors.random(case)
     expected = run(case, tensors)
@@ -169,7 +171,7 @@ def test_channels_keep_to_themselves() -> None:
 
 
 def test_rounds() -> None:
-    """Weights whose sums the workspace cannot hold at once."""
+    """The workspace is too small for the partial sums of all weights at once."""
     case = FORCED[6]
     once = case.plan
     with mock.patch.object(wgrad, "WORKSPACE_BYTES", once.scratch_bytes // 4):
@@ -178,7 +180,7 @@ def test_rounds() -> None:
 
 
 def test_padding_far_beyond_the_image() -> None:
-    """So far that offsets of what it reads there, were it anything, exceed 32 bits."""
+    """The offsets of rows that far in the padding would exceed 32 bits."""
     near = Conv("a row", (1, 64, 1, 256), (8, 64, 1, 1), (1, 8))
     far = replace(near, stride=(2**17, 8), padding=(2**18, 0, 0, 0))
     assert far.padding[0] * 256 * 64 > 2**31
@@ -200,7 +202,7 @@ extern "C" __global__ void splits(const float* numbers, unsigned* parts) {
 
 
 def test_splits_of_older_gpus(tmp_path: Path) -> None:
-    """Which the emulator, as a newer one, has no other use for."""
+    """``__CUDA_ARCH__`` is 900 in the emulator, where kernels do not call this function."""
     source = tmp_path / "splits.cuh"
     source.write_text(SPLITS)
     kernel = Kernel(str(source), "splits", (("Scalar", "float"),))
@@ -236,8 +238,8 @@ def test_declines(changes: dict[str, object], gpu: str, reason: str) -> None:
         wgrad.weight_grad(conv.problem, Operands(**{**kind, **changes}), GPUS[gpu])  # type: ignore[arg-type]
 
 
-def test_parts_know_all_choices() -> None:
-    """What no part knows would be in no class but those of pairs."""
+def test_parts_name_all_choices() -> None:
+    """Each choice is in a part; otherwise only classes of pairs would have it."""
     anatomy = ANATOMIES[wgrad.SOURCE]
     kernel = CASES[0].plan.launches[0].kernel
     assert anatomy.sizes - GEOMETRY <= dict(kernel.constants).keys()

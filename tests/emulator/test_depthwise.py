@@ -1,4 +1,4 @@
-"""The kernels for narrow groups on the CPU: every pass, dtype and layout, small odd geometries."""
+"""Depthwise kernels on the CPU: every pass, type and layout on small odd shapes."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _cases() -> list[PassCase]:
     return list(filter(_taken, dict.fromkeys(cases)))
 
 
-# On tensor cores, as bands.
-BANDS = (
+# Kernels as Toeplitz (banded) matrices, on tensor cores.
+TOEPLITZ = (
     Conv("large kernel", (2, 8, 12, 16), (8, 1, 31, 31), padding=(15, 15, 15, 15), groups=8),
     Conv("large kernel, odd image", (3, 8, 9, 19), (8, 1, 17, 27), padding=(8, 7, 13, 12),
          groups=8),
@@ -94,8 +94,8 @@ BANDS = (
 )  # fmt: skip
 
 
-def _in_bands(planner: Planner) -> Planner:
-    """Also where plain cores would be faster."""
+def _with_toeplitz(planner: Planner) -> Planner:
+    """A planner with Toeplitz matrices, even where CUDA cores would be faster."""
 
     @wraps(planner)
     def plan(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -105,20 +105,20 @@ def _in_bands(planner: Planner) -> Planner:
     return plan
 
 
-def _banded() -> list[PassCase]:
-    """In an order of which every other one has each pass in each type."""
+def _toeplitz_cases() -> list[PassCase]:
+    """All passes and types, in an order in which every other test case still has them all."""
     cases = []
-    planners = [_in_bands(planner) for planner in PASSES[:2]]
+    planners = [_with_toeplitz(planner) for planner in PASSES[:2]]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for channels_last, planner, dtype, conv in product((False, True), planners, dtypes, BANDS):
+    for channels_last, planner, dtype, conv in product((False, True), planners, dtypes, TOEPLITZ):
         gpu = replace(GPUS["sm_80"], processors=2) if dtype == torch.float16 else H200
         cases.append(PassCase(conv, planner, dtype, channels_last, gpu=gpu))
     return cases
 
 
 CASES = _cases()
-BANDED = _banded()
-RUN = [*some(CASES, one_in=9), *some(BANDED, one_in=4)]
+TOEPLITZ_CASES = _toeplitz_cases()
+RUN = [*some(CASES, one_in=9), *some(TOEPLITZ_CASES, one_in=4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,18 +174,20 @@ def _drawn(draw: Random) -> PassCase:
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
 @pytest.mark.parametrize("planner", [depthwise.forward, depthwise.weight_grad])
 def test_infinity_stays_where_it_is(planner: Planner, channels_last: bool) -> None:
-    """Pixels beyond the image are not multiplied with it, nor taps that there are not."""
+    """Neither pixels beyond the image nor taps beyond the kernel meet the infinity."""
     conv = Conv("infinite", (1, 2, 5, 11), (2, 1, 2, 3), stride=(2, 2), groups=2)
     case = PassCase(conv, planner, channels_last=channels_last)
     tensors = Tensors.random(case)
-    tensors.input[0, 0, 4, 10] = torch.inf  # no output pixel but the last can see it
+    tensors.input[0, 0, 4, 10] = torch.inf  # only the last output pixel reads it
     actual, expected = run(case, tensors), float64(case, tensors)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [w for w in BANDED if w.conv is BANDS[0]], ids=str)
-def test_in_bands_infinity_changes_no_other_bit(case: PassCase) -> None:
-    """Zeros of a band are multiplied with neighbours, too."""
+@pytest.mark.parametrize(
+    "case", [case for case in TOEPLITZ_CASES if case.conv is TOEPLITZ[0]], ids=str
+)
+def test_toeplitz_infinity_changes_no_other_bit(case: PassCase) -> None:
+    """Even though the zeros of a Toeplitz matrix multiply neighbouring pixels."""
     tensors = Tensors.random(case)
     without = run(case, tensors)
     read = tensors.input if case.direction == "forward" else tensors.grad_output
@@ -197,7 +199,7 @@ def test_in_bands_infinity_changes_no_other_bit(case: PassCase) -> None:
     torch.testing.assert_close(actual[seen].double(), expected[seen], equal_nan=True)
 
 
-# By images and by channels, as powers of two; none needs another's bits.
+# Exponents of two, one for each image and each channel. No result mixes two of them.
 INPUT_SIZES = (-140, -127, -114, -97, -60, -53, -50, 0, 60, 100)
 WEIGHT_SIZES = (-140, -127, -114, -96, -53, 0, 96, 120)
 
@@ -205,7 +207,7 @@ WEIGHT_SIZES = (-140, -127, -114, -96, -53, 0, 96, 120)
 def _long_rows(planner: Planner, channels_last: bool) -> PassCase:
     conv = Conv("3x31", (len(INPUT_SIZES), len(WEIGHT_SIZES), 9, 21), (len(WEIGHT_SIZES), 1, 3, 31),
                 padding=(1, 1, 15, 15), groups=len(WEIGHT_SIZES))  # fmt: skip
-    return PassCase(conv, _in_bands(planner), channels_last=channels_last, bias=False)
+    return PassCase(conv, _with_toeplitz(planner), channels_last=channels_last, bias=False)
 
 
 LONG_ROWS = [_long_rows(*kind) for kind in product(PASSES[:2], (False, True))]
@@ -216,8 +218,8 @@ def _read(case: PassCase, tensors: Tensors) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", LONG_ROWS, ids=str)
-def test_in_bands_numbers_of_any_size_keep_their_bits(case: PassCase) -> None:
-    """Low parts of float32 may be smaller than TF32 has bits for, and nothing may overflow."""
+def test_toeplitz_numbers_of_any_size_keep_their_bits(case: PassCase) -> None:
+    """Low parts may be below TF32's smallest number, and intermediate results must not overflow."""
     tensors = Tensors.random(case)
     read, weight = _read(case, tensors), tensors.weight
     read.mul_(2.0 ** torch.tensor(INPUT_SIZES).double().reshape(-1, 1, 1, 1))
@@ -229,8 +231,8 @@ def test_in_bands_numbers_of_any_size_keep_their_bits(case: PassCase) -> None:
 
 
 @pytest.mark.parametrize("case", LONG_ROWS, ids=str)
-def test_in_bands_small_numbers_keep_their_bits_beside_large_ones(case: PassCase) -> None:
-    """In a tile of the input, and among the weights of a channel: each is seen alone."""
+def test_toeplitz_small_numbers_keep_their_bits_beside_large_ones(case: PassCase) -> None:
+    """Large and small numbers share an input tile or a channel's weights, but not a result."""
     tensors = Tensors.random(case)
     read, weight = _read(case, tensors), tensors.weight
     exponents = torch.randint(-140, 20, weight.shape)
@@ -243,8 +245,8 @@ def test_in_bands_small_numbers_keep_their_bits_beside_large_ones(case: PassCase
 
 
 @pytest.mark.parametrize("case", LONG_ROWS, ids=str)
-def test_in_bands_an_infinite_weight_gives_infinities(case: PassCase) -> None:
-    """Also of an input whose low parts have another sign than it has."""
+def test_toeplitz_an_infinite_weight_gives_infinities(case: PassCase) -> None:
+    """Also where the low part of an input has the opposite sign."""
     tensors = Tensors.random(case)
     read, weight = _read(case, tensors), tensors.weight
     read.mul_(2.0 ** torch.tensor((0, -60)).repeat(len(INPUT_SIZES) // 2).reshape(-1, 1, 1, 1))
@@ -253,7 +255,7 @@ def test_in_bands_an_infinite_weight_gives_infinities(case: PassCase) -> None:
 
 
 def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
-    """Four blocks have room for 28 rows: what would be read for the last three lies nowhere."""
+    """Four blocks have room for 28 kernel rows, but there are only 25."""
     conv = Conv("tall", (40, 2, 1, 1), (2, 1, 25, 60), padding=(12, 12, 30, 29), groups=2)
     case = PassCase(conv, depthwise.weight_grad, gpu=replace(H200, processors=1))
     constants = dict(case.plan.launches[0].kernel.constants)
@@ -265,6 +267,6 @@ def test_kernel_rows_that_blocks_do_not_share_evenly() -> None:
 def test_an_image_alone_gives_the_same_bits(channels_last: bool) -> None:
     for planner in PASSES[:2]:
         assert_alone_as_in_batch(PassCase(CONVS[1], planner, channels_last=channels_last))
-    for case in some(BANDED, one_in=4):
-        if case.conv is BANDS[1] and case.channels_last == channels_last:
+    for case in some(TOEPLITZ_CASES, one_in=4):
+        if case.conv is TOEPLITZ[1] and case.channels_last == channels_last:
             assert_alone_as_in_batch(case)

@@ -1,4 +1,4 @@
-"""The portable kernels on the CPU: every pass, dtype and layout on small odd geometries."""
+"""The portable kernels on the CPU: every pass, type and layout on small odd shapes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fastconv.kernels.direct import limits
 from fastconv.kernels.family import Constant, Gpu, Kernel
 from fastconv.kernels.gpus import GPUS
 
-# A single processor: any problem has more blocks than run at once, so weights are packed and
-# pixels are not split.
+# One SM: any problem has more blocks than run at once, so weights are packed and pixels are not
+# split.
 TINY = replace(GPUS["sm_75"], processors=1)
 
 CONVS = (
@@ -47,11 +47,11 @@ CONVS = (
     Conv("many channels", (1, 20, 6, 8), (40, 20, 3, 3), padding=(1, 1, 1, 1)),
     Conv("one pixel", (1, 3, 3, 3), (2, 3, 3, 3)),
 )  # fmt: skip
-FAR_APART = (  # more pixels between taps than shared memory, or registers, hold
+FAR_APART = (  # more pixels between taps than shared memory or registers hold
     Conv("far apart", (1, 1, 2, 9100), (2, 1, 1, 3), stride=(1, 500), dilation=(1, 4000)),
     Conv("apart", (1, 3, 3, 230), (4, 3, 2, 3), stride=(1, 2), dilation=(1, 100)),
 )
-SPARSE = (  # input gradients that no tap reaches here and there, or that taps of padding reach
+SPARSE = (  # some input gradients have no tap, or only taps of padding
     Conv("stride beyond the kernel", (2, 3, 9, 14), (4, 3, 2, 3), (4, 5), (1, 0, 2, 1)),
     Conv("stride beyond the image", (2, 4, 4, 6), (3, 4, 3, 3), (1000, 10**7), (1, 1, 1, 1)),
     Conv("stride of rows alone", (1, 4, 9, 16), (4, 4, 1, 3), (3, 1), (1, 0, 1, 1)),
@@ -62,7 +62,7 @@ SPARSE = (  # input gradients that no tap reaches here and there, or that taps o
     Conv("dilated by the stride", (1, 3, 11, 16), (8, 3, 3, 3), (2, 2), (3, 2, 2, 3), (2, 2)),
     Conv("depthwise", (2, 5, 8, 12), (10, 1, 1, 2), (3, 4), (0, 0, 0, 1), groups=5),
 )  # fmt: skip
-# Layers that each GPU has another plan for, or had none: what fits its shared memory differs.
+# Convolutions whose plans depend on the GPU's amount of shared memory.
 TIGHT = (
     Conv("128 of 16", (1, 16, 5, 34), (128, 16, 3, 3), padding=(1, 1, 1, 1)),
     Conv("column of taps", (1, 64, 12, 20), (4, 64, 9, 1), padding=(4, 4, 0, 0)),
@@ -72,7 +72,7 @@ PASSES = (direct.forward, direct.input_grad, direct.weight_grad)
 
 
 def _by_memory() -> list[Gpu]:
-    """GPUs of which no two have the same shared memory."""
+    """GPUs, one for each amount of shared memory."""
     distinct = {gpu.shared_bytes_per_block: gpu for gpu in GPUS.values()}
     return list(distinct.values())
 
@@ -120,21 +120,21 @@ def test_against_float64(case: PassCase) -> None:
 
 @pytest.mark.parametrize("planner", [direct.forward, direct.weight_grad])
 def test_infinity_stays_where_it_is(planner: Planner) -> None:
-    """Padding, zero weights of tiles and pixels beyond the image are not multiplied with it."""
+    """Padding, zero weights of tiles and pixels beyond the image do not meet the infinity."""
     case = PassCase(Conv("infinite", (1, 2, 5, 11), (2, 2, 2, 3), stride=(2, 2)), planner)
     tensors = Tensors.random(case)
-    tensors.input[0, 0, 4, 10] = torch.inf  # no output pixel but the last can see it
+    tensors.input[0, 0, 4, 10] = torch.inf  # only the last output pixel reads it
     actual, expected = run(case, tensors), float64(case, tensors)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-# --- What counts beyond 32 bits -------------------------------------------------------------------
+# --- Offsets beyond 32 bits -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels-last"])
 @pytest.mark.parametrize("planner", PASSES)
 def test_strides_that_lead_far_beyond_the_image(planner: Planner, channels_last: bool) -> None:
-    """All but the first output see padding alone; what comes after them is beyond 2^31."""
+    """Only the first output reads the image; positions after the last one exceed 2^31."""
     near, far = (
         Conv(name, (2, 2, 3, 4), (3, 2, 2, 1), stride, padding)
         for name, stride, padding in (
@@ -149,7 +149,7 @@ def test_strides_that_lead_far_beyond_the_image(planner: Planner, channels_last:
 
 
 def test_units_beyond_32_bits() -> None:
-    """As many are more than a CPU can add up: the kernel is told that there are."""
+    """So many units take a CPU too long, so only the constant for them is set."""
     case = PassCase(CONVS[0], direct.weight_grad)
     tensors = Tensors.random(case)
     expected = run(case, tensors)

@@ -63,7 +63,7 @@ def _storing() -> list[PassCase]:
 
 
 def _with_epilogues(cases: Iterable[PassCase]) -> Iterator[PassCase]:
-    """Each with another activation, and three in four with a residual."""
+    """Gives each test case the next activation, and three in four a residual."""
     for i, case in enumerate(cases):
         activation = ACTIVATIONS[(i + 1) % len(ACTIVATIONS)]
         residual = i % 4 < 3 or activation == "identity"
@@ -72,7 +72,7 @@ def _with_epilogues(cases: Iterable[PassCase]) -> Iterator[PassCase]:
 
 CASES = [*_with_epilogues(_storing() if ALL else map(corpus.case_of, LINES.splitlines()))]
 
-# Float32 as float16, on both families' tensor cores: what has no such range is computed again.
+# Float32 as scaled fp16, on both families of tensor cores. Values out of range are repaired.
 REPAIRED = [
     replace(corpus.case_of(line), epilogue=Epilogue("gelu", residual=True))
     for line in (
@@ -80,8 +80,8 @@ REPAIRED = [
         "sm_86/1 forward* tf32 nchw/nhwc: 1x1x5x149 96x1x4x4 stride=4,4",
     )
 ]
-# Depthwise layers on tensor cores, where infinity is computed again.
-BANDS = [
+# Depthwise layers on tensor cores, which recompute outputs that infinities reach.
+TOEPLITZ = [
     replace(corpus.case_of(line), epilogue=Epilogue("leaky_relu", SLOPE, residual=True))
     for line in (
         "sm_90a/2 forward tf32 nchw/nchw: 1x2x61x61 2x1x2x29 padding=11,7,9,5 groups=2",
@@ -92,7 +92,7 @@ BANDS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    cases = (*CASES, *REPAIRED, *BANDS)
+    cases = (*CASES, *REPAIRED, *TOEPLITZ)
     precompile({launch.kernel for case in cases for launch in case.plan.launches})
 
 
@@ -101,7 +101,7 @@ def test_against_float64(case: PassCase) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", [*CASES, *BANDS], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *TOEPLITZ], ids=str)
 def test_isolation(case: PassCase) -> None:
     """Neither a bias nor a residual of another output is added."""
     isolated.check(case)
@@ -110,7 +110,7 @@ def test_isolation(case: PassCase) -> None:
 def test_every_activation_and_kernel_is_run() -> None:
     assert {case.epilogue.activation for case in CASES} == {*ACTIVATIONS}
     storing = {source for source, anatomy in planner.ANATOMIES.items() if "store" in anatomy.parts}
-    storing.remove("hopper/wgrad_implicit_gemm/kernel.cuh")  # weight gradients'
+    storing.remove("hopper/wgrad_implicit_gemm/kernel.cuh")  # only weight gradients
     assert {case.plan.launches[-1].kernel.source for case in CASES} == storing
 
 
@@ -120,12 +120,12 @@ def test_what_is_repaired_has_its_epilogue_once(case: PassCase) -> None:
     assert entries == ["scale", "pack", "correlate", "pack", "correlate"]
     tensors = Tensors.random(case)
     tensors.input.mul_(2.0**-80)
-    tensors.weight.mul_(2.0**80)  # beyond float16's range, however it is scaled
+    tensors.weight.mul_(2.0**80)  # beyond what scales can bring into float16's range
     assert_correct(case, tensors, run(case, tensors))
 
 
-@pytest.mark.parametrize("case", BANDS, ids=str)
-def test_infinity_of_bands_has_its_epilogue(case: PassCase) -> None:
+@pytest.mark.parametrize("case", TOEPLITZ, ids=str)
+def test_toeplitz_infinity_has_its_epilogue(case: PassCase) -> None:
     assert "toeplitz" in case.plan.launches[-1].kernel.source
     tensors = Tensors.random(case)
     at_corners(tensors.input, SPECIAL_VALUES[:3])
@@ -134,8 +134,8 @@ def test_infinity_of_bands_has_its_epilogue(case: PassCase) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS if ALL else ACTIVATIONS[1::3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_odd_numbers(activation: str, dtype: torch.dtype) -> None:
-    """NaN stays NaN; infinity and large numbers become what PyTorch makes of them."""
+def test_special_values(activation: str, dtype: torch.dtype) -> None:
+    """NaN stays NaN; infinities and large numbers give PyTorch's results."""
     numbers = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e30, -1e30, 30.0, -30.0, 1e-30, 6.5]
     conv = Conv("pointwise", (1, 1, 1, len(numbers)), (1, 1, 1, 1))
     case = PassCase(conv, direct.forward, dtype, bias=False, epilogue=Epilogue(activation, SLOPE))

@@ -62,7 +62,7 @@ def test_a_fault_is_seen() -> None:
 
 
 def test_coverage_classes() -> None:
-    """The cases have every class of code that the kernel has."""
+    """The test cases have every coverage class of the kernel."""
     found = {
         one
         for case in CASES
@@ -72,7 +72,7 @@ def test_coverage_classes() -> None:
     assert {dict(one)["last block is partial"] for one in choices} == {True, False}
 
 
-def test_the_planner_asks_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_tries_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family joins the planner by an entry in a list for each pass that it has."""
     monkeypatch.setattr(planner, "FORWARD", (example.forward, *planner.FORWARD))
     assert PassCase(CONVS[0], planner.forward).plan.family == "example"

@@ -1,7 +1,7 @@
-"""What is counted beyond 32 bits: places of large batches, and what padding has far from an image.
+"""Offsets beyond 32 bits: pixels of large batches, and padding far from an image.
 
-The emulator finds signed overflow, also of numbers that nobody uses in the end. What counts the
-pixels of all images it runs alone: that many images are more than a CPU can convolve.
+The emulator reports signed overflow, also of values that are not used. Functions that compute pixel
+offsets are run by themselves, since a CPU cannot convolve that many images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE = replace(H200, processors=1)
 AMPERE = replace(GPUS["sm_80"], processors=1)
 
 
-# --- Places ---------------------------------------------------------------------------------------
+# --- Offsets of pixels ----------------------------------------------------------------------------
 
 PLACES = """
 #include "hopper/implicit_gemm_nhwc/store.cuh"
@@ -47,21 +47,21 @@ extern "C" __global__ void places(const int* flat, long long* place, int batch, 
 
 
 def _strided_gradient(batch: int) -> Plan:
-    """Of a pointwise layer of stride 2, as a product of matrices: four pixels for a position."""
+    """The input gradient of a pointwise layer of stride 2: four pixels for each position."""
     problem = Problem.of((batch, 8, 256, 256), (64, 8, 1, 1), (2, 2), (0, 0, 0, 0), (1, 1), 1)
     operands = Operands("fastconv::bfloat16", 2, True, True, (8, 1, 8, 8), True)
     return forced_plans.Gemm("input_grad")(problem, operands, H200)
 
 
 @pytest.mark.parametrize("batch", [3, 33000, 70000])
-@pytest.mark.parametrize("phase", [(0, 0), (1, 1)], ids=str)
-def test_places_of_pixels(batch: int, phase: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("residue", [(0, 0), (1, 1)], ids=str)
+def test_places_of_pixels(batch: int, residue: tuple[int, int], tmp_path: Path) -> None:
     kernel = _strided_gradient(batch).launches[-1].kernel
     source = tmp_path / "places.cuh"
     source.write_text(PLACES)
     launch = Launch(
         replace(kernel, source=str(source), entry="places"),
-        (1, 1, 1), 64, 0, ("flat", "place", batch, *phase),
+        (1, 1, 1), 64, 0, ("flat", "place", batch, *residue),
     )  # fmt: skip
     of_image = 128 * 128
     last = batch * of_image
@@ -71,7 +71,7 @@ def test_places_of_pixels(batch: int, phase: tuple[int, int], tmp_path: Path) ->
 
     def expected(flat: int) -> int:
         image, row, column = flat // of_image, flat // 128 % 128, flat % 128
-        pixel = (image * 256 + 2 * row + phase[0]) * 256 + 2 * column + phase[1]
+        pixel = (image * 256 + 2 * row + residue[0]) * 256 + 2 * column + residue[1]
         return pixel if image < batch else -1
 
     assert place.tolist() == [expected(one) for one in flat]
@@ -108,7 +108,7 @@ extern "C" __global__ void offsets(const int* rows, long long* offset) {
 
 
 def test_places_of_packed_weights(tmp_path: Path) -> None:
-    """Of kernels with so many taps, and tiles with twice as many channels as there are."""
+    """Offsets in a kernel of 120 million taps, whose tile has twice the channels."""
     taps = 120_000_000
     problem = Problem.of((1, 1, taps + 17_000, 1), (17, 1, taps, 1), (1, 1), (0,) * 4, (1, 1), 1)
     operands = Operands("fastconv::bfloat16", 2, False, False, (taps, taps, 1, 1), True)
@@ -135,13 +135,13 @@ _collect.__name__ = "weight_grad"
 
 
 def _row(channels: int, width: int, outputs: int, groups: int = 1) -> Conv:
-    """A row, and two rows of outputs before it, whose taps lie in the padding."""
+    """A convolution of one row, with two output rows before it whose taps lie in the padding."""
     shapes = (1, channels, 1, width), (outputs, channels // groups, 1, 2)
     return Conv("a row", *shapes, (2**17, 8), (2**18, 0, 0, 0), groups=groups)
 
 
 def _cases() -> Iterator[PassCase]:
-    """The first few, if there is no time for all."""
+    """All test cases, or the first few in CI."""
 
     def of(
         conv: Conv, planner: Planner, dtype: torch.dtype, last: bool = False, gpu: Gpu = ONE
@@ -175,7 +175,7 @@ def _compiled() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_padding_far_beyond_the_image(case: PassCase) -> None:
-    """So far that offsets of what is read there, were it anything, exceed 32 bits."""
+    """The offsets of rows that far in the padding would exceed 32 bits."""
     conv = case.conv
     row = conv.input[3] * (conv.input[1] if case.channels_last else 1)
     assert conv.padding[0] * row > 2**31
@@ -194,7 +194,7 @@ DTYPES = (torch.float32, torch.bfloat16)[: 1 + ALL]
 
 
 def _taps_apart(dtype: torch.dtype) -> PassCase:
-    """A kernel of three rows, of which the middle one alone meets the image's."""
+    """A kernel of three rows, of which only the middle one meets the image."""
     far = 1_040_000
     conv = Conv("far taps", (1, 8, 3, 2072), (64, 8, 3, 1), (1, 1), (far - 1, far - 1, 0, 0),
                 (far, 1))  # fmt: skip

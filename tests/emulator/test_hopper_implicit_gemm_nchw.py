@@ -1,4 +1,4 @@
-"""The kernel for convolutions that are nearly matrix products, on the CPU: small and odd."""
+"""Hopper's implicit GEMM for contiguous tensors on the CPU: every branch, small odd shapes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 class Chosen:
-    """Plans with the first of the tiles that has what is asked for."""
+    """Plans with the first tile that has the ``wanted`` constants."""
 
     def __init__(self, direction: str, **wanted: Any) -> None:
         self.__name__ = direction
@@ -87,7 +87,7 @@ STRIDED_TAPS = _conv("strided taps", 2, (40, 24), (14, 14), (3, 3), 2, 1)
 WIDE_STRIDED_TAPS = _conv("wide strided taps", 2, (24, 16), (17, 20), (3, 3), 2, 1)
 
 CASES = [
-    # Flat planes: vectors of 2 and of 4 pixels, tiles that go on with the next image or do not.
+    # Flat planes: vectors of 2 and of 4 pixels; tiles of one image, or across images.
     _case(forward, POINTWISE),
     _case(input_grad, POINTWISE),
     _case(Chosen("forward", row_tiles=2), POINTWISE),
@@ -98,7 +98,7 @@ CASES = [
     _case(Chosen("forward", columns=88), _conv("last columns", 2, (20, 264), (6, 6))),
     _case(forward, _conv("resident", 9, (70, 30), (6, 10)), gpu=FEW),
     _case(Chosen("forward", resident=False), _conv("chunks", 5, (130, 40), (6, 10))),
-    # Whole planes: of which the last channels do not fill a chunk, or none is aligned.
+    # Whole planes: the last channels do not fill a chunk, or no plane is aligned.
     _case(forward, SMALL),
     _case(input_grad, SMALL),
     _case(Chosen("forward", row_tiles=2), replace(SMALL, input=(9, 36, 7, 7))),
@@ -108,11 +108,11 @@ CASES = [
     _case(Chosen("input_grad", row_tiles=2), TAPS),
     _case(forward, _conv("even taps", 3, (24, 16), (8, 6), (2, 4), padding=(1, 0, 2, 1))),
     _case(input_grad, _conv("dilated", 2, (24, 32), (9, 8), (3, 2), padding=2, dilation=(2, 3))),
-    # Rows in pieces, all of them or those that a stride leaves over.
+    # Pieces of rows: of every row, or of those that the stride keeps.
     *(_case(Chosen("forward", flat=False, whole=False, piece=piece, step_height=step), STRIDED)
       for piece, step in ((2, 1), (3, 2), (6, 1))),
     _case(Chosen("forward", flat=False, whole=False), _conv(
-        "rows that go on", 3, (24, 16), (14, 14), (1, 1), 2)),
+        "rows across images", 3, (24, 16), (14, 14), (1, 1), 2)),
     _case(Chosen("forward", flat=False, whole=False, piece=2), _conv(
         "rows of taps", 2, (16, 16), (20, 16), (3, 3), padding=1)),
     _case(Chosen("input_grad", flat=False, whole=False, piece=3), _conv(
@@ -124,7 +124,7 @@ CASES = [
     _case(forward, _conv("large strided taps", 1, (20, 8), (30, 40), (3, 3), 2, 1)),
     _case(forward, _conv("strided and dilated", 1, (20, 8), (29, 136), (3, 3), 2, 3,
                          dilation=(3, 3))),
-    # Phases: some of which have no taps, pairs of which are stored at once or not.
+    # Residues: some have no taps; pairs of them are stored together or not.
     _case(input_grad, STRIDED),
     _case(input_grad, _conv("odd strided", 3, (16, 32), (7, 9), (1, 1), 2)),
     _case(input_grad, STRIDED_TAPS),
@@ -143,7 +143,7 @@ CASES = [
 
 
 def _random(seed: int) -> PassCase:
-    """A small layer that is taken."""
+    """A random test case that the kernel takes."""
     draw = Random(seed)
     while True:
         kernel = draw.choice(((1, 1), (1, 1), (3, 3), (2, 3)))
@@ -197,7 +197,7 @@ def test_an_image_does_not_depend_on_its_batch(case: PassCase) -> None:
 @pytest.mark.parametrize("conv", [POINTWISE, STRIDED_TAPS, TAPS], ids=lambda conv: conv.name)
 @pytest.mark.parametrize("direction", ["forward", "input_grad"])
 def test_all_tiles_give_the_same_bits(direction: str, conv: Conv) -> None:
-    """A few of them, as different as they come: of two row tiles and one, of each cut."""
+    """A few different tiles: of one and two row tiles, and of each way to cut planes."""
     first = _case(Chosen(direction), conv)
     tensors = Tensors.random(first)
     expected = run(first, tensors)
@@ -230,5 +230,5 @@ def test_declines() -> None:
     assert "no planes" in declined(POINTWISE, channels_last=True)
     assert "aligned" in declined(POINTWISE, aligned=False)
     assert "4 channels" in declined(_conv("few", 1, (8, 4), (6, 6)))
-    # Each phase is stored by code of its own.
+    # Each residue is stored by code of its own.
     assert "10000 phases" in declined(_conv("far", 1, (8, 8), (200, 200), stride=100))

@@ -1,4 +1,4 @@
-"""Channels-last layers as products of matrices, on the CPU: every branch, small and odd."""
+"""Hopper's implicit GEMM for channels-last tensors on the CPU: every branch, small odd shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def input_grad(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
 
 
 def with_tile(direction: Planner, consumers: int, columns: int, blocks: int = 1) -> Planner:
-    """The same with a tile that the rules may not like best."""
+    """A planner with a given tile, even where the rules prefer another."""
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
         layer = implicit_gemm_nhwc.layer_of(problem, operands, gpu, direction is input_grad)
@@ -80,7 +80,7 @@ def _case(
     )
 
 
-# Images of 35 pixels, tiles across them; channels that are no multiple of 64 or 16.
+# Tiles span several images of 35 pixels; channels are no multiple of 64 or 16.
 POINTWISE = Conv("pointwise", (5, 72, 5, 7), (88, 72, 1, 1))
 WIDE = Conv("wide", (2, 40, 9, 7), (264, 40, 1, 1))
 STRIDED = Conv("strided pointwise", (3, 72, 7, 9), (72, 72, 1, 1), stride=(2, 2))
@@ -104,28 +104,28 @@ CASES = [
       for tile in TILES),
     _case(with_tile(input_grad, 2, 128), Conv("down", (2, 136, 8, 9), (24, 136, 3, 3),
                                               stride=(2, 2), padding=(1, 1, 1, 1))),
-    # Tiles that end with the layer's channels, in the first box or a later one.
+    # Tiles end with the layer's channels, in the first TMA box or a later one.
     *(_case(planner, Conv(f"{channels} channels", (2, channels, 6, 6), (channels, channels, 3, 3),
                           padding=(1, 1, 1, 1)))
       for channels in (24, 96, 152) for planner in (forward, input_grad)),
     _case(input_grad, Conv("96 channels", (2, 96, 7, 6), (24, 96, 2, 2), stride=(2, 2))),
-    # Patches of few channels, all of a patch in one product.
+    # Patches of few channels: one MMA has all channels and taps of a patch.
     *(_case(input_grad, conv, dtype) for dtype, conv in zip(TYPES, (
         Conv("patches of 3", (3, 3, 12, 20), (24, 3, 4, 4), stride=(4, 4)),
         Conv("uneven patches", (5, 6, 8, 9), (80, 6, 4, 3), stride=(4, 3)),
     ), strict=True)),
-    # A block has several tiles, each of an odd number of pieces to store.
+    # A block has several tiles, each with an odd number of boxes to store.
     _case(with_tile(forward, 1, 192), Conv("more tiles", (20, 16, 8, 8), (192, 16, 1, 1))),
     _case(forward, Conv("one pixel", (70, 64, 1, 1), (64, 64, 1, 1)), torch.float16),
-    # Several tiles of a block, which take turns with as many buffers as they have boxes, or fewer.
+    # A block stores several tiles, through as many buffers as a tile has boxes or fewer.
     *(_case(with_tile(forward, 1, columns), WIDE, gpu=ONE) for columns in (64, 128, 192, 256)),
-    # Contiguous weights, which are packed.
+    # Contiguous weights are packed first.
     *(_case(planner, THREE, plain_weight=True) for planner in (forward, input_grad)),
 ]  # fmt: skip
 
 
 def _tile_drawn(draw: Random, direction: Planner) -> Planner:
-    """Plans with any of the tiles."""
+    """A planner with a random tile."""
     place = draw.random()
 
     def planner(problem: Problem, operands: Operands, gpu: Gpu) -> Plan:
@@ -155,7 +155,7 @@ def _drawn_conv(draw: Random, name: str) -> Conv:
 
 
 def _random(seed: int) -> PassCase:
-    """A small layer that is taken."""
+    """A random test case that the kernel takes."""
     draw = Random(seed)
     while True:
         case = _case(
@@ -208,7 +208,7 @@ def test_images_of_one_pixel_have_either_format() -> None:
 
 
 def test_an_image_of_one_patch_has_its_own_format() -> None:
-    """Gradients of one pixel lie either way, but not the patches that they are the gradients of."""
+    """A gradient of one pixel has both memory formats, but the patch that it belongs to has one."""
     problem = Problem.of((2, 3, 4, 4), (24, 3, 4, 4), (4, 4), (0, 0, 0, 0), (1, 1), 1)
     strides = (48, 1, 12, 3)
     last = Operands("fastconv::bfloat16", 2, False, True, strides, True)

@@ -1,7 +1,7 @@
-"""Mutants: kernels that read what is not theirs, without a sign of it but in their results.
+"""Mutants: kernels that read elements which their results must not depend on.
 
-Isolation finds each of them with its usual patterns, and nothing in the kernels as they are. The
-emulator has nothing to say of a mutant: all that it reads is in the tensors' bounds.
+The isolation check finds each mutant with its usual patterns, and passes the original kernel. The
+emulator alone reports nothing, since all accesses are within the tensors' bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastconv.problem import NO_EPILOGUE, Epilogue
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault, and a small problem for which it makes a difference."""
+    """A fault, and a small problem whose results it changes."""
 
     what: str
     line: str
@@ -260,7 +260,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "the next position of a phase",
+        "the next position of a residue",
         "sm_90a/1 input_grad*gemm float16 nhwc/nhwc: 3x16x8x6 8x16x3x3 stride=2,2 padding=1,1",
         Fault(
             "hopper/implicit_gemm_nhwc/tile.cuh",
@@ -378,7 +378,7 @@ MUTANTS = [
     ),
 ]
 
-# What CI has no time for.
+# CI has no time for these.
 MORE = [
     Mutant(
         "a column too far: the next row's",

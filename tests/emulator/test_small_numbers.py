@@ -1,6 +1,6 @@
-"""Numbers below 2^-113 in ``"ieee"`` on tensor cores: what docs/numerics.md says of them, holds.
+"""Numbers below 2^-113 in ``"ieee"`` precision on tensor cores: the claims of docs/numerics.md.
 
-TF32's numbers are multiples of 2^-136, and both parts of a number that is split are such numbers.
+3xTF32 splits a number into two TF32 parts, which are multiples of 2^-136.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from emulator import (
 )
 from emulator.pass_cases import ROUNDINGS, Conv, PassCase, Tensors, float64, run
 
-UNIT = 2.0**-136  # the last bit of TF32's denormal numbers
-EXACT_FROM = 2.0**-113  # where float32's last bit is that, too
+UNIT = 2.0**-136  # spacing of TF32's subnormal numbers
+EXACT_FROM = 2.0**-113  # from here on, all float32 numbers are multiples of UNIT
 EPSILON = torch.finfo(torch.float32).eps
 CONV = Conv("small numbers", (2, 16, 5, 12), (24, 16, 3, 3), padding=(1, 1, 1, 1))
 
@@ -56,11 +56,11 @@ def case(request: pytest.FixtureRequest) -> PassCase:
 
 
 Made = Callable[[Tensor], Tensor]
-"""Makes small numbers of normally distributed ones."""
+"""A function that makes small numbers from normally distributed ones."""
 
 
 def _with_small(case: PassCase, make: Made, second: bool) -> tuple[Tensors, Tensors]:
-    """Tensors of which one factor is small; and where it is small, by ones."""
+    """Tensors with one small factor; and with that factor 1 where it is small, and 0 elsewhere."""
     factors = ("input", "weight") if case.direction == "forward" else ("input", "grad_output")
     tensors, name = Tensors.random(case), factors[second]
     small = make(getattr(tensors, name))
@@ -71,7 +71,7 @@ def _with_small(case: PassCase, make: Made, second: bool) -> tuple[Tensors, Tens
 def _error_and_bound(
     case: PassCase, tensors: Tensors, where: Tensors
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The error, what rounding allows of any numbers, and what is lost of small ones at most."""
+    """The error, the bound of rounding errors, and the bound of what small numbers lose."""
     error = (run(case, tensors).double() - float64(case, tensors)).abs()
     magnitudes, others = (
         float64(case, Tensors(*(tensor.abs() for tensor in vars(some).values())))
@@ -100,7 +100,7 @@ def test_numbers_that_lose_nothing(case: PassCase) -> None:
 
 
 def test_the_bound_is_no_larger_than_it_has_to_be(case: PassCase) -> None:
-    """All terms lose nearly half of a unit, in the same direction."""
+    """All terms lose nearly UNIT / 2, in the same direction."""
     number = 2.0**-130 + UNIT / 2 - 2.0**-149
     tensors, where = _with_small(case, lambda some: torch.full_like(some, number), False)
     other = "weight" if case.direction == "forward" else "grad_output"

@@ -1,4 +1,4 @@
-"""The problems of the coverage corpus, one of every class of code that plans choose, on a GPU."""
+"""The coverage corpus on a GPU: problems with every coverage class that plans can have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastconv.jit import launch
 from fastconv.kernels.gpus import H200
 from gpu.helpers import CUDA, is_hopper
 
-# In roundings, as the tensor cores cut off what does not fit a sum.
+# Errors allowed, in roundings of the accumulation type. Tensor cores truncate accumulators.
 LONG_SUMS = {"tf32": 100, "float32": 8, "float64": 4, "float16": 100, "bfloat16": 100}
 
 CASES = [
@@ -36,7 +36,7 @@ def _compiled() -> None:
 
 
 def _run(case: PassCase, tensors: Tensors) -> Tensor:
-    """The plan as it is, also if it is for another GPU; outputs and workspace hold NaN before."""
+    """Runs the plan, even one for another GPU; outputs and workspace hold NaN before."""
 
     def here(tensor: Tensor) -> Tensor:
         last = not tensor.is_contiguous()
