@@ -112,9 +112,8 @@ FORCED = (
     _case(CONVS[5], "bfloat16", True, planner=_with(warps_pixels=2)),
     _case(CONVS[5], "ieee", bias=True, planner=_with(warps_pixels=4)),
     _case(CONVS[13], "float16", True, planner=_with(row_tiles=4)),
-    replace(
-        _case(ODD_OUTPUTS, "bfloat16"), other_format=True
-    ),  # both tensors pass through registers
+    # Both tensors pass through registers.
+    replace(_case(ODD_OUTPUTS, "bfloat16"), other_format=True),
 )
 
 
