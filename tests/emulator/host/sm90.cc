@@ -1,23 +1,23 @@
-// The asynchronous instructions of sm_90a. Each takes as long as hardware might take: it completes
-// when no thread can proceed without it. It is an error if its operands change before that.
+// mbarriers, bulk copies and TMA copies of sm_90a. Each takes as long as hardware might take: it
+// completes when no thread can proceed without it. It is an error if its operands change before
+// that.
 #include "sm90.h"
 
 #include <sanitizer/asan_interface.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "in_flight.h"
+
 namespace emulator {
 
 namespace {
 
-constexpr int kWarpgroup = 128;
 constexpr int kBarrierBytes = 8;
-constexpr int kPattern = 1024;            // bytes after which the 128-byte swizzle repeats
 constexpr int kMaxCount = (1 << 20) - 1;  // an mbarrier's limit, for arrivals and for bytes
 
 // A contiguous piece of global memory, copied to or from an operation's data at `offset`.
@@ -66,35 +66,9 @@ struct Store {
   bool has_read = false;
 };
 
-struct Wgmma {
-  Site site;
-  Scalar scalar;
-  float* accumulators;
-  int columns;
-  Operand left, right;
-  Rows rows;  // the left matrix, if rows.registers is not null
-  bool accumulate;
-  unsigned long long fingerprint;
-  int group;
-};
-
-// The true values of a thread's accumulators, which are poisoned while a wgmma is in flight.
-struct Accumulators {
-  float* address;
-  int count;
-  int pending;  // wgmmas in flight that add to these
-  float values[128];
-};
-
 struct Thread {
   std::vector<Store> stores;
   int store_groups = 0;
-
-  std::vector<Wgmma> wgmmas;
-  std::vector<Accumulators> accumulators;
-  int wgmma_groups = 0;
-  bool fenced = false;
-  unsigned long long history = 0;  // hash of the instructions that its warpgroup executes
 };
 
 struct Block {
@@ -110,11 +84,6 @@ Thread& self() { return block().threads[threadIdx.x]; }
 
 bool is_multiple(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
-}
-
-bool is_poison(const void* memory, size_t bytes) {
-  const auto* const begin = static_cast<const unsigned char*>(memory);
-  return std::all_of(begin, begin + bytes, [](unsigned char byte) { return byte == kPoison; });
 }
 
 // Makes ASan report if any of the memory must not be accessed.
@@ -245,153 +214,6 @@ void start_loading(Barrier& barrier, Load load) {
   settle(barrier);
 }
 
-// How many of a thread's operations, in the order of their groups, are complete when at most
-// `pending` groups are in flight.
-template <class Operation>
-size_t count_done(const std::vector<Operation>& operations, int groups, int pending) {
-  size_t done = 0;
-  while (done < operations.size() && operations[done].group < groups - pending) ++done;
-  return done;
-}
-
-// Where a matrix ends in shared memory, its whole last piece included.
-int end_of_matrix(const Operand& operand, int start, int rows) {
-  if (operand.order == Order::kCores) {
-    return start + operand.leading + (rows / 8 - 1) * operand.stride + 128;
-  }
-  if (operand.order == Order::kSwizzled) {
-    return start / kPattern * kPattern + (rows / 8 - 1) * operand.stride + kPattern;
-  }
-  return start + operand.stride + (rows - 1) / 64 * operand.leading + kPattern;
-}
-
-// The swizzle pattern must begin where TMA has it begin: at a multiple of 1024 bytes. A matrix
-// along K may begin later in the pattern's first row of 128 bytes.
-void check_swizzled(const Operand& operand, int start) {
-  const int latest = operand.order == Order::kAcross ? 0 : 128 - kRowBytes;
-  if (start % kPattern > latest) {
-    fail(
-        "wgmma reads a swizzled matrix from byte %d of shared memory, at most %d after a multiple "
-        "of %d",
-        start, latest, kPattern);
-  }
-  if (operand.stride % kPattern ||
-      (operand.order == Order::kAcross && operand.leading % kPattern)) {
-    fail("wgmma reads a swizzled matrix with offsets %d and %d, not multiples of %d",
-         operand.leading, operand.stride, kPattern);
-  }
-}
-
-Order order_of(Matrix matrix) {
-  const bool swizzled = matrix.descriptor >> 62 == 1;
-  if (matrix.across && !swizzled) {
-    fail("wgmma reads a matrix that is contiguous across K and not swizzled");
-  }
-  if (matrix.across) return Order::kAcross;
-  return swizzled ? Order::kSwizzled : Order::kCores;
-}
-
-Operand operand(Matrix matrix, int rows) {
-  constexpr unsigned long long kFields = 0x4000'3fff'3fff'3fff;
-  const unsigned long long fields = matrix.descriptor;
-  if (fields & ~kFields) fail("%016llx does not describe a matrix in shared memory", fields);
-  const int start = static_cast<int>(fields & 0x3fff) << 4;
-  const int leading = static_cast<int>(fields >> 16 & 0x3fff) << 4;
-  const int stride = static_cast<int>(fields >> 32 & 0x3fff) << 4;
-  const Operand operand = {order_of(matrix), shared.begin + start, leading, stride};
-  if (operand.order != Order::kCores) check_swizzled(operand, start);
-  const int end = end_of_matrix(operand, start, rows);
-  if (end > static_cast<int>(shared.bytes)) {
-    fail("wgmma reads a matrix of %d rows from byte %d to byte %d of shared memory, which has %u",
-         rows, start, end, shared.bytes);
-  }
-  return operand;
-}
-
-// The accumulators at an address; if no wgmma in flight uses them, takes them over and poisons
-// them.
-Accumulators& take_accumulators(Thread& thread, float* address, int count) {
-  for (Accumulators& accumulators : thread.accumulators) {
-    if (accumulators.address == address && accumulators.count == count) return accumulators;
-    if (accumulators.address < address + count &&
-        address < accumulators.address + accumulators.count) {
-      fail("wgmma adds to only a part of the accumulators of another one in flight");
-    }
-  }
-  thread.accumulators.push_back({address, count, 0, {}});
-  Accumulators& accumulators = thread.accumulators.back();
-  memcpy(accumulators.values, address, count * sizeof *address);
-  memset(address, kPoison, count * sizeof *address);
-  return accumulators;
-}
-
-void give_back_accumulators(Thread& thread, Accumulators& accumulators, const Site& site) {
-  if (!is_poison(accumulators.address, accumulators.count * sizeof *accumulators.address)) {
-    fail("the accumulators were written during a wgmma, %s:%d", site.file, site.line);
-  }
-  memcpy(accumulators.address, accumulators.values,
-         accumulators.count * sizeof *accumulators.address);
-  thread.accumulators.erase(thread.accumulators.begin() +
-                            (&accumulators - thread.accumulators.data()));
-}
-
-Fragment& read_fragment(const Wgmma& wgmma) {
-  static Fragment fragment;
-  const int thread = static_cast<int>(threadIdx.x % kWarpgroup);
-  if (wgmma.rows.registers) {
-    memcpy(fragment.left, wgmma.rows.words, sizeof fragment.left);
-  } else {
-    gather_left(fragment, wgmma.left, thread);
-  }
-  gather_right(fragment, wgmma.right, wgmma.columns, thread);
-  return fragment;
-}
-
-void finish(Thread& thread, const Wgmma& wgmma) {
-  const Fragment& fragment = read_fragment(wgmma);
-  if (fingerprint(fragment, wgmma.columns) != wgmma.fingerprint) {
-    fail("shared memory changed during a wgmma, %s:%d", wgmma.site.file, wgmma.site.line);
-  }
-  const Rows& rows = wgmma.rows;
-  if (rows.registers && memcmp(rows.registers, rows.held, sizeof rows.held)) {
-    fail("registers changed during a wgmma, %s:%d", wgmma.site.file, wgmma.site.line);
-  }
-  Accumulators& accumulators = take_accumulators(thread, wgmma.accumulators, wgmma.columns / 2);
-  if (!wgmma.accumulate) std::fill_n(accumulators.values, accumulators.count, 0.0f);
-  multiply(wgmma.scalar, fragment, wgmma.columns, accumulators.values);
-  if (--accumulators.pending == 0) give_back_accumulators(thread, accumulators, wgmma.site);
-}
-
-void matrix_in_unison(Matrix matrix) {
-  in_unison(matrix.descriptor);
-  in_unison(int(matrix.across));
-}
-
-void start(Wgmma wgmma, Matrix right) {
-  Thread& thread = self();
-  const unsigned group_end = threadIdx.x / kWarpgroup * kWarpgroup + kWarpgroup;
-  if (group_end > blockDim.x) {
-    fail("wgmma by thread %u in a block of %u: no whole warpgroup", threadIdx.x, blockDim.x);
-  }
-  if (!thread.fenced) fail("wgmma without a wgmma_fence since the last wgmma_wait");
-  in_unison(static_cast<unsigned long long>(wgmma.scalar) << 32 | wgmma.columns << 1 |
-            int(wgmma.accumulate));
-  matrix_in_unison(right);
-  wgmma.fingerprint = fingerprint(read_fragment(wgmma), wgmma.columns);
-  ++take_accumulators(thread, wgmma.accumulators, wgmma.columns / 2).pending;
-  thread.wgmmas.push_back(wgmma);
-}
-
-void check_unison() {
-  const std::vector<Thread>& threads = block().threads;
-  for (size_t i = 0; i < threads.size(); ++i) {
-    const size_t first = i / kWarpgroup * kWarpgroup;
-    if (threads[i].history != threads[first].history) {
-      fail("threads %zu and %zu of a warpgroup executed different wgmma or setmaxnreg", first, i);
-    }
-  }
-}
-
 }  // namespace
 
 void barrier_init(void* barrier, int arrivals) {
@@ -516,43 +338,6 @@ void bulk_store_wait(Site site) {
   thread.stores.erase(thread.stores.begin(), thread.stores.begin() + done);
 }
 
-void wgmma(Site site, Scalar scalar, float* accumulators, int columns, Matrix left, Matrix right,
-           bool accumulate) {
-  matrix_in_unison(left);
-  const Operand rows = operand(left, 64), others = operand(right, columns);
-  const int group = self().wgmma_groups;
-  start({site, scalar, accumulators, columns, rows, others, {}, accumulate, 0, group}, right);
-}
-
-void wgmma(Site site, Scalar scalar, float* accumulators, int columns, const Rows& left,
-           Matrix right, bool accumulate) {
-  const Operand others = operand(right, columns);
-  const int group = self().wgmma_groups;
-  start({site, scalar, accumulators, columns, {}, others, left, accumulate, 0, group}, right);
-}
-
-void wgmma_fence() {
-  self().fenced = true;
-  in_unison(1);
-}
-
-void wgmma_commit() {
-  ++self().wgmma_groups;
-  in_unison(2);
-}
-
-void wgmma_wait(Site site, int pending) {
-  Thread& thread = self();
-  thread.fenced = false;
-  in_unison(3 + pending);
-  const size_t done = count_done(thread.wgmmas, thread.wgmma_groups, pending);
-  if (done == 0) return;
-  wait_long(site);
-  for (size_t i = 0; i < done; ++i) finish(thread, thread.wgmmas[i]);
-  thread.wgmmas.erase(thread.wgmmas.begin(), thread.wgmmas.begin() + done);
-  exchange(site, ~0u, 0, 0);  // the lanes of a warp wait together
-}
-
 namespace {
 
 void arrive_and_wait(Site site, WarpgroupBarrier& barrier, int threads) {
@@ -580,18 +365,13 @@ void two_warpgroups_barrier(Site site, int number) {
   arrive_and_wait(site, block().warpgroup_barriers[number], 2 * kWarpgroup);
 }
 
-void in_unison(unsigned long long what) {
-  unsigned long long& history = self().history;
-  history = (history ^ what) * 0x9e3779b97f4a7c15u + 1;
-  history ^= history >> 29;
-}
-
 void sm90_begin_block() {
   for (const auto& entry : block().barriers) {
     __asan_unpoison_memory_region(shared.begin + entry.first, kBarrierBytes);
   }
   block() = {};
   block().threads.resize(blockDim.x);
+  wgmma_begin_block();
 }
 
 // Lands the copies that late arrivals wait for, and arrives.
@@ -628,8 +408,8 @@ bool sm90_advance() {
 }
 
 void sm90_exit_thread() {
+  wgmma_exit_thread();
   const Thread& thread = self();
-  if (!thread.wgmmas.empty()) fail("the thread exits without waiting for its wgmma");
   for (const Store& store : thread.stores) {
     if (!store.has_read) fail("the thread exits without waiting for its bulk stores");
   }
@@ -649,7 +429,7 @@ void sm90_end_block() {
   for (const Thread& thread : block().threads) {
     for (const Store& store : thread.stores) finish_writing(store);
   }
-  check_unison();
+  wgmma_end_block();
 }
 
 const char* sm90_describe_barriers() {

@@ -1,5 +1,5 @@
-// The instructions of sm_90a, for their host twins (sm90.cc), and hooks for the scheduler. Like
-// runtime.h, this header includes no standard headers.
+// The instructions of sm_90a, for their host twins (sm90.cc, wgmma.cc), and hooks for the
+// scheduler. Like runtime.h, this header includes no standard headers.
 #pragma once
 #include "runtime.h"
 #include "thread_mma.h"
